@@ -51,13 +51,10 @@ def between(text: str, begin: str, end: str, made: str) -> str:
 def run(
     arguments: Iterable[str] | None, make: Callable[[], Mapping[pathlib.Path, str]], *, about: str, script: str
 ) -> int:
-    """Write files, or compare them with what would be written, as the command line says.
+    """Write files, or compare them with what would be written, as the command line says; return the exit code.
 
-    Args:
-        make: makes the contents of each file; a ValueError says why it cannot.
-
-    Returns:
-        The exit code: 0, or 1 if nothing can be made or a file is out of date.
+    It is 1 if a file is out of date, or if ``make``, which makes the contents of each, raises a ValueError that says
+    why.
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a file is out of date")

@@ -51,14 +51,10 @@ def run(
     elsewhere: bool = False,
     timeout: float = 3600,
 ) -> Records:
-    """Run the item of each bug, with the bug and without it.
+    """Run the item of each bug, with the bug and without it, and return the records by the ids of the items.
 
-    Args:
-        bugs: the rows; those of the same number of GPUs and simulated size share a run of pytest.
-        elsewhere: raise :data:`table.ELSEWHERE` at the place of each bug instead of planting it.
-
-    Returns:
-        The records of the run files, by the ids of the items.
+    Rows of the same number of GPUs and simulated size share a run of pytest. With ``elsewhere``,
+    :data:`table.ELSEWHERE` is raised at the place of each bug instead of planting it.
     """
     records: Records = {}
     world = operator.attrgetter("gpus", "simulate")

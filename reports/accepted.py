@@ -43,9 +43,6 @@ class Acceptance:
 def load(path: str) -> list[Acceptance]:
     """Read a file of accepted regressions.
 
-    Args:
-        path: the file.
-
     Raises:
         AcceptanceError: it cannot be read, or an entry is not valid.
     """
@@ -61,10 +58,6 @@ def load(path: str) -> list[Acceptance]:
 
 def accept(outcome: Outcome, entries: Sequence[Acceptance]) -> Outcome:
     """Move accepted regressions out of those that count.
-
-    Args:
-        outcome: the result of comparing two runs.
-        entries: the accepted regressions.
 
     Raises:
         AcceptanceError: an entry matches no regression.

@@ -15,15 +15,8 @@ def draft(run: Run, implementation: str) -> str:
     """Write a file of known failures with one entry for each kind of failure of each case function.
 
     An entry names all items of a function by a wildcard if all that ran fail alike. Otherwise each item that fails has
-    an entry.
-
-    Args:
-        run: the run, of all cases that the file is for.
-        implementation: the name of the implementation in the run.
-
-    Returns:
-        The text of the file. Its entries are those that excuse this run, so that each reason must still be checked. A
-        reason is the first divergence that ``--explain`` has found, where the run has it.
+    an entry. The entries excuse this run, of all cases that the file is for, so that each reason must still be checked.
+    A reason is the first divergence that ``--explain`` has found, where the run has it.
 
     Raises:
         ValueError: the run has no case of the implementation. The message is one line.

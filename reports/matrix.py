@@ -35,13 +35,9 @@ def render_summary(run: Run, *, by_case: bool = False, full: bool = False) -> st
     terminal shows the end of the output. Its cells contain the number of each verdict.
 
     Args:
-        run: the run.
         by_case: whether the matrix has a row for each case, with its verdict, instead of each requirement.
         full: whether to show each failure, instead of one of those that are alike, the middle of long texts, and
             everything that is missing.
-
-    Returns:
-        The text, which ends with a newline.
     """
     blocks = [
         *_headings(run),
@@ -183,9 +179,6 @@ def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
 
     Failures are alike if they have the same implementation, verdict and text. The numbers and names of a comparison may
     differ, as they do from case to case; a traceback must be the same but for addresses.
-
-    Args:
-        cases: the records of failed cases.
     """
     groups: dict[object, list[CaseRecord]] = {}
     for case in cases:
@@ -234,14 +227,7 @@ def _step(step: int) -> str:
 
 
 def _excused(cases: Iterable[CaseRecord]) -> list[str]:
-    """Group expected failures, as in `expected-fail, fail: the norm raises (F-2): torch.fsdp 3`.
-
-    Args:
-        cases: the records of the run.
-
-    Returns:
-        One line for each reason, with the number of cases for each implementation.
-    """
+    """Count expected failures by reason, as in `expected-fail, fail: the norm raises (F-2): torch.fsdp 3`."""
     found: dict[str, Counter[str]] = {}
     for case in cases:
         if case.verdict is Verdict.EXPECTED_FAIL:
@@ -254,14 +240,7 @@ def gates(run: Run, *, full: bool = False) -> list[list[str]]:
     """Render what kept each implementation from cases: missing capabilities and hardware, by number of cases.
 
     A case that lacks two things counts for both. A capability that is the only thing which many cases lack is named in
-    a hint.
-
-    Args:
-        run: the run.
-        full: whether to list everything that is missing, instead of what most cases lack.
-
-    Returns:
-        One block of lines for each implementation that skipped any case.
+    a hint. With ``full`` everything that is missing is listed, instead of what most cases lack.
     """
     blocks = []
     for name in run.implementations:

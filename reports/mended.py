@@ -22,11 +22,7 @@ class _Entry:
 def check(runs: Mapping[str, Run]) -> list[str]:
     """Find the known failures that need a change: those whose cases pass, and those that the runs report.
 
-    Args:
-        runs: complete runs by the path of their file, of one version of torch each.
-
-    Returns:
-        One text for each entry, of one line or more. Empty if nothing is to be done.
+    Takes complete runs, of one version of torch each, by the path of their file. Returns one text for each entry.
 
     Raises:
         ValueError: a run is incomplete, merged, or does not name its version of torch. The message is one line.

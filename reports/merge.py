@@ -104,21 +104,18 @@ class Merged:
 
 
 def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
-    """Join run files.
+    """Join run files, which may be merged ones themselves.
 
     An implementation of several files is one column if its name, its version, the version of torch and the device type
     are the same; otherwise it is several, whose names contain the difference. If several files have a case of one
-    column, one record stays: one that ran rather than a skip, and then the one with the gravest verdict. No
-    record is chosen between two commits of shardproof, whose built-in implementations change with it, or of torch.
-
-    Args:
-        paths: the files, which may be merged ones themselves.
-        command: the command line, for the environment of the merged run.
+    column, one record stays: one that ran rather than a skip, and then the one with the gravest verdict. No record is
+    chosen between two commits of shardproof, whose built-in implementations change with it, or of torch. ``command`` is
+    the command line, for the environment of the merged run.
 
     Raises:
         RunFileError: a file cannot be read.
-        MergeError: a file is incomplete, is named twice, or compares with other constants; or a case of
-            one column ran in two files at two commits.
+        MergeError: a file is incomplete, is named twice, or compares with other constants; or a case of one column ran
+            in two files at two commits.
     """
     sources = [_read(path) for path in paths]
     _check(sources)

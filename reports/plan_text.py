@@ -13,12 +13,7 @@ _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def render_plan(plan: Plan) -> str:
-    """Format a plan.
-
-    Args:
-        plan: the plan. Memory, traffic and formulas are those of its first world; a table has all worlds if there are
-            several.
-    """
+    """Format a plan: memory, traffic and formulas of its first world, and a table of worlds if there are several."""
     unit = unit_of(plan)
     world = plan.worlds[0]
     lines = [*heading(plan), ""]

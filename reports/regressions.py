@@ -76,10 +76,7 @@ ALLOWED = ("device", "effort", "torch")
 def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> None:
     """Check that two runs ran the same cases on the same implementations under the same conditions.
 
-    Args:
-        base: the earlier run.
-        head: the later run.
-        allowed: the conditions that may differ, out of :data:`ALLOWED`.
+    ``allowed`` names the conditions that may differ, out of :data:`ALLOWED`.
 
     Raises:
         Incomparable: a run is incomplete, the two are one run or have one in common, or they differ in a condition that
@@ -116,11 +113,9 @@ def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
 
 
 def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | None = None) -> Outcome:
-    """Compare two runs case by case.
+    """Compare two runs of comparable conditions (:func:`check_comparable`) case by case.
 
     Args:
-        base: the earlier run.
-        head: the later run, of comparable conditions (:func:`check_comparable`).
         more_skips: how many more ``unsupported`` and ``unmet`` cases an implementation may have.
         time_ratio: how many times as long the cases that ran in both may take, for each implementation; None compares
             no times.

@@ -9,44 +9,22 @@ _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align rows into a table.
-
-    Args:
-        rows: rows of equal length.
-
-    Returns:
-        One line for each row. Columns are as wide as their widest cell and two spaces apart; lines have no trailing
-        spaces.
-    """
+    """Align rows of equal length into lines without trailing spaces, with two spaces between columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def printable(text: str) -> str:
-    """Escape the characters of a text that are not printable.
+    """Escape the characters of a line that are not printable, line breaks too.
 
     A run file may come from anyone, and its texts contain the output of ranks: control characters would reach the
     terminal.
-
-    Args:
-        text: one line; a line break is escaped too.
-
-    Returns:
-        The text with escape sequences instead of those characters.
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
 
 
 def indented(text: str, spaces: int) -> list[str]:
-    """Indent a text of several lines.
-
-    Args:
-        text: the text; each of its lines is made safe to print.
-        spaces: the number of spaces before each line.
-
-    Returns:
-        The lines, without trailing spaces.
-    """
+    """Indent a text of several lines, each of which is made safe to print and has no trailing spaces."""
     return [(" " * spaces + printable(line.expandtabs())).rstrip() for line in text.splitlines()]
 
 

@@ -52,14 +52,9 @@ BAD_USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, by default that of the process, and return its exit code.
 
-    Args:
-        arguments: the command and its arguments; those of the process by default.
-
-    Returns:
-        The exit code of the command, or 2 with one line on stderr for a command that does not exist, or whose packages
-        are not installed.
+    It is 2 with one line on stderr for a command that does not exist, or whose packages are not installed.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = given[0] if given else ""

@@ -38,13 +38,10 @@ ASIDE = {"is_aside": True}
 
 
 def says(text: str, *, default: Any = dataclasses.MISSING, **metadata: bool) -> Any:
-    """Make a field of a dataclass.
+    """Make a field of a dataclass: its description in the schema, and its value where it is missing or null.
 
-    Args:
-        text: its description in the schema.
-        default: its value where it is missing or null; a field without one must be there, and null is a value of it.
-        metadata: ``is_written`` where it is written even if it is the default, ``is_required`` where the schema
-            requires it as well.
+    A field without a default must be there, and null is a value of it. One is written even with its default if
+    ``is_written`` is set, and the schema requires it as well if ``is_required`` is.
     """
     kind = {"default_factory": dict} if default == {} else {"default": default}
     return field(**kind, metadata={"says": text, **metadata})
@@ -140,12 +137,7 @@ def _fields_of(cls: Any) -> list[_Field]:
 
 
 def decode(cls: Callable[..., T], data: object, where: str = "") -> T:
-    """Read a dataclass from a JSON object.
-
-    Args:
-        cls: the dataclass.
-        data: the object.
-        where: its path in the file, for messages; empty for the whole file.
+    """Read a dataclass from a JSON object, whose path in the file, for messages, is empty for the whole file.
 
     Raises:
         RecordError: the data violate the schema.
@@ -222,16 +214,10 @@ def shown(value: object) -> str:
 
 
 def kind_of(value: object, kind: type[T], where: str) -> T:
-    """Check the type of a JSON value.
+    """Check that a JSON value is a str, int, float, bool, list or dict, and return it; ``where`` is for the message.
 
-    Args:
-        value: the value.
-        kind: the expected type, one of str, int, float, bool, list and dict. A bool is not an integer. A float may be
-            written as an integer, or as one of the strings of :data:`Number`.
-        where: the path of the value in the file, for the message.
-
-    Returns:
-        The value; a float if ``kind`` is float.
+    A bool is not an integer. A float, which is returned as one, may be written as an integer, or as one of the strings
+    of :data:`Number`.
 
     Raises:
         RecordError: the value has another type.
@@ -318,10 +304,8 @@ class _FileError(ValueError):
 def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueError]) -> T:
     """Read and parse a file of JSON, which may be compressed or a journal. Nothing in it is executed or unpickled.
 
-    Args:
-        path: the path of the file. One that is compressed by gzip is recognised by its content.
-        parse: makes the result of the JSON data; raises a RecordError where they violate the schema.
-        error_type: what to raise.
+    A file that is compressed by gzip is recognised by its content. ``parse`` makes the result of the JSON data and
+    raises a RecordError where they violate the schema.
 
     Raises:
         ValueError: of ``error_type``, with one line that begins with the path: the file is missing, is no regular file,
@@ -342,10 +326,7 @@ def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueE
 def content(path: Path, *, is_journal: bool) -> object:
     """Return the JSON data of a run file.
 
-    Args:
-        path: the path of the file.
-        is_journal: whether it may end after any byte, as that of a process that was killed does. It is then read up to
-            its last line.
+    A journal, which may end after any byte, as that of a process that was killed does, is read up to its last line.
 
     Raises:
         OSError: the file cannot be opened or read.

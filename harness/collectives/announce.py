@@ -95,9 +95,7 @@ class Announcer:
     def announce(self, group: dist.ProcessGroup, kind: str, text: str) -> None:
         """Announce that this rank is about to enter a collective of a group.
 
-        Args:
-            kind: the kind of collective, in the trace's vocabulary; "send" and "recv" are never checked.
-            text: a description of the collective; while checking, it is compared between the members of the group.
+        While checking, the text is compared between the members of the group; "send" and "recv" are never checked.
 
         Raises:
             Divergence: while checking, if a member announced a different collective; every member raises it.
@@ -155,9 +153,8 @@ class Announcer:
     def in_another_world(self, name: str, ranks: tuple[int, ...]) -> Iterator[None]:
         """Announce the collectives of another world, of which this process is a rank for as long as the context lasts.
 
-        Args:
-            name: tells its groups from those of this world and of others, which may have the same names.
-            ranks: by rank of the other world, the rank of this one that it is.
+        The name tells its groups from those of other worlds, which may have the same names. ``ranks`` has, by rank of
+        the other world, the rank of this one that it is.
         """
         before = self._world, self._world_ranks
         self._world, self._world_ranks = f"{name}/", ranks

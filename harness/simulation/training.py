@@ -91,10 +91,8 @@ class Simulation:
     ) -> Trace:
         """Train one optimizer step, and return its collectives.
 
-        Args:
-            inputs: makes the arguments of one microbatch's forward; as many are trained as the configuration has.
-            loss: maps a forward's output to a scalar.
-            set_to_none: whether gradients are set to None after the step, or to zeros.
+        ``inputs`` makes the arguments of one microbatch's forward; as many are trained as the configuration has.
+        ``loss`` maps a forward's output to a scalar. Gradients are set to None after the step, or else to zeros.
         """
         adapter, config, before = self.adapter, self.config, len(self.trace)
         memory.collect_garbage()

@@ -153,11 +153,9 @@ class Finding:
     numbers: Numbers | None = None
 
     def render(self, *, title: str, others: Sequence[Finding] = (), size: int = 1) -> str:
-        """Return the message of the failure: title and location, the numbers, the guess, and what other ranks found.
+        """Return the message of the failure: title and location, numbers, the guess, and what ``others`` found.
 
-        Args:
-            others: the findings of other ranks at the same step and stage.
-            size: the number of ranks that compared.
+        ``others`` are findings at the same step and stage, of the ``size`` ranks that compared.
         """
         lines = [f"{title}: {self.location}", f"  {self.text}"]
         if self.guess is not None:

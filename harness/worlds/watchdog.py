@@ -118,11 +118,10 @@ def diagnose(
     case_path: str,
     lost: Mapping[int, str] | None = None,
 ) -> Diagnosis:
-    """Determine which rank keeps the stuck ranks waiting.
+    """Determine which rank keeps the ``stuck`` ranks waiting, which did not answer and come with their stack dumps.
 
     Args:
         entries: for every rank of the world, its announcements during the case, oldest first; none of lost ranks.
-        stuck: the ranks that did not answer, with their stack dumps.
         case_path: the case's source file; a frame in it shows where in the case a rank is.
         lost: the ranks that cannot be reached any more, with the reasons. They are to blame.
     """

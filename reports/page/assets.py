@@ -41,11 +41,7 @@ def style() -> str:
 
 
 def script(names: Sequence[str] = SCRIPTS) -> str:
-    """The script of a page. Its files share one function, so that they define nothing outside of it.
-
-    Args:
-        names: of the files of script/, in their order.
-    """
+    """The script of a page. Its files, in this order, share one function, so that they define nothing outside of it."""
     body = "\n".join(_text(f"script/{name}.js") for name in names)
     return f'"use strict";\n(() => {{\n{body}\n}})();\n'
 

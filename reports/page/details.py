@@ -86,12 +86,7 @@ def _rounded(value: float) -> float:
 
 
 def chunks(table: Table, runs: Sequence[Run]) -> Iterator[Chunk]:
-    """Pack the records of all cases, in the order of the table.
-
-    Args:
-        table: the cases and columns.
-        runs: the runs, for the verdicts of earlier attempts.
-    """
+    """Pack the records of all cases, in the order of the table, with the verdicts of earlier attempts in the runs."""
     earlier = _earlier_verdicts(runs)
     writer, records, size, first = _Writer(), [], 0, 0
     for i, (id_, _) in enumerate(table.cases):

@@ -11,17 +11,10 @@ from shardproof.reports.plan import Plan
 
 
 def render_plans(plans: Sequence[Plan], *, title: str) -> str:
-    """Render plans as a page, below each other.
+    """Render plans as a page, below each other. Of the same plans the HTML is always the same.
 
     Texts of plan files reach the page through the template, which escapes them, and as compressed JSON, which the
     script shows as text; a content security policy allows two scripts by their hashes, as on the page of run files.
-
-    Args:
-        plans: the plans, in the order of the page.
-        title: of the page.
-
-    Returns:
-        The HTML. Of the same plans it is always the same.
     """
     plotting, script = assets.plotting_library(), assets.script(assets.PLAN_SCRIPTS)
     return (

@@ -24,18 +24,11 @@ class Source:
 
 
 def render(sources: Sequence[Source], *, title: str) -> str:
-    """Render runs as a page.
+    """Render runs as a page, in the order of an implementation's columns. Of the same runs the HTML is always the same.
 
     The texts of run files reach the page in two ways: through the template, which escapes them, and as compressed JSON,
     which the script of the page shows as text. A content security policy allows that script and the plotting library by
     their hashes and nothing else, so that no other script could run and nothing could be fetched.
-
-    Args:
-        sources: the runs, in the order of the columns of an implementation.
-        title: of the page.
-
-    Returns:
-        The HTML. Of the same runs it is always the same.
     """
     runs = [source.run for source in sources]
     names = _labels([(source.path, source.run) for source in sources])
@@ -113,14 +106,7 @@ def _version(env: Environment, name: str) -> str:
 
 
 def _labels(runs: Sequence[tuple[str, Run]]) -> list[str]:
-    """Name each run by its device type and version of torch, and by as much more as tells it from the others.
-
-    Args:
-        runs: the path of each run file and the run.
-
-    Returns:
-        One label for each run, in the order of `runs`; no two are the same.
-    """
+    """Name each run, no two alike, by device type, version of torch, and as much more as tells it from the others."""
     named = [_device_and_torch(run) for _, run in runs]
     for fact in (_build, _effort, _host, _file):
         named = _with(fact, named, runs)

@@ -73,12 +73,7 @@ class Table:
 
 
 def table(runs: Sequence[Run], contract: Contract) -> Table:
-    """Order the cases and the columns of several runs.
-
-    Args:
-        runs: the runs.
-        contract: the requirements that are known.
-    """
+    """Order the cases and the columns of several runs."""
     checked: dict[str, dict[str, None]] = {}
     for run in runs:
         for case in run.cases:
@@ -104,13 +99,8 @@ def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chun
     """Write a table for the script of the page.
 
     Each column has its verdicts as one string, with a digit for each case, its place in :class:`Verdict`; and for each
-    case the number of the reason for the verdict, a position in the list of all reasons.
-
-    Args:
-        table: the table.
-        contract: the subjects of the chapters.
-        run_labels: a label for each run.
-        chunks: the position of the first case of each chunk of details.
+    case the number of the reason for the verdict, a position in the list of all reasons. ``chunks`` has the position of
+    the first case of each chunk of details.
     """
     digits = {verdict: str(i) for i, verdict in enumerate(Verdict)}
     reasons: dict[str, int] = {"": 0}

@@ -1,7 +1,8 @@
 """The commands of the command line, one module each: each is imported when it is chosen.
 
 ``run``, ``plan``, ``implementations`` and ``torch_names`` import torch or the harness; the others read files, and
-``findings`` runs some.
+``findings`` runs some. Each takes the arguments after its name and returns the exit code; argparse exits with 2 for
+unknown arguments and with 0 for ``--help``.
 """
 
 import argparse
@@ -13,10 +14,7 @@ _COLUMNS = 100  # of a help
 def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentParser:
     """Make the parser of a command, whose help has lines of a terminal's width.
 
-    Args:
-        prog: how the command is called.
-        description: what it does, without line breaks.
-        epilog: examples and exit codes, as they are printed.
+    The description has no line breaks; the epilog, with examples and exit codes, is printed as it is.
     """
     return argparse.ArgumentParser(
         prog=prog,

@@ -26,15 +26,8 @@ implementations and none is named"""
 def expectations(arguments: Sequence[str]) -> int:
     """Print a file of known failures or, with ``--check``, the entries that are to be changed.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0; 1 if entries are to be changed; 2 if a file cannot be read or is of several implementations,
-        with one line on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0; 1 if entries are to be changed; 2 if a file cannot be read or is of several implementations,
+    with one line on stderr.
     """
     options = _parser().parse_args(arguments)
     try:

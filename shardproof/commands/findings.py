@@ -54,15 +54,8 @@ class _Result:
 def findings(arguments: Sequence[str]) -> int:
     """Print the index of the findings or, with ``--run``, what their reproducers show here.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0; 1 if a result differs from what is known or cannot be judged; 2 for bad input, with one line
-        on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0; 1 if a result differs from what is known or cannot be judged; 2 for bad input, with one line on
+    stderr.
     """
     options = _parser().parse_args(arguments)
     try:

@@ -27,15 +27,8 @@ docs/gate.md says what counts as worse, and has a workflow to copy."""
 def gate(arguments: Sequence[str]) -> int:
     """Compare two run files and print what got worse.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0 if nothing got worse but what is accepted, 1 if something did, or 2 if a file cannot be read,
-        the two cannot be compared, or what is accepted did not happen, with one line on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0 if nothing got worse but what is accepted, 1 if something did, or 2 if a file cannot be read, the
+    two cannot be compared, or what is accepted did not happen, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
     try:

@@ -46,14 +46,7 @@ class _Known:
 def implementations(arguments: Sequence[str]) -> int:
     """Print the implementations that are known, or those that are named.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0, or 1 if one that is named cannot run here on any device.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0, or 1 if one that is named cannot run here on any device.
     """
     named = _parser().parse_args(arguments).names
     # As for `shardproof run`: for adapters of the user's own.

@@ -28,14 +28,7 @@ exit codes: 0; 2 a file cannot be read, joined or written"""
 def merge_command(arguments: Sequence[str]) -> int:
     """Join run files and write the result.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0, or 2 if a file cannot be read, joined or written, with one line on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0, or 2 if a file cannot be read, joined or written, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
     out = Path(options.output)

@@ -29,17 +29,9 @@ _EXTRA = "the page needs packages that are not installed; install them with: pip
 def page(arguments: Sequence[str]) -> int:
     """Write one HTML page of run files, or one of plan files.
 
-    Failing cases do not change the exit code: the runs have already judged them.
-
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0; or 2 if a file cannot be read or written, a run is given twice, run files and plan files are
-        mixed, or the extra ``page`` is not installed, with one line on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    Failing cases do not change the exit code: the runs have already judged them. It is 0; or 2 if a file cannot be read
+    or written, a run is given twice, run files and plan files are mixed, or the extra ``page`` is not installed, with
+    one line on stderr.
     """
     options = _parser().parse_args(arguments)
     out = Path(options.output) / FILE

@@ -39,16 +39,9 @@ exit codes: 0 printed; 2 an option is not valid, or the model or the implementat
 def plan(arguments: Sequence[str]) -> int:
     """Simulate a training step of one rank and print what it holds and sends.
 
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0; or 2 with one line on stderr, if an option is not valid, the model cannot be built without
-        data, the implementation cannot be simulated, torch lacks a private name that simulation needs, or the file
-        cannot be written.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    The exit code is 0; or 2 with one line on stderr, if an option is not valid, the model cannot be built without data,
+    the implementation cannot be simulated, torch lacks a private name that simulation needs, or the file cannot be
+    written.
     """
     options = _parser().parse_args(arguments)
     # As for `shardproof run`: for models and adapters of the user's own.

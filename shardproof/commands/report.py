@@ -23,17 +23,8 @@ INCOMPLETE = 1
 def report(arguments: Sequence[str]) -> int:
     """Print the matrix, failures and skips of a run file.
 
-    Failing cases do not change the exit code: the run has already judged them.
-
-    Args:
-        arguments: the arguments after the name of the command.
-
-    Returns:
-        The exit code: 0; 1 for the journal of an incomplete run; or 2 if the file cannot be read, with one line on
-        stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 2 for unknown arguments and 0 for ``--help``.
+    Failing cases do not change the exit code: the run has already judged them. It is 0; 1 for the journal of an
+    incomplete run; or 2 if the file cannot be read, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
     try:

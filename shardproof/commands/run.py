@@ -46,14 +46,9 @@ What follows is pytest's own help.
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run pytest on the packaged suites.
+    """Run pytest on the packaged suites, and return its exit code.
 
-    Args:
-        arguments: pytest's. Paths and node ids that begin with ``suites`` are those of the packaged suites; without
-            any, all suites run.
-
-    Returns:
-        pytest's exit code.
+    Paths and node ids that begin with ``suites`` are those of the packaged suites; without any, all suites run.
     """
     if {"-h", "--help"} & set(arguments):
         print(HELP)

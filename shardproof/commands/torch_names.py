@@ -22,14 +22,7 @@ exit codes: 0 torch has every name; 1 it lacks one; 2 an argument is not valid""
 def torch_names(arguments: Sequence[str]) -> int:
     """Print the private names of torch that the harness or the reference use and the installed torch lacks.
 
-    Args:
-        arguments: the arguments after the name of the command; there are none but ``--help``.
-
-    Returns:
-        The exit code: 0 if no name is missing, 1 if one is, or 2 for an argument, with one line on stderr.
-
-    Raises:
-        SystemExit: from argparse, with code 0 for ``--help``.
+    The exit code is 0 if no name is missing, 1 if one is, or 2 for an argument, with one line on stderr.
     """
     parser = commands.parser(
         "shardproof torch-names",
