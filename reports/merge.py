@@ -134,6 +134,7 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
         effort=_effort(sources, labels),
         suites=_joined(source.run.suites for source in sources),
         selected=_selected(sources, labels),
+        unasked=_unasked(sources, labels),
         cases=[record for records in chosen.values() for record in records],
         left_out=[
             LeftOut(id=id_, implementation=label, reason=reason)
@@ -252,6 +253,7 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
         command=command,
         implementations=_implementations(sources, labels),
         numerics=first.numerics,
+        mends={part: what for one in environments for part, what in one.mends.items()},
     )
 
 
@@ -284,6 +286,16 @@ def _selected(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[
         for name, ids in (source.run.selected).items():
             selected.setdefault(labels[source.column(name)], {}).update(dict.fromkeys(ids))
     return {label: list(ids) for label, ids in selected.items()}
+
+
+def _unasked(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[str, Mapping[str, str]]:
+    """Return by label the requirements that no file of the column asks."""
+    found: dict[str, Mapping[str, str]] = {}
+    for source in sources:
+        for name in source.names:
+            needs, label = source.run.unasked.get(name, {}), labels[source.column(name)]
+            found[label] = {one: found[label][one] for one in found[label] if one in needs} if label in found else needs
+    return {label: needs for label, needs in found.items() if needs}
 
 
 def _effort(sources: Sequence[_Source], labels: Mapping[Column, str]) -> Effort:

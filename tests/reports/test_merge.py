@@ -24,7 +24,7 @@ def write(tmp_path):
         data["run_id"] = run_id * 32
         names = [*dict.fromkeys(case["implementation"] for case in cases)]
         told = {one: {"version": "", "capabilities": ["tied"]} for one in names} | (implementations or {})
-        top = {key: changes.pop(key) for key in ("effort", "left_out", "end", "selected") if key in changes}
+        top = {key: changes.pop(key) for key in ("effort", "left_out", "end", "selected", "unasked") if key in changes}
         data["environment"] |= {"implementations": told} | changes
         for key in [key for key, value in changes.items() if value is None]:
             del data["environment"][key]
@@ -43,6 +43,16 @@ def merged(*paths):
     """Join files; the result is read as any run file is, and it is valid."""
     result = merge(paths, command=["shardproof", "merge"])
     return result, parse_run(json.loads(json.dumps(result.data)))
+
+
+def test_what_no_file_asks_and_what_was_left_out_for_torch_stay(write):
+    unasked = {"reference": {"INIT-8": "3 ranks", "HYBRID-1": "4 ranks"}, "ddp": {"INIT-8": "3 ranks"}}
+    mends = {"gloo": "torch has no ProcessGroupGloo"}
+    one = write("one.json", of("reference"), of("ddp"), run_id="1", unasked=unasked, mends=mends)
+    asked = write("two.json", of("reference", id="other"), run_id="2", unasked={"reference": {"INIT-8": "3 ranks"}})
+    _, run = merged(one, asked)
+    assert run.unasked == {"reference": {"INIT-8": "3 ranks"}, "ddp": {"INIT-8": "3 ranks"}}
+    assert run.environment.mends == mends
 
 
 def test_implementations_of_two_environments_stand_in_one_matrix(write):
