@@ -57,7 +57,7 @@ PLACES = (
             "cpu-fairscale-v7-standard.json.gz",
         ),
     ),
-    Place("CPU, gloo, torch 2.11", "CPU", "2.11", ("h100-gloo-v9-pairs.json.gz",)),
+    Place("CPU, gloo, torch 2.11", "CPU", "2.11", ("h200-x4-gloo-v11-standard.json.gz",)),
     Place(
         "Two H100 or H200 GPUs, NCCL, torch 2.11",
         "2 GPUs",
