@@ -27,8 +27,8 @@ whole feature is wrong its capability is not declared instead, as in F-4.
 
 `OMP_NUM_THREADS=1 python findings/F002.py` runs one program. `shardproof findings --run` runs all those for which the
 host has what they need, and says of each whether the error is there, by the headers that
-[shardproof/findings.py](../shardproof/findings.py) describes. *State* is what the newest version of torch showed with
-which it was run.
+[shardproof/findings.py](../shardproof/findings.py) describes. *State* is `mended in torch X` where
+the header has `fixed_in`; otherwise what the newest version of torch showed with which the program was run.
 
 Threads that a header lists as `upstream` are about exactly that error, in the tracker of the implementation, with their
 state when they were looked up (pull requests of pytorch/pytorch are closed when they land); `related` are others that

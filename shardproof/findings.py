@@ -12,8 +12,9 @@ What follows is the reproducer, which needs nothing of shardproof. Reading impor
 
 - ``implementations`` names those of ``--impl`` that have the defect, or "torch" for another part of torch;
 - ``requirements`` has the requirements of the contract whose cases see it;
-- ``reproduces`` and ``does_not_reproduce`` say with which release of torch, on which type of device and when the
-  reproducer was last run; ``since`` and ``fixed_in`` are the first minor versions of torch with and without the defect;
+- ``reproduces`` and ``does_not_reproduce`` have a line for each release of torch with which the reproducer ran: the
+  type of device and the last date; ``since`` is the first minor version of torch with the defect, ``fixed_in`` the
+  first without it again;
 - ``gpus`` is the number of GPUs that it needs, and ``packages`` are other packages, as requirements of pip;
 - ``by_hand`` says why no program can run or judge it; without code it is required;
 - ``arguments`` are those of its command line;

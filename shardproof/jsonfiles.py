@@ -1,10 +1,13 @@
 """Dataclasses as files of JSON: how they are written, read and described, whatever they have.
 
 :func:`encode` makes JSON values of dataclasses, :func:`decode` reads them back or says in one line which field is
-wrong, and :func:`describe` makes their JSON Schema. A field without a default must be there; one that is
-:func:`written` always is, and may be missing in what is read; any other is left out where it has its default. Fields
-that are not known are ignored: a later writer may add some. The decoder checks types, bounds and the members of enums.
-What else the schema demands, such as names of device types, concerns writers alone.
+wrong, and :func:`describe` makes their JSON Schema.
+
+A field without a default must be in a file. ``says`` with a default makes an optional field, which is left out where it
+has its default; so is every field that is added to a version that has files already. ``written`` makes one that every
+writer writes and that the schema requires, and without which a file is still read. Fields that are not known are ignored:
+a later writer may add some. The decoder checks types, bounds and the members of enums. What else the schema demands, such
+as names of device types, concerns writers alone.
 """
 
 from __future__ import annotations
@@ -89,7 +92,7 @@ _KINDS: dict[type, str] = {
     str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
 }  # fmt: skip
 _NOT_FINITE = ("nan", "inf", "-inf")
-_WHOLE = "the run file"  # the place that a message names if the error is in no field
+_WHOLE = "the file"  # the place that a message names if the error is in no field
 _SHOWN = 80  # the most characters of a wrong value in a message, which must stay one line
 
 _ALWAYS = object()  # the default of a field that is always written

@@ -34,7 +34,7 @@ def run(*cases: dict[str, Any], **environment: Any) -> dict[str, Any]:
 
 
 def whole_case() -> dict[str, Any]:
-    """A failing case with every field of the schema."""
+    """A failing case with all fields that every writer writes."""
     return case(
         nodeid="suites/test_autograd.py::test_unused[reference-w2]",
         seeds={"init": 1, "data": 2},
@@ -65,7 +65,7 @@ def whole_case() -> dict[str, Any]:
 
 
 def whole_environment() -> dict[str, Any]:
-    """An environment with every field of the schema."""
+    """An environment with all fields but `mends` and `torchrun`."""
     return {
         "shardproof": "0.1.0",
         "shardproof_commit": "c0ffee" * 6 + "c0ff",

@@ -64,11 +64,11 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
 @pytest.mark.parametrize(
     "data, message",
     [
-        ([], "the run file: [] is not an object"),
-        ({}, "the run file: the field 'schema_version' is missing"),
+        ([], "the file: [] is not an object"),
+        ({}, "the file: the field 'schema_version' is missing"),
         ({"schema_version": "1"}, "schema_version: '1' is not an integer"),
         ({"schema_version": 3, "records": []}, "schema_version: 3 is not supported; supported: 2"),
-        ({"schema_version": 2}, "the run file: the field 'run_id' is missing"),
+        ({"schema_version": 2}, "the file: the field 'run_id' is missing"),
         (samples.journal() | {"end": {"complete": 1}}, "end.complete: 1 is not true or false"),
         (samples.journal() | {"end": {"complete": False}}, "end: the field 'reason' is missing"),
         (samples.journal() | {"selected": {"a": ["b", 3]}}, "selected.a[1]: 3 is not a string"),
@@ -80,7 +80,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         ),
         (
             {"schema_version": 2, "run_id": "x", "end": {"complete": True, "reason": ""}},
-            "the run file: the field 'environment' is missing",
+            "the file: the field 'environment' is missing",
         ),
         (samples.run() | {"cases": {}}, "cases: {} is not a list"),
         (samples.journal() | {"merged": []}, "merged: it is empty"),

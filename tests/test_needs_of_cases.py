@@ -61,9 +61,9 @@ def test_an_adapter_that_declares_nothing_is_asked_two_thirds_of_what_is_for_any
         "-p",
         "no:cacheprovider",
         "-p",
-        "tests.test_gates",
+        "tests.test_needs_of_cases",
     ]
-    command += ["--impl", "tests.test_gates:Minimal", "--device", "cpu", "--world", "1,2,4"]
+    command += ["--impl", "tests.test_needs_of_cases:Minimal", "--device", "cpu", "--world", "1,2,4"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "ASKED": str(tmp_path / "asked")}
     subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
     asked = set(json.loads((tmp_path / "asked").read_text()))
