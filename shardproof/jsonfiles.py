@@ -3,11 +3,11 @@
 :func:`encode` makes JSON values of dataclasses, :func:`decode` reads them back or says in one line which field is
 wrong, and :func:`describe` makes their JSON Schema.
 
-A field without a default must be in a file. ``says`` with a default makes an optional field, which is left out where it
-has its default; so is every field that is added to a version that has files already. ``written`` makes one that every
-writer writes and that the schema requires, and without which a file is still read. Fields that are not known are ignored:
-a later writer may add some. The decoder checks types, bounds and the members of enums. What else the schema demands, such
-as names of device types, concerns writers alone.
+A field without a default must be in a file. ``says`` with a default makes an optional field, which is left out where
+it has its default; so is every field that is added to a version that has files already. ``written`` makes one that
+every writer writes and that the schema requires, and without which a file is still read. Fields that are not known are
+ignored: a later writer may add some. The decoder checks types, bounds and the members of enums. What else the schema
+demands, such as names of device types, concerns writers alone.
 """
 
 from __future__ import annotations
