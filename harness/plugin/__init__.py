@@ -8,7 +8,7 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``hooks``: the hook functions; makes one pytest item for each implementation and world; exit codes and signals.
 - ``state``: the objects that the hooks of one pytest process share.
 - ``options``: the command line; ``selection``: the checked values of its options.
-- ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share, which import torch.
+- ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share, which import torch as ``strategies`` does.
 - ``cases``: runs one item; compares expected texts; lists what no selected case asks.
 - ``drawing``: searches for an example of a drawn parameter that fails, and shrinks it; ``strategies`` draws examples
   with hypothesis.
@@ -19,6 +19,6 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``reproduction``: the command that repeats one case.
 - ``explaining``: runs a failed case again with capture on.
 - ``progress``: which cases were selected and which have a record.
-- ``terminal``: lines while a case runs, and what the end of a run prints: failures that are alike once.
+- ``terminal``: the live line, lines of waits, and failures that are alike once; the counts at the end are in ``hooks``.
 - ``known_failures``: strict expected failures, of one implementation and of a whole run.
 """

@@ -124,7 +124,10 @@ def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager)
 
 
 def asks_for_a_run(config: pytest.Config) -> bool:
-    """Return whether any option of a conformance run was given."""
+    """Return whether any option of a conformance run was given: whether one differs from its default.
+
+    A default of another kind must be added here, or each run of pytest in a project would be one of shardproof.
+    """
     names = (option.name.replace("-", "_") for option in _OPTIONS)
     return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto", "full", False) for name in names)
 

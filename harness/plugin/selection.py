@@ -1,4 +1,4 @@
-"""The checked options of a run: implementations, device type, worlds and deadline."""
+"""The checked options of a run, and the import of shardproof's own suites under one name."""
 
 from __future__ import annotations
 

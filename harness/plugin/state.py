@@ -48,7 +48,8 @@ class State:
         journal: the run file; None without ``--report`` and in xdist workers.
         progress: which cases were selected and which have a record.
         errors: the usage errors that xdist workers sent; a single process raises its own instead.
-        problems: what is wrong with entries of known failures; any problem fails the run.
+        problems: what fails the run besides its cases, one line each: known failures without a case, implementations on
+            which no case ran, an incomplete run.
         interruption: what ended the run early, such as the name of a signal; empty if nothing did.
         collection_errors: the number of files and directories that could not be collected.
         spared: the cases that the effort of the run leaves out; in an xdist run, of each worker.

@@ -1,4 +1,4 @@
-"""What the end of a run prints of its failures: those that are alike once, and what ranks printed alike once.
+"""What a run shows beside pytest's own lines: the live line, waits, and failures and outputs that are alike once.
 
 Failures are printed where all reports arrive, in the controller of an xdist run. Only what is printed changes: the run
 file and ``--junitxml`` keep the text of every case, and with ``-v`` pytest prints all of them as well.

@@ -1,6 +1,6 @@
 """What is the result of a case? Stages, locations, findings, verdicts and observations.
 
-Every other room may import from here. This room imports no other part of the harness and no torch, so that the pytest
+The rooms above may import from here. This room imports no other part of the harness and no torch, so that the pytest
 process can unpickle what the ranks send.
 
 - ``finding``: ``Stage``, the points of a training step, in order; ``Location``, ``Finding`` and ``Divergence``, the
