@@ -1,7 +1,7 @@
 """Where do ranks live? Worlds of rank processes: started once, reused by many cases, replaced when a case breaks one.
 
 Imports ``parity``, ``collectives``, ``adapters``, ``verdicts`` and ``tensors``. The modules of the controller import no
-torch.
+torch (``tests/test_help.py`` runs pytest with a torch that cannot be imported).
 
 - in the controller: ``pool`` (``Pool``), ``world`` (``World``, the ranks of one world), ``rank_process`` (the handle of
   one rank), ``lease`` (locks on devices and cores that pytest processes share), ``waiting`` (waits that are bounded and
