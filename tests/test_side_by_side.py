@@ -14,6 +14,10 @@ import torch
 from expecttest import assert_expected_inline
 from packaging.version import Version
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 

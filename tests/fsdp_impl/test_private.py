@@ -244,6 +244,7 @@ STOPPED = {
 }
 
 
+@pytest.mark.nightly
 def test_the_package_without() -> None:
     """Whatever is missing, the package is imported, and stopped is what needs the name, when it does."""
     command = [sys.executable, "-c", TRAIN, *STOPPED]

@@ -10,6 +10,10 @@ from shardproof.runfile import load_run
 from tests.harness import explained_bugs
 from tests.harness.inner import last_error, name_of
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 SOURCE = """
 import pytest
 from shardproof.testing import Capability, Hardware, contract, meaningful_from, needs, world

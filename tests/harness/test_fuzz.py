@@ -190,6 +190,7 @@ def test_case(rank, training):
 """
 
 
+@pytest.mark.nightly
 def test_without_hypothesis_the_cases_are_unmet(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     pytester.makeconftest("import sys; sys.modules['hypothesis'] = None")

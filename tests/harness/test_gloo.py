@@ -16,6 +16,9 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds import gloo
 from shardproof.testing import world
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
 
 def options(group: dist.ProcessGroup | None) -> dist.ProcessGroupGloo._Options:
     assert group is not None

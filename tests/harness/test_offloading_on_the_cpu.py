@@ -13,6 +13,10 @@ import pytest
 from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET, ROOT
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
+
 OFFLOADS = """
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter

@@ -14,6 +14,9 @@ from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests import warm
 from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, ROOT, name_of
 
+# Each test starts processes.
+pytestmark = pytest.mark.sampled
+
 
 def run(folder, implementations, *options, cases="tests/harness/simulated_cases.py"):
     """Run cases; returns the exit code, the records and what was printed."""
