@@ -1,4 +1,4 @@
-"""Writes a run file into reports/published without what nobody reads there: what passing cases measured.
+"""Writes a run file into reports/published without the measurements of cases whose verdict is no surprise.
 
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``

@@ -2,10 +2,10 @@
 
 - ``full`` leaves out nothing.
 - ``standard`` keeps of each case every pair of values of its parameters, every number of ranks, and the combinations
-  that a table beside the case lists (``pairwise``, ``always``). What it keeps is the same for every host and
+  that the table ``standard.toml`` next to the case lists. What it keeps is the same for every host and
   implementation.
 - ``quick`` keeps one item of each function for each implementation, so that every requirement has one, and of each
-  value of the parameters that ``each_value`` names (``quick``).
+  value of the parameters that ``each_value`` names.
 
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
