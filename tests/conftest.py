@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     counts: collections.Counter[pathlib.Path] = collections.Counter()
     for item in items:
-        if item.get_closest_marker("sampled") is not None:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("nightly") is None:
             if counts[item.path] % 16:
                 item.add_marker(pytest.mark.nightly)
             counts[item.path] += 1

@@ -56,6 +56,7 @@ def repository(tmp_path_factory):
     return copy, site
 
 
+@pytest.mark.nightly
 def test_the_workflow_is_green_from_wheels(repository):
     copy, site = repository
     assert (copy / "harness/adapter.py").is_file() and (copy / "suites/test_own.py").is_file()

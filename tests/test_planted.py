@@ -94,6 +94,7 @@ def test_every_edit_finds_its_place() -> None:
     assert not lost, "\n".join(lost)
 
 
+@pytest.mark.nightly
 def test_every_item_exists_and_standard_selects_it() -> None:
     """A case that gets more parameters must not lose the item of a bug, nor leave it to the longest runs."""
     by_size = {}

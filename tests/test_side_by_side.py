@@ -43,6 +43,7 @@ def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
     options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]

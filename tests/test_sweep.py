@@ -239,6 +239,7 @@ def test_items_that_another_selection_left_out_are_met_later(sample: ModuleType)
     assert todo == [("new", ["a", "b"]), ("lives", ["a", "c"])]
 
 
+@pytest.mark.nightly
 def test_a_sweep_goes_on_where_it_ended(sample: ModuleType, tmp_path: pathlib.Path) -> None:
     case = tmp_path / "test_sample.py"
     case.write_text(CASE)

@@ -244,6 +244,7 @@ def test_zeros_for_gradients_of_unused_parameters_are_declared(run, pytester, ad
     result.stdout.fnmatch_lines([says])
 
 
+@pytest.mark.nightly
 def test_example_of_the_document_passes_the_suites(run, pytester):
     (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
     suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]

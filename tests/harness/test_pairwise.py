@@ -73,6 +73,7 @@ def test_what_is_listed_is_kept_where_it_exists():
     assert Combination({"a": "1", "b": "1", "c": "1"}, 4) in chosen
 
 
+@pytest.mark.nightly
 def test_the_choice_is_the_same_in_every_process():
     """Sets of texts are iterated in an order that depends on the seed of hashes."""
     script = "from tests.harness.test_pairwise import *; print([cover(random_grid(seed)) for seed in range(20)])"

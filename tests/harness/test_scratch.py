@@ -68,6 +68,7 @@ def test_case(rank, how):
 FULL = "no space is left in {folder}; free some, or set TMPDIR to a directory with space\n"
 
 
+@pytest.mark.nightly
 def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_path, short_tmp):
     """On a file system of its own; the second case fills it for good."""
     folder = short_tmp

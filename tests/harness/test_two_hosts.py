@@ -79,6 +79,7 @@ def failures(folder):
     return {case["id"].partition("::")[2].partition("[")[0]: case["failure"] for case in run["cases"]}
 
 
+@pytest.mark.nightly
 def test_a_killed_host_is_a_crash_that_names_it(hosts, tmp_path):
     write(tmp_path, "endless")
     hosts.start(1, *RUN, RANKS="2")

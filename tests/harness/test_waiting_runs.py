@@ -111,6 +111,7 @@ def await_end(pid):
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_a_stopped_or_killed_forkserver_costs_one_case(pytester, run):
     pytester.makeconftest(QUICK)
     result = run(CASES, "--report", "run.json", "--device", "cpu", own_process=True)
