@@ -68,6 +68,8 @@ UPWARD = [
     ("simulation", "planning"),
     ("collectives", "simulation"),
     ("collectives", "models"),
+    ("models", "judging"),
+    ("judging", "collectives"),
     ("models", "collectives"),
     ("adapters", "models"),
     ("adapters", "collectives"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.harness.adapters.base import Piece, whole
-from shardproof.harness.parity.numerics import ADAM_NOISE_ULPS, Distance, distance, not_finite, ulp
+from shardproof.harness.judging.numerics import ADAM_NOISE_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
