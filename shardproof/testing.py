@@ -61,6 +61,8 @@ from shardproof.harness.collectives.trace import Collective as Collective
 from shardproof.harness.collectives.trace import Trace as Trace
 from shardproof.harness.collectives.trace import first_difference as first_difference
 from shardproof.harness.collectives.units import ROOT as ROOT
+from shardproof.harness.judging.elements import exact_difference as exact_difference
+from shardproof.harness.judging.elements import numbers_of as numbers_of
 from shardproof.harness.judging.numerics import distance as distance
 from shardproof.harness.models import mixed as mixed
 from shardproof.harness.models import optim as optim
@@ -105,8 +107,6 @@ from shardproof.harness.models.ties import RepeatedTower as RepeatedTower
 from shardproof.harness.models.ties import TiedMLP as TiedMLP
 from shardproof.harness.models.ties import TiedStack as TiedStack
 from shardproof.harness.models.ties import TwoNames as TwoNames
-from shardproof.harness.parity.comparison import exact_difference as exact_difference
-from shardproof.harness.parity.comparison import numbers_of as numbers_of
 from shardproof.harness.parity.coverage import state_numel as state_numel
 from shardproof.harness.parity.oracle import Oracle as Oracle
 from shardproof.harness.parity.pair import Pair as Pair

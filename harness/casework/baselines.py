@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import OptimizerFactory, Piece, whole
+from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.models.plain import mean_square
-from shardproof.harness.parity.comparison import Context, StepComparison, exact_difference
+from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Loss, Run, StepPicture

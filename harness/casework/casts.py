@@ -25,10 +25,10 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
     whole,
 )
+from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Capture, Event, as_inputs
-from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.rank import Rank

@@ -6,8 +6,7 @@ call beyond a rank and its pair lies in ``casework``.
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps and copies what each shows; ``sharded_run`` also checks that
   its model is sharded.
-- ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them, and
-  guesses why a tensor is wrong.
+- ``pair``: ``Pair`` trains the sharded run, the baseline and the oracle; ``comparison`` compares one step of them.
 - ``coverage``: checks by positions and by sizes that the shards of all ranks make up the model.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol, and which tied parameters sharding has untied.
 - ``oracle``: the float64 replay.
