@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardproof.harness.adapters.base import Piece, whole
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import ADAM_NOISE_ULPS, distance, not_finite, ulp
 from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
+from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import tensors_of
 from shardproof.harness.verdicts.finding import Finding, Guess, Location, Stage
 from shardproof.harness.verdicts.observations import Measured

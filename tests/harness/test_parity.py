@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
+from shardproof.harness.adapters.base import Clip, Traits
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
@@ -21,6 +21,7 @@ from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, S
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
 from shardproof.testing import world
 
