@@ -14,7 +14,6 @@ from shardproof.harness.adapters.base import Accumulation as Accumulation
 from shardproof.harness.adapters.base import Adapter as Adapter
 from shardproof.harness.adapters.base import Clip as Clip
 from shardproof.harness.adapters.base import OptimizerFactory as OptimizerFactory
-from shardproof.harness.adapters.base import Piece as Piece
 from shardproof.harness.adapters.base import Precision as Precision
 from shardproof.harness.adapters.base import Settings as Settings
 from shardproof.harness.adapters.base import StateForm as StateForm
@@ -22,13 +21,10 @@ from shardproof.harness.adapters.base import Trainee as Trainee
 from shardproof.harness.adapters.base import Traits as Traits
 from shardproof.harness.adapters.base import WholeParameters as WholeParameters
 from shardproof.harness.adapters.base import WrapPolicy as WrapPolicy
-from shardproof.harness.adapters.base import original_name as original_name
 from shardproof.harness.adapters.base import padded_to_rows as padded_to_rows
-from shardproof.harness.adapters.base import uncut as uncut
 from shardproof.harness.adapters.capability import Capability as Capability
 from shardproof.harness.adapters.capability import Hardware as Hardware
 from shardproof.harness.adapters.config import NamedDimensions as NamedDimensions
-from shardproof.harness.adapters.dtensor import piece_of as piece_of
 from shardproof.harness.adapters.registry import built_in_with as built_in_with
 from shardproof.harness.casework import states as states
 from shardproof.harness.casework.baselines import Undivided as Undivided
@@ -61,6 +57,9 @@ from shardproof.harness.collectives.trace import Collective as Collective
 from shardproof.harness.collectives.trace import Trace as Trace
 from shardproof.harness.collectives.trace import first_difference as first_difference
 from shardproof.harness.collectives.units import ROOT as ROOT
+from shardproof.harness.judging.elements import exact_difference as exact_difference
+from shardproof.harness.judging.elements import numbers_of as numbers_of
+from shardproof.harness.judging.numerics import distance as distance
 from shardproof.harness.models import mixed as mixed
 from shardproof.harness.models import optim as optim
 from shardproof.harness.models import parallel as parallel
@@ -104,10 +103,7 @@ from shardproof.harness.models.ties import RepeatedTower as RepeatedTower
 from shardproof.harness.models.ties import TiedMLP as TiedMLP
 from shardproof.harness.models.ties import TiedStack as TiedStack
 from shardproof.harness.models.ties import TwoNames as TwoNames
-from shardproof.harness.parity.comparison import exact_difference as exact_difference
-from shardproof.harness.parity.comparison import numbers_of as numbers_of
 from shardproof.harness.parity.coverage import state_numel as state_numel
-from shardproof.harness.parity.numerics import distance as distance
 from shardproof.harness.parity.oracle import Oracle as Oracle
 from shardproof.harness.parity.pair import Pair as Pair
 from shardproof.harness.parity.rank import Rank as Rank
@@ -142,6 +138,10 @@ from shardproof.harness.simulation.memory import Kind as Kind
 from shardproof.harness.simulation.training import Simulation as Simulation
 from shardproof.harness.tensors import memory as memory
 from shardproof.harness.tensors import private as private
+from shardproof.harness.tensors.pieces import Piece as Piece
+from shardproof.harness.tensors.pieces import original_name as original_name
+from shardproof.harness.tensors.pieces import piece_of as piece_of
+from shardproof.harness.tensors.pieces import uncut as uncut
 from shardproof.harness.tensors.streams import occupy as occupy
 from shardproof.harness.tensors.trees import map_leaves as map_leaves
 from shardproof.harness.tensors.trees import map_tensors as map_tensors

@@ -35,7 +35,7 @@ def lint_imports(folder):
 def rooms():
     """The rooms of the harness, as the contract with their layers has them."""
     (layers,) = (one["layers"] for one in PYPROJECT["tool"]["importlinter"]["contracts"] if one.get("exhaustive"))
-    return [room for layer in layers for room in layer.split(" | ")]
+    return [room.strip("()") for layer in layers for room in layer.split(" | ")]
 
 
 def packages_with(folder, imports):
@@ -68,6 +68,8 @@ UPWARD = [
     ("simulation", "planning"),
     ("collectives", "simulation"),
     ("collectives", "models"),
+    ("models", "judging"),
+    ("judging", "collectives"),
     ("models", "collectives"),
     ("adapters", "models"),
     ("adapters", "collectives"),

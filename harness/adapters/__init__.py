@@ -3,7 +3,7 @@
 Of the harness it imports ``tensors``; no other room imports ``fsdp_impl``. ``capability`` and ``registry`` import no
 torch.
 
-- ``base``: ``Adapter``, the class to implement, and ``Piece``; with the names of ``config`` and ``traits``.
+- ``base``: ``Adapter``, the class to implement; with ``Piece`` and the names of ``config`` and ``traits``.
 - ``config``: ``Config``, how a case wants its model sharded; a scaler of offloaded gradients.
 - ``traits``: ``Traits``, facts about an implementation that comparisons depend on.
 - ``capability``: ``Capability`` and ``Hardware``.

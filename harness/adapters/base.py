@@ -7,7 +7,6 @@ backward, clipping and the optimizer step. docs/adapters.md has a complete examp
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import pathlib
 from abc import ABC, abstractmethod
@@ -32,6 +31,11 @@ from shardproof.harness.adapters.config import WholeParameters as WholeParameter
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
+from shardproof.harness.tensors.pieces import Cut as Cut
+from shardproof.harness.tensors.pieces import Piece as Piece
+from shardproof.harness.tensors.pieces import original_name as original_name
+from shardproof.harness.tensors.pieces import uncut as uncut
+from shardproof.harness.tensors.pieces import whole as whole
 from shardproof.harness.tensors.trees import local_of
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -51,50 +55,9 @@ class Trainee(Protocol):
         """Return the tensors that the optimizer updates, by parameter names of the original model."""
 
 
-#: The prefix that ``checkpoint_wrapper`` adds to the names of the parameters inside it.
-_RECOMPUTED = "_checkpoint_wrapped_module."
-
-
-def original_name(name: str) -> str:
-    """Return a parameter's name in the original model, without the prefixes of activation checkpointing wrappers."""
-    return name.replace(_RECOMPUTED, "")
-
-
 def inner_first(units: Units) -> list[tuple[str, ...]]:
     """Return the units with nested modules before the modules that contain them, otherwise in the given order."""
     return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
-
-
-Cut = Callable[[torch.Tensor], torch.Tensor]
-"""Takes a full tensor of any dtype and returns the elements that this rank holds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The part of one named tensor that one rank holds.
-
-    The harness cuts the baseline's full tensor to this part and compares the two, so that shards need not be gathered.
-    It also cuts the oracle's float64 tensor, and an int64 tensor of positions to name the element that differs.
-
-    Attributes:
-        tensor: the elements that this rank holds, in any shape.
-        cut: takes a tensor of the full, unsharded shape and any dtype, and returns the elements at the places of
-            ``tensor``, in the shape of ``tensor``. Compute it from the layout that the implementation documents and do
-            not ask the implementation, or a wrong layout would define what is right.
-    """
-
-    tensor: torch.Tensor
-    cut: Cut
-
-
-def uncut(full: torch.Tensor) -> torch.Tensor:
-    """The cut of a rank that holds the full tensor."""
-    return full
-
-
-def whole(tensor: torch.Tensor) -> Piece:
-    """Return the piece of a rank that holds the full tensor."""
-    return Piece(tensor, uncut)
 
 
 def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:

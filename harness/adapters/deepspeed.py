@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import Config, OptimizerFactory, Packaged, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.base import Config, OptimizerFactory, Packaged, Traits
 from shardproof.harness.adapters.capability import COMMON, Capability
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
+from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 #: By which the engine calls a checkpoint in its directory.
 _TAG = "saved"

@@ -5,39 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.base import (
     Accumulation,
     ByParameter,
     Config,
-    Cut,
     KeysLeftOver,
     OptimizerFactory,
-    Piece,
     Precision,
     Settings,
     StateForm,
     inner_first,
-    original_name,
-    uncut,
-    whole,
 )
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import make_scaler
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, original_name, uncut
+from shardproof.harness.tensors.pieces import piece_of as piece_of
 from shardproof.harness.tensors.trees import local_of
-
-_STRIDED = "torch.distributed.tensor.placement_types._StridedShard"
-StridedShard = private.take(_STRIDED)
 
 #: The setters of ``FSDPModule`` by the fields of ``Settings``.
 _SETTERS = {
@@ -58,56 +51,6 @@ _SETTERS = {
 _RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group", "reduce_inputs"})
 
 
-def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
-    """Cut a full tensor to this rank's shard, by ``torch.chunk`` along each sharded mesh dimension in turn.
-
-    Plain ``Shard`` placements are applied first, in the order of the mesh dimensions, then the strided ones in reverse
-    order. A strided placement on the data-parallel dimension means that tensor parallelism, a later mesh dimension, has
-    sharded the tensor first, and that data parallelism shards the local part. The rule is computed here instead of by
-    DTensor, so that a wrong layout shows up as a difference and does not define what is right. An empty shard has size
-    0 in the sharded dimension and keeps the other dimensions.
-
-    Raises:
-        AssertionError: a placement is neither ``Shard`` nor ``Replicate`` nor a strided shard whose ``split_factor``
-            equals the number of parts into which the later mesh dimensions divide the same tensor dimension.
-    """
-    strided = []
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, StridedShard):
-            strided.append(mesh_dim)
-        elif not isinstance(placement, Replicate):
-            if type(placement) is not Shard:
-                private.need(_STRIDED)  # where torch has another class for it, that is what this is
-                raise AssertionError(f"no rule to cut a full tensor by {placement}")
-            full = _chunk(full, mesh, mesh_dim, placement.dim)
-    for mesh_dim in reversed(strided):
-        placement = placements[mesh_dim]
-        assert isinstance(placement, StridedShard)
-        later = [d for d in range(mesh_dim + 1, len(placements)) if _is_cut(placements[d], placement.dim)]
-        parts = math.prod(mesh.size(d) for d in later)
-        assert placement.split_factor == parts, f"{placement} in {placements}: the factor should be {parts}"
-        full = _chunk(full, mesh, mesh_dim, placement.dim)
-    return full
-
-
-def _is_cut(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, StridedShard)) and placement.dim == dim
-
-
-def _chunk(full: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, dim: int) -> torch.Tensor:
-    chunks = torch.chunk(full, mesh.size(mesh_dim), dim=dim)
-    index = mesh.get_local_rank(mesh_dim)
-    return chunks[index] if index < len(chunks) else full.narrow(dim, 0, 0)
-
-
-def piece_of(tensor: torch.Tensor) -> Piece:
-    """Return what this rank holds of a parameter or a gradient, cut by the placements that the tensor itself has."""
-    if not isinstance(tensor, DTensor):
-        return whole(tensor)
-    cut = functools.partial(cut_like, mesh=tensor.device_mesh, placements=tuple(tensor.placements))
-    return Piece(tensor.to_local(), cut)
-
-
 def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:
     """Cut a full tensor to this rank's share under per-parameter sharding.
 
@@ -116,7 +59,7 @@ def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0
     documentation of ``fully_shard`` and not from the placements of any tensor, so that a parameter that is replicated
     by mistake does not count as sharded.
     """
-    return _chunk(cut(full), mesh, mesh.ndim - 1, dim)
+    return chunk_of(cut(full), mesh, mesh.ndim - 1, dim)
 
 
 def full_norm(norm: torch.Tensor) -> torch.Tensor:

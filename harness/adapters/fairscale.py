@@ -10,22 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import (
-    Config,
-    OptimizerFactory,
-    Packaged,
-    Piece,
-    Traits,
-    original_name,
-    state_pieces,
-    uncut,
-    whole,
-)
+from shardproof.harness.adapters.base import Config, OptimizerFactory, Packaged, Traits, state_pieces
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.flat import WrappingAdapter, flat_units, names_of
 from shardproof.harness.adapters.replicas import class_and_options
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
+from shardproof.harness.tensors.pieces import Piece, original_name, uncut, whole
 
 
 class FairscaleAdapter(Packaged):

@@ -20,11 +20,9 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Config,
-    Cut,
     KeyKind,
     KeysLeftOver,
     OptimizerFactory,
-    Piece,
     Precision,
     StateForm,
     Traits,
@@ -32,14 +30,12 @@ from shardproof.harness.adapters.base import (
     WholeParameters,
     WrapPolicy,
     inner_first,
-    original_name,
     state_pieces,
     tensors_of_state,
-    uncut,
 )
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.config import make_scaler
-from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_of, uncut
 
 # How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
 #

@@ -14,20 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardproof.harness.adapters.base import (
-    ByParameter,
-    Config,
-    Cut,
-    OptimizerFactory,
-    Packaged,
-    Piece,
-    Traits,
-    inner_first,
-    original_name,
-)
+from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Packaged, Traits, inner_first
 from shardproof.harness.adapters.capability import COMMON, COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.dtensor import full_norm
 from shardproof.harness.tensors.memory import free
+from shardproof.harness.tensors.pieces import Cut, Piece, original_name
 from shardproof.harness.tensors.trees import local_of
 
 # Where the rows of parameters lie that an implementation packs into buffers and cuts along dimension 0.

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Piece, Traits, original_name, whole
+from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Traits
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 UNSHARDED = COMMON_AND_CLIPPING | {
     Capability.CLIP_RAISES,

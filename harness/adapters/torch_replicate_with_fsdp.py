@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
 
-from shardproof.harness.adapters.base import Cut
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.adapters.replicas import REPLICA
 from shardproof.harness.adapters.torch_fully_shard import gradient_traits, missing_of
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.pieces import Cut
 
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 

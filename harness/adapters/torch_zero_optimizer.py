@@ -10,17 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import (
-    Config,
-    KeysLeftOver,
-    OptimizerFactory,
-    Piece,
-    StateForm,
-    options_of,
-    state_pieces,
-)
+from shardproof.harness.adapters.base import Config, KeysLeftOver, OptimizerFactory, StateForm, options_of, state_pieces
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.replicas import OF_DDP, DdpAdapter, class_and_options, group_of
+from shardproof.harness.tensors.pieces import Piece
 
 
 class TorchZeroOptimizerAdapter(DdpAdapter):

@@ -7,19 +7,10 @@ import functools
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import (
-    ByParameter,
-    Config,
-    Cut,
-    OptimizerFactory,
-    Packaged,
-    Piece,
-    Precision,
-    Traits,
-    original_name,
-)
+from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Packaged, Precision, Traits
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
-from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, materialize, mesh_of, piece_of
+from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, materialize, mesh_of
+from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_of
 from shardproof.harness.tensors.trees import local_of
 
 

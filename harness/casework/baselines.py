@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import OptimizerFactory, Piece, whole
+from shardproof.harness.adapters.base import OptimizerFactory
+from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.models.plain import mean_square
-from shardproof.harness.parity.comparison import Context, StepComparison, exact_difference
+from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Loss, Run, StepPicture
+from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import on_host, tensors_of
 from shardproof.harness.verdicts.finding import raise_first, step_label
 

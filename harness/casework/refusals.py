@@ -11,7 +11,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
-from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.parity.rank import Rank
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from shardproof.harness.parity.comparison import exact_difference
+from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.numerics import not_finite
 from shardproof.harness.parity.divergences import Exact
-from shardproof.harness.parity.numerics import not_finite
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.tensors.trees import on_host

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardproof.harness.adapters.base import original_name
+from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import tensors_of
 from shardproof.harness.verdicts.finding import Stage
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.adapters.base import Adapter, Config, Piece, Traits, original_name
-from shardproof.harness.adapters.dtensor import piece_of
+from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
+from shardproof.harness.tensors.pieces import Piece, Spans, original_name, piece_of, spans_of
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
@@ -164,9 +164,6 @@ def check_sharded(shown: Sequence[tuple[Counts, Finding | None]]) -> None:
 
 # What ranks hold, by positions.
 
-Spans = tuple[tuple[int, int], ...]
-"""Sorted ranges of flat positions in a full tensor: the first position of each, and the one behind its last."""
-
 Key = tuple[Stage, str]
 """A stage and the name of a parameter: a tensor of which each rank has a piece."""
 
@@ -266,9 +263,9 @@ class Evidence:
         held = protocol.cut(piece, positions, name)
         if text := _wrong_cut(piece, held, positions, name):
             return text
-        shown.spans[key] = _spans_of(held)
+        shown.spans[key] = spans_of(held)
         if name in self._cuts and name not in shown.parts:
-            shown.parts[name] = _spans_of(self._cuts[name](positions))
+            shown.parts[name] = spans_of(self._cuts[name](positions))
         return None
 
     # Over all ranks -------------------------------------------------------------------------
@@ -388,18 +385,6 @@ def _wrong_cut(piece: Piece, held: torch.Tensor, positions: torch.Tensor, name: 
         if other.dtype != dtype or not torch.equal(other.to(positions.device), held.to(dtype)):
             return f"its cut of {dtype} positions does not select the elements that its cut of int64 positions selects"
     return None
-
-
-def _spans_of(positions: torch.Tensor) -> Spans:
-    """Return the spans of different positions, in any order and shape."""
-    flat = positions.flatten()
-    if not flat.numel():
-        return ()
-    flat = flat.sort().values
-    ends = (flat[1:] != flat[:-1] + 1).nonzero().flatten()
-    first = flat[torch.cat([ends.new_zeros(1), ends + 1])].tolist()
-    last = flat[torch.cat([ends, ends.new_full((1,), flat.numel() - 1)])].tolist()
-    return tuple((start, stop + 1) for start, stop in zip(first, last, strict=True))
 
 
 def _joined(held: Iterable[Spans]) -> Spans | None:

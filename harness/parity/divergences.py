@@ -13,16 +13,11 @@ import torch
 from shardproof.harness.collectives.differences import lacking_collectives
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.collectives.units import ROOT, UnitSize
+from shardproof.harness.judging.elements import exact_difference, numbers_of
+from shardproof.harness.judging.numerics import Distance, distance
 from shardproof.harness.parity.capture import Event, Key
-from shardproof.harness.parity.comparison import (
-    BASELINE_LIMIT_ULPS,
-    Context,
-    StepComparison,
-    exact_difference,
-    numbers_of,
-)
+from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison
 from shardproof.harness.parity.explainer import Place
-from shardproof.harness.parity.numerics import Distance, distance
 from shardproof.harness.verdicts.finding import Finding, Location, Numbers, Stage
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, original_name
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.parity import capture
 from shardproof.harness.parity.capture import Event, Inputs
@@ -27,6 +27,7 @@ from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member, is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
 from shardproof.harness.tensors.memory import raw_bytes
+from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 
 # Digests of models, batches and functions: equal digests mean equal results of a deterministic replay.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, original_name
+from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
@@ -22,6 +22,7 @@ from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.tensors import memory
+from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
 

@@ -1,7 +1,7 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
-Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, ``verdicts`` and ``tensors``, and
-``casework`` and ``models`` for what it draws. A
+Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, ``verdicts`` and ``tensors``,
+``casework`` and ``models`` for what it draws, and the tolerances of ``judging``. A
 project's conftest names the plugin as ``shardproof.plugin``; case modules import ``marks`` and ``axes`` by
 ``shardproof.testing``. Nothing else is imported from outside.
 

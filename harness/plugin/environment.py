@@ -34,7 +34,7 @@ def describe(
     """
     import torch
 
-    from shardproof.harness.parity import numerics
+    from shardproof.harness.judging import numerics
     from shardproof.harness.tensors import private
 
     cuda = selection.device == "cuda"

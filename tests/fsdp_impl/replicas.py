@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import _comm_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_impl import FSDPModule
-from shardproof.harness.parity.numerics import distance
+from shardproof.harness.judging.numerics import distance
 from shardproof.harness.parity.rank import Rank
 
 _COUNTED = {*_comm_mode.c10d_collective_ops, *_comm_mode.NATIVE_TO_PY_MAPPING}

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from shardproof.harness import models
-from shardproof.harness.adapters.base import Config, Piece, Traits, whole
-from shardproof.harness.parity.coverage import Evidence, _joined, _spans_of
+from shardproof.harness.adapters.base import Config, Traits
+from shardproof.harness.parity.coverage import Evidence, _joined
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.tensors.pieces import Piece, spans_of, whole
 from shardproof.harness.verdicts.finding import Divergence, Stage
 from shardproof.testing import world
 
@@ -126,8 +127,8 @@ def test_a_gradient_that_one_rank_lacks_is_left_to_the_comparison():
 
 
 def test_spans():
-    assert _spans_of(torch.tensor([[5, 4], [0, 9]])) == ((0, 1), (4, 6), (9, 10))
-    assert _spans_of(torch.tensor([], dtype=torch.int64)) == ()
+    assert spans_of(torch.tensor([[5, 4], [0, 9]])) == ((0, 1), (4, 6), (9, 10))
+    assert spans_of(torch.tensor([], dtype=torch.int64)) == ()
     assert _joined([((0, 2), (4, 6)), (), ((2, 4),)]) == ((0, 6),)
     assert _joined([((0, 3),), ((2, 4),)]) is None
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.harness.judging.numerics import BASELINE_FACTOR, SLACK_ULPS, distance, ulp
 from shardproof.harness.models import optim
-from shardproof.harness.parity.numerics import BASELINE_FACTOR, SLACK_ULPS, distance, ulp
 from shardproof.harness.parity.oracle import Oracle, total_norm
 
 

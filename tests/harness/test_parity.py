@@ -10,23 +10,18 @@ import torch
 from torch import nn
 
 from shardproof.harness import models
-from shardproof.harness.adapters.base import Clip, Piece, Traits, whole
+from shardproof.harness.adapters.base import Clip, Traits
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
+from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.models import optim
-from shardproof.harness.parity.comparison import (
-    BASELINE_LIMIT_ULPS,
-    Context,
-    StepComparison,
-    exact_difference,
-    guess_from_values,
-    guess_gradient,
-    guess_norm,
-)
+from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture
+from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
 from shardproof.testing import world
 

@@ -12,8 +12,8 @@ import torch
 from shardproof.harness import models
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Clip
+from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.models import optim
-from shardproof.harness.parity.comparison import exact_difference
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Snapshots
 from shardproof.harness.tensors.memory import held_bytes

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Config, Piece, whole
+from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.parity import protocol
+from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.verdicts.finding import ProtocolError
 
 # Each test starts processes.
