@@ -4,3 +4,19 @@
 installation they are folders. ``testing`` is what cases import, ``plugin`` what a project's conftest names in
 ``pytest_plugins``; ``commands`` has the commands, and ``__main__`` calls them.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardproof.harness.training.doctor import doctor as doctor
+
+
+def __getattr__(name: str) -> Any:
+    """Import what user code calls when it is first asked for: reports need no torch."""
+    if name == "doctor":
+        from shardproof.harness.training.doctor import doctor
+
+        return doctor
+    raise AttributeError(f"module 'shardproof' has no attribute {name!r}")

@@ -13,7 +13,7 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, plan, implementations, torch-names and findings read run files; they need neither torch
+other than run, doctor, plan, implementations, torch-names and findings read run files; they need neither torch
 nor a GPU.
 
 commands:
@@ -26,6 +26,7 @@ commands:
   findings
            list the known errors of other implementations, or run the program that shows each
   merge    join the run files of several environments into one
+  doctor   run your own training script and report what no right training does; under torchrun
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
            list what --impl can name, its version, and where it runs or why not
@@ -44,9 +45,15 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 """
 
 #: The commands that do more than read files, with the packages that they import first.
-NEEDS = {"run": ("torch", "pytest"), "plan": ("torch",), "implementations": ("torch",), "torch-names": ("torch",)}
+NEEDS = {
+    "run": ("torch", "pytest"),
+    "plan": ("torch",),
+    "doctor": ("torch",),
+    "implementations": ("torch",),
+    "torch-names": ("torch",),
+}
 
-COMMANDS = "run, report, page, gate, expectations, findings, merge, plan, implementations or torch-names"
+COMMANDS = "run, report, page, gate, expectations, findings, merge, doctor, plan, implementations or torch-names"
 
 BAD_USAGE = 2
 
@@ -97,6 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.commands.merge import merge_command
 
         return merge_command(given[1:])
+    if command == "doctor":
+        from shardproof.commands.doctor import doctor
+
+        return doctor(given[1:])
     if command == "plan":
         from shardproof.commands.plan import plan
 

@@ -1,17 +1,42 @@
-"""Guesses why a tensor is wrong, by comparing it with what common bugs produce. A guess never decides a verdict.
+"""Which known mistake made exactly this tensor? One table for the suites, the doctor and comparisons of recordings.
 
-Tensors of the sharded run are this rank's local shards, of any shape, and those of the oracle have the same elements.
-A function returns None if no cause that it knows fits.
+A gradient that is right is one factor times the sum of what all ranks computed from all their microbatches. A mistake
+is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the table works
+on vectors of any length: a flattened tensor, or its sketch (``tensors.fingerprints``), which is linear too.
+
+| signature | what the tensor is |
+|---|---|
+| S1 | all of it, by a factor |
+| S2 | one rank's own: nothing was reduced |
+| S3 | reduced without some ranks, or with one twice |
+| S4 | without some microbatches, or with one twice, or with those of earlier steps |
+| S5 | microbatches have different weights |
+| S6 | a norm of what one rank holds, or that counts what several hold on each |
+| S7 | of a parameter that no optimizer moves |
+| S8 | of a parameter that was tied |
+| S9 | another one on each of the ranks that hold the same elements |
+| S10 | missing |
+| S11 | of data that several ranks read |
+| S12 | of an earlier step |
+| S13 | rounded to a narrower dtype |
+
+S1 to S5 and S12 are told from vectors (:func:`diagnose`), S6 and S13 from values (:func:`guess_norm`,
+:func:`guess_from_values`); of the others there is nothing to compare, and the doctor's checks tell them. A signature
+never decides a verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.verdicts.finding import Guess
+from shardproof.harness.verdicts.texts import ranks_of
 
 #: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
 #: text of a failure only, never the verdict.
@@ -27,6 +52,213 @@ _ENOUGH = 4
 #: few rounded values has a few times the error of one.
 _ROUNDING_ULPS = (0.25, 4.0)
 
+#: Ranks beyond which only named groups of ranks are tried, and no single ones left out or counted twice.
+_MOST_RANKS = 64
+
+#: How much nearer than the sum of all parts a mistake must be, to be named.
+_NEARER = 8.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What a gradient is.
+
+    Attributes:
+        signature: "S1" to "S13".
+        text: a predicate of the gradient: "has the last of 4 microbatches only".
+        factor: by what the sum of its parts is multiplied.
+        residual: the relative distance to that.
+        missing: the ranks whose parts are missing from it.
+    """
+
+    signature: str
+    text: str
+    factor: float
+    residual: float
+    missing: tuple[int, ...] = ()
+
+
+Parts = Mapping[int, Sequence[torch.Tensor]]
+"""By rank, its own gradient of each microbatch, as float64 vectors of one length; an absent rank has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    signature: str
+    text: str
+    vector: torch.Tensor
+    missing: tuple[int, ...] = ()
+
+
+def fit(seen: torch.Tensor, parts: torch.Tensor) -> tuple[float, float]:
+    """Return the factor by which ``parts`` comes nearest to ``seen``, and the relative distance that remains.
+
+    Both are float64 vectors of one length. The distance is infinite where one of them is zero and the other is not.
+    """
+    squares, size = float(parts @ parts), float(seen.norm())
+    if squares == 0 or size == 0:
+        return 0.0, 0.0 if squares == size == 0 else math.inf
+    factor = float(seen @ parts) / squares
+    return factor, float((seen - factor * parts).norm()) / size
+
+
+def total(own: Parts) -> torch.Tensor:
+    """Return the sum of all parts."""
+    return torch.stack([one for parts in own.values() for one in parts]).sum(0)
+
+
+def diagnose(
+    seen: torch.Tensor,
+    own: Parts,
+    *,
+    rank: int,
+    groups: Mapping[str, Sequence[int]],
+    earlier: Sequence[torch.Tensor] = (),
+    tolerance: float,
+) -> Diagnosis | None:
+    """Name what a gradient is.
+
+    Args:
+        seen: the gradient as ``rank`` has it, assembled from the shards of the ranks that share it.
+        own: its parts.
+        groups: the groups of ranks that ``rank`` is in, by name.
+        earlier: the sums of all parts of earlier steps, the last step's first.
+        tolerance: the relative distance that rounding explains.
+
+    Returns:
+        The first of the table that fits; None if none does.
+    """
+    if not any(own.values()) or not bool(seen.isfinite().all()):
+        return None
+    of_all = fit(seen, total(own))
+    if of_all[1] <= tolerance:
+        return Diagnosis("S1", "is all of it", *of_all)
+    found = [
+        Diagnosis(one.signature, one.text, *fit(seen, one.vector), one.missing)
+        for one in _candidates(own, rank, groups, earlier)
+    ]
+    fitting = [one for one in found if one.residual <= tolerance and one.factor > 0]
+    # Tolerances of narrow dtypes are wide: of several that fit, the nearest is meant, and the table's order decides
+    # between those that are equally near.
+    nearest = min((one.residual for one in fitting), default=0.0)
+    named = next((one for one in fitting if one.residual <= max(2 * nearest, tolerance / 64)), None)
+    if named is not None and named.residual * _NEARER <= of_all[1]:
+        return named
+    return _mixed(seen, own, rank, tolerance)
+
+
+def _candidates(
+    own: Parts, rank: int, groups: Mapping[str, Sequence[int]], earlier: Sequence[torch.Tensor]
+) -> Iterator[_Candidate]:
+    everyone = sorted(own)
+    by_rank = {one: torch.stack(list(own[one])).sum(0) for one in everyone if own[one]}
+    count = max(len(parts) for parts in own.values())
+    alike = all(len(parts) == count for parts in own.values())
+    if rank in by_rank and len(by_rank) > 1:
+        yield _Candidate(
+            "S2", "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
+        )
+    for name, members in groups.items():
+        inside = [one for one in members if one in by_rank]
+        missing = tuple(one for one in everyone if one not in members)
+        if missing and len(inside) > 1:
+            text = f"is reduced over {name} ({ranks_of(members)}) only: {ranks_of(missing)} are missing"
+            yield _Candidate("S3", text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
+    whole = torch.stack(list(by_rank.values())).sum(0)
+    if count > 1 and alike:
+        by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
+        yield from _of_microbatches(by_number, "")
+        if rank in own:
+            yield from _of_microbatches(list(own[rank]), "this rank's own of ")
+    if 1 < len(by_rank) <= _MOST_RANKS:
+        for other, vector in by_rank.items():
+            if other != rank:
+                missing = tuple(one for one in everyone if one != other)
+                yield _Candidate("S2", f"is the gradient of rank {other} alone", vector, missing)
+        for other, vector in by_rank.items():
+            missing = (other,)
+            yield _Candidate("S3", f"is reduced without rank {other}", whole - vector, missing)
+            yield _Candidate("S3", f"counts rank {other} twice", whole + vector)
+    sums = list(itertools.accumulate(earlier))
+    for number, before in enumerate(sums):
+        since = "the step before" if number == 0 else f"the {number + 1} steps before"
+        yield _Candidate("S4", f"still contains the gradients of {since}: they were never zeroed", whole + before)
+    for number, before in enumerate(earlier):
+        text = "is the gradient of the step before" if number == 0 else f"is the gradient of {number + 1} steps before"
+        yield _Candidate("S12", text, before)
+
+
+def _of_microbatches(parts: Sequence[torch.Tensor], whose: str) -> Iterator[_Candidate]:
+    count, whole = len(parts), torch.stack(list(parts)).sum(0)
+    single = "has the {0} of {1} microbatches only" if not whose else "is " + whose + "the {0} of {1} microbatches only"
+    yield _Candidate("S4", single.format("last", count), parts[-1])
+    yield _Candidate("S4", single.format("first", count), parts[0])
+    if whose:
+        return
+    for number in range(1, count - 1):
+        yield _Candidate("S4", f"has microbatch {number} of {count} only", parts[number])
+    for number in range(1, count - 1):
+        yield _Candidate("S4", f"has the last {count - number} of {count} microbatches only",
+                         torch.stack(list(parts[number:])).sum(0))  # fmt: skip
+    for number in range(2, count):
+        yield _Candidate("S4", f"has the first {number} of {count} microbatches only",
+                         torch.stack(list(parts[:number])).sum(0))  # fmt: skip
+    for number, part in enumerate(parts):
+        yield _Candidate("S4", f"lacks microbatch {number} of {count}", whole - part)
+        yield _Candidate("S4", f"counts microbatch {number} of {count} twice", whole + part)
+    halves = [part * 2.0**number for number, part in enumerate(parts)]
+    yield _Candidate("S4", f"is a running average: each of {count} microbatches counts half as much as the next one",
+                     torch.stack(halves).sum(0))  # fmt: skip
+    growing = [part * 2.0 ** (count - 1 - number) for number, part in enumerate(parts)]
+    yield _Candidate("S4", f"is doubled with each microbatch: each of {count} counts twice as much as the next one",
+                     torch.stack(growing).sum(0))  # fmt: skip
+
+
+def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagnosis | None:
+    """Try sums of a part that is reduced and one that is not, and then any weights of microbatches."""
+    counts = {len(parts) for parts in own.values()}
+    if len(counts) != 1 or (count := counts.pop()) < 2:
+        return None
+    by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
+    if rank in own and len(own) > 1:
+        mine = torch.stack(list(own[rank][:-1])).sum(0)
+        if (found := _weights(seen, [by_number[-1], mine])) is not None and found[1] <= tolerance:
+            text = f"has the last of {count} microbatches of all ranks, and this rank's own of the others"
+            return Diagnosis("S2", text, found[0][0], found[1])
+    if len(seen) > count and (found := _weights(seen, by_number)) is not None and found[1] <= tolerance:
+        listed = ", ".join(f"{weight:.4g}" for weight in found[0])
+        return Diagnosis("S5", f"has microbatches of different weights: {listed}", found[0][0], found[1])
+    return None
+
+
+def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:
+    matrix = torch.stack(list(parts), dim=1)
+    weights = torch.linalg.lstsq(matrix, seen.unsqueeze(1)).solution.squeeze(1)
+    if not bool(weights.isfinite().all()) or float(seen.norm()) == 0:
+        return None
+    return weights.tolist(), float((matrix @ weights - seen).norm() / seen.norm())
+
+
+def name_of_factor(factor: float, sizes: Mapping[str, float], *, spread: float = 1e-5) -> str:
+    """Name a factor by the sizes of a run: "1 / the size of dp", "the square root of the size of tp"; "" if none fits.
+
+    Args:
+        sizes: numbers by what they are, such as "the size of dp".
+        spread: the relative distance within which it is exactly that.
+    """
+    singles = [(name, value) for name, value in sizes.items() if value not in (0, 1)]
+    products = [(name, value) for name, value in singles]
+    products += [(f"{a} x {b}", x * y) for (a, x), (b, y) in itertools.combinations(singles, 2)]
+    choices = [("1", 1.0)]
+    choices += products + [(f"1 / ({name})" if " x " in name else f"1 / {name}", 1 / value) for name, value in products]
+    choices += [(f"{a} / {b}", x / y) for (a, x), (b, y) in itertools.permutations(singles, 2)]
+    choices += [(f"the square root of {name}", value**0.5) for name, value in singles]
+    choices += [(f"1 / the square root of {name}", value**-0.5) for name, value in singles]
+    return next((name for name, value in choices if abs(factor - value) <= spread * abs(value)), "")
+
+
+# Guesses of the suites, which have the oracle.
+
 
 def guess_gradient(
     sharded: torch.Tensor, oracle: torch.Tensor, own: Sequence[torch.Tensor | None], rank: int
@@ -34,31 +266,36 @@ def guess_gradient(
     """Guess the cause of a wrong gradient.
 
     Args:
+        sharded: this rank's shard, of any shape.
         oracle: the same shard of the oracle's gradient, the average over ``len(own)`` ranks.
         own: the same shard of each rank's gradient before the average; None for a rank without a gradient.
         rank: this rank's position in ``own``.
     """
     if sharded.numel() and not bool(sharded.any()):
         return Guess("it is zero")
-    return next(_guesses(sharded, oracle, own, rank), None)
-
-
-def _guesses(
-    sharded: torch.Tensor, oracle: torch.Tensor, own: Sequence[torch.Tensor | None], rank: int
-) -> Iterator[Guess]:
-    size = len(own)
+    size, seen = len(own), sharded.double().flatten()
     for factor, cause in _factors(size):
         if _alike(sharded, oracle * factor):
-            yield Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
-    for index, gradient in enumerate(own):
-        for factor, change in ((1.0, ""), (1.0 / size, f" divided by {size}")):
-            if gradient is not None and _alike(sharded, gradient * factor):
-                whose = "this rank's own gradient" if index == rank else f"the gradient of rank {index} alone"
-                yield Guess(f"it equals {whose}{change}", "the reduction over the ranks is missing")
-    for index, gradient in enumerate(own):
-        for sign, times in ((1, "twice"), (-1, "not at all")):
-            if gradient is not None and size > 1 and _alike(sharded, oracle + sign * gradient / size):
-                yield Guess(f"it is the average in which the gradient of rank {index} counts {times}")
+            return Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
+    parts = {index: [gradient.double().flatten()] for index, gradient in enumerate(own) if gradient is not None}
+    found = diagnose(seen, parts, rank=rank, groups={}, tolerance=_LIKENESS) if parts else None
+    if found is None or found.signature == "S1":
+        return None
+    if found.signature == "S2":
+        change = "" if _near(found.factor, 1) else f" divided by {1 / found.factor:.4g}"
+        return Guess(f"it {found.text}{change}", "the reduction over the ranks is missing")
+    return Guess(f"it {found.text}") if _near(found.factor, 1 / size) else None
+
+
+def _factors(size: int) -> list[tuple[float, str]]:
+    """The factors by which mistakes in averaging over ``size`` ranks scale a gradient, with the mistake."""
+    if size == 1:
+        return []
+    return [
+        (float(size), f"the division by the {size} ranks is missing or an average is a sum"),
+        (1.0 / size, f"the average over the {size} ranks is divided twice"),
+        (float(size) ** 2, "a sum is multiplied instead of divided"),
+    ]
 
 
 def guess_from_values(sharded: torch.Tensor, oracle: torch.Tensor, *, magnitude: float) -> Guess | None:
@@ -106,17 +343,6 @@ def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type
         seen = f"it is the oracle's times {size}^(1/{norm_type:g})"
         return Guess(seen, "replicated parts are counted on every rank")
     return None
-
-
-def _factors(size: int) -> list[tuple[float, str]]:
-    """The factors by which mistakes in averaging over ``size`` ranks scale a gradient, with the mistake."""
-    if size == 1:
-        return []
-    return [
-        (float(size), f"the division by the {size} ranks is missing or an average is a sum"),
-        (1.0 / size, f"the average over the {size} ranks is divided twice"),
-        (float(size) ** 2, "a sum is multiplied instead of divided"),
-    ]
 
 
 def _common_factor(first: torch.Tensor, second: torch.Tensor) -> float | None:

@@ -70,6 +70,11 @@ NAMES = tuple(
         ("_C._distributed_c10d._register_process_group", "cases on several worlds, and simulated ones", _UNMET),
         ("_C._distributed_c10d._unregister_process_group", "cases on several worlds, and simulated ones",
          _UNMET),
+        # watching a training loop
+        ("autograd.Variable._execution_engine", "reading gradients when a backward pass has ended",
+         "the doctor does not run"),
+        ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
+        ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),
         ("distributed.tensor._redistribute", "emptying DTensor's caches for another world", "they stay"),
         # simulation

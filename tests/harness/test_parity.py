@@ -232,7 +232,7 @@ OWN = [torch.tensor([2.0, 1.0]), torch.tensor([4.0, -3.0])]
         (OWN[1], "this rank's own gradient, as when the reduction over the ranks is missing"),
         (OWN[0], "the gradient of rank 0 alone"),
         (OWN[1] / 2, "this rank's own gradient divided by 2"),
-        (AVERAGE + OWN[1] / 2, "it is the average in which the gradient of rank 1 counts twice"),
+        (AVERAGE + OWN[1] / 2, "it counts rank 1 twice"),
         (AVERAGE * 0, "it is zero"),
     ],
 )
@@ -245,7 +245,7 @@ def test_guess_of_a_contribution_that_is_missing():
     own = [torch.randn(8) for _ in range(3)]
     average = sum(own) / 3
     missing = guess_gradient(average - own[2] / 3, average, own, rank=0)
-    assert missing.render(is_shared=True) == "it is the average in which the gradient of rank 2 counts not at all"
+    assert missing.render(is_shared=True) == "it is reduced without rank 2"
 
 
 def test_guess_of_a_wrong_norm():

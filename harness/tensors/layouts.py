@@ -1,0 +1,67 @@
+"""Which elements of its full tensor a rank holds: for DTensors by the house's own rule, not by DTensor's offsets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.pieces import Spans, cut_like, spans_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the elements of one rank's local tensor belong.
+
+    Attributes:
+        box: which elements of the full tensor they are.
+        pending: the global ranks over which the values are a sum that is still to be made, as of a ``Partial``
+            placement; empty if they are values.
+        mesh: the global ranks among which the tensor is distributed; empty for a plain tensor.
+    """
+
+    box: Box
+    pending: tuple[int, ...] = ()
+    mesh: tuple[int, ...] = ()
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of a parameter or a gradient: full for a plain tensor, by its placements for a DTensor."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Layout(Box(shape))
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    dims = []
+    for dim, size in enumerate(shape):
+        # A placement divides one dimension; the positions along it are cut as the tensor is.
+        mine = tuple(_along(placement, dim) for placement in placements)
+        dims.append(spans_of(cut_like(torch.arange(size), mesh=mesh, placements=mine)))
+    pending = _pending(mesh, placements)
+    full = all(spans == (((0, size),) if size else ()) for spans, size in zip(dims, shape, strict=True))
+    return Layout(Box(shape, None if full else tuple(dims)), pending, tuple(mesh.mesh.flatten().tolist()))
+
+
+def _along(placement: Placement, dim: int) -> Placement:
+    """Return what a placement does to the positions along one dimension, which become dimension 0."""
+    if getattr(placement, "dim", None) != dim or isinstance(placement, (Replicate, Partial)):
+        return Replicate()
+    split, kind = getattr(placement, "split_factor", None), cast(Any, type(placement))
+    return cast(Placement, kind(0) if split is None else kind(0, split_factor=split))
+
+
+def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    over: list[int] = []
+    for number, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            over += torch.distributed.get_process_group_ranks(mesh.get_group(number))
+    return tuple(sorted(set(over)))
+
+
+def span_text(spans: Spans) -> str:
+    """Return spans for a message: "0-3, 8-11"."""
+    return ", ".join(f"{start}-{stop - 1}" for start, stop in spans)

@@ -1,0 +1,11 @@
+"""Is my training right? Judges what ``watching`` sees of the user's own training loop.
+
+Nothing here imports pytest: it runs inside the user's training process.
+
+- ``doctor``: ``Doctor``, which watches the first steps of a loop on every rank and reports.
+- ``exchange``: sends the ranks' records to each other, on a group of its own.
+- ``evidence``: what all ranks have seen of one step, by parameter: who holds what, who reads what.
+- ``reduction``: is each gradient reduced once, over all ranks whose data differ?
+- ``invariants``: what holds in each right training: replicas are equal, the optimizer has what trains, data differ.
+- ``report``: the texts, and the run file.
+"""

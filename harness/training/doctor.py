@@ -1,0 +1,387 @@
+"""Watches the first steps of a training on every rank, and reports what no right training does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.harness.tensors.fingerprints import bits_of, host_rows
+from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.training import invariants, report
+from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.exchange import Absent, Exchange
+from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.reduction import Reduced, check_reduction
+from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.groups import groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.names import parameters_of, unwrapped
+from shardproof.harness.watching.records import StepRecord
+from shardproof.harness.watching.ties import Ties
+from shardproof.harness.watching.watch import LayoutOf, Watch
+
+CHECKS = tuple(f"D{number}" for number in range(1, 17))
+
+#: The names of mesh dimensions over which ranks have different data.
+DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "replicate", "shard", "batch", "cp")
+
+OnFinding = Literal["raise", "warn", "collect"]
+
+
+class Unhealthy(RuntimeError):
+    """A step has findings; every rank raises it at the end of the same step. The text has all of them."""
+
+
+class Doctor(contextlib.AbstractContextManager["Doctor"]):
+    """See :func:`doctor`.
+
+    Attributes:
+        findings: what was found, in the order of steps; equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        mesh: DeviceMesh | None,
+        groups: Mapping[str, dist.ProcessGroup] | None,
+        data: Sequence[str],
+        steps: Collection[int],
+        checks: Collection[str],
+        ties: Sequence[Sequence[str]],
+        layout: LayoutOf | None,
+        on_finding: OnFinding,
+        report: str | os.PathLike[str] | None,
+        patience: float,
+        registered: Ties | None = None,
+    ) -> None:
+        if unknown := sorted(set(checks) - set(CHECKS)):
+            raise ValueError(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
+        if not steps or min(steps) < 0:
+            raise ValueError(f"doctor: steps={sorted(steps)}: it needs steps counted from 0")
+        if on_finding not in ("raise", "warn", "collect"):
+            raise ValueError(f"doctor: on_finding={on_finding!r}: it is 'raise', 'warn' or 'collect'")
+        self._models = _listed(model)
+        optimizers = _listed(optimizer)
+        self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
+        self._checks, self._ties = frozenset(checks), [tuple(names) for names in ties]
+        self._on_finding, self._report = on_finding, report
+        self._patience, self._registered = patience, registered
+        self._watch = Watch(
+            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=(Unhealthy,)
+        )
+        self._steps = sorted(set(steps))
+        self._exchange: Exchange | None = None
+        self._first: Any = None
+        self._starts: list[Start] = []
+        self._holders: dict[str, list[tuple[int, ...]]] = {}
+        self._seen: list[Evidence] = []
+        self._reduced: list[Reduced] = []
+        self._memory: dict[int, list[int | None]] = {}
+        self._is_over = False
+        self.findings: list[Finding] = []
+
+    # The context ----------------------------------------------------------------------------
+
+    def __enter__(self) -> Doctor:
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and self._models:
+            raise ValueError(
+                "doctor: torch.distributed is not initialized; call it after init_process_group "
+                "(in one process: WORLD_SIZE=1 works)"
+            )
+        if self._models:
+            self._attach(self._models)
+        else:
+            hook = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._first = hook
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if not isinstance(error, Unhealthy) and self._watch.is_attached and self._watch.last:
+            # The user's exception passes as it is, with what the step had reached.
+            error.add_note(f"shardproof doctor: the step had reached: {self._watch.last}")
+        self._detach()
+
+    def close(self) -> None:
+        """End the last step, report, and remove all hooks. Every rank must call it, or leave the context."""
+        if self._is_over:
+            return
+        self._guarded(self._watch.end_step)
+        self._finish()
+
+    def step_end(self) -> None:
+        """End a step, where an engine hides the optimizer's step from torch."""
+        self._guarded(self._watch.end_step)
+
+    def norm(self, value: torch.Tensor | float, *, max_norm: float | None = None) -> None:
+        """Say by which total norm the loop clips, where it computes it by a function of its own."""
+        self._watch.note_norm(value, max_norm)
+
+    # Attaching ------------------------------------------------------------------------------
+
+    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
+        """Attach to the first root module of which something trains, when its forward begins."""
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+        self._guarded(lambda: self._attach([module]))
+        # Hooks that are added while those of a forward run do not run in it.
+        if self._watch.is_attached:
+            self._watch.begin_forward(module, args)
+
+    def _attach(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            self._watch.attach(model)
+        names = [name for model in models for name, _ in _unique(model)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            self._watch.detach()
+            raise ValueError(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
+        try:
+            self._exchange = Exchange(patience=self._patience)
+            self._starts = self._exchange.all(self._start(models))
+        except Absent:
+            self._detach()
+            raise
+        for problem in _wrong_starts(self._starts):
+            self._detach()
+            raise ValueError(f"doctor: {problem}")
+        self._watch.flat_places = _flat_places(self._starts, self._exchange.rank)
+        self._holders, differ = holders_of(self._starts)
+        self._add(list(invariants.check_start(self._starts, differ)))
+
+    def _start(self, models: Sequence[nn.Module]) -> Start:
+        groups = groups_of(models, mesh=self._mesh, groups=self._groups, data=self._data)
+        parameters = list(self._watch.parameters())
+        bits = host_rows([bits_of(local_of(parameter)) for _, parameter in parameters])
+        found = {}
+        for (name, parameter), own in zip(parameters, bits, strict=True):
+            place = self._watch.place(name, parameter)
+            box, mesh = (None, ()) if place is None else (place.box, place.mesh)
+            found[name] = (box, mesh, tuple(own))
+        return Start(
+            groups=groups, bits=found, replicated=replicated_ranks(models),
+            model=type(unwrapped(models[0])).__name__,
+            shapes={name: tuple(parameter.shape) for name, parameter in parameters},
+            flat=sizes_of_flat(models),
+        )  # fmt: skip
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Call something of ours; an error of ours ends the watching, and never the training."""
+        try:
+            call()
+        except (Unhealthy, ValueError):
+            raise
+        except Exception as error:
+            self._on_error(error)
+
+    def _on_error(self, error: Exception) -> None:
+        last = self._watch.last or "none"
+        if isinstance(error, Absent):
+            self._say(f"{error} (last event here: {last}); detached on this rank", everywhere=True)
+        else:
+            text = "".join(traceback.format_exception(error))
+            self._say(f"an error of its own, which ends the watching; please report it:\n{text}", everywhere=True)
+        self._detach()
+
+    def _judge(self, record: StepRecord) -> None:
+        assert self._exchange is not None
+        record.rank = self._exchange.rank
+        records = self._exchange.all(record)
+        self._memory[record.step] = [one.memory for one in records]
+        evidence = Evidence(records, self._starts, self._holders)
+        self._seen.append(evidence)
+        found = [
+            *invariants.check_finite(evidence),
+            *invariants.check_data(evidence),
+            *invariants.check_optimizers(evidence),
+            *invariants.check_ties(evidence, self._expected_ties()),
+        ]
+        # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
+        if not any("D16" in one.checks or one.title == invariants.DEAD for one in found):
+            found += self._check_gradients(evidence)
+        else:
+            self._reduced.insert(0, Reduced())
+        found += [
+            *invariants.check_updates(evidence),
+            *invariants.check_gathered(evidence, None),
+            *invariants.check_memory(self._memory),
+        ]
+        self._add(found)
+        if record.step >= self._steps[-1]:
+            self._finish()
+
+    def _check_gradients(self, evidence: Evidence) -> list[Finding]:
+        """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
+        found, reduced = check_reduction(evidence, self._reduced)
+        self._reduced.insert(0, reduced)
+        if not any("D11" in one.checks and not one.is_note for one in found):
+            found += invariants.check_replicas(evidence)
+        if not any(not one.is_note for one in found):
+            found += invariants.check_norm(evidence)
+        # Replicas whose gradients differ go on drifting apart.
+        if any(one.title == invariants.DIFFER for one in self.findings):
+            found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
+        return found
+
+    def _expected_ties(self) -> list[tuple[str, ...]]:
+        return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]
+
+    def _add(self, found: Sequence[Finding]) -> None:
+        known = {one.key for one in self.findings}
+        new = [one for one in found if one.key not in known and set(one.checks) & self._checks]
+        self.findings += new
+        for one in new:
+            if self._on_finding != "collect":
+                self._say(one.render())
+        errors = [one for one in new if not one.is_note]
+        if errors and self._on_finding == "raise":
+            self._detach()
+            raise Unhealthy("\n".join(one.render() for one in errors))
+
+    def _finish(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if not self._seen:
+            self._nothing_seen()
+        else:
+            self._add(list(invariants.check_gradients_ever(self._seen)))
+            if self._on_finding != "collect":
+                self._say(self.summary())
+            if self._report is not None and self._exchange is not None and self._exchange.rank == 0:
+                report.write(self._report, self.findings, self._seen, self._checks)
+        self._detach()
+
+    def _nothing_seen(self) -> None:
+        forwards, steps = self._watch.counts
+        self._say(
+            f"the loop ended before a step did ({forwards} forwards with gradients, {steps} optimizer steps): was the "
+            "wrapped module called?"
+        )
+
+    def summary(self) -> str:
+        """Return what was seen: groups, factors, norms, memory; and what was not."""
+        return report.summary(self._starts, self._seen, self._reduced, self.findings)
+
+    def _say(self, text: str, *, everywhere: bool = False) -> None:
+        if everywhere or self._exchange is None or self._exchange.rank == 0:
+            print(f"shardproof doctor: {text}", file=sys.stderr, flush=True)
+
+    def _detach(self) -> None:
+        self._is_over = True
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+        self._watch.detach()
+        if self._exchange is not None:
+            with contextlib.suppress(Exception):  # the user may have ended the process groups
+                self._exchange.close()
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    once: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in parameters_of(model):
+        once.setdefault(id(parameter), (name, parameter))
+    return list(once.values())
+
+
+def _wrong_starts(starts: Sequence[Start]) -> list[str]:
+    """Return what makes ranks impossible to compare, in one line each."""
+    found = []
+    for rank, start in enumerate(starts):
+        for name in start.shapes:
+            without = [other for other, one in enumerate(starts) if name not in one.shapes]
+            # Stages of a pipeline have other parameters, and share none.
+            if without and set(start.shapes) & set(starts[without[0]].shapes):
+                shape = tuple(start.shapes[name])
+                found.append(
+                    f"rank {rank} has {name!r} {shape}, {ranks_of(without)} do{'es' * (len(without) == 1)} not: "
+                    "the ranks built different models"
+                )
+                return found
+    return found
+
+
+def _flat_places(starts: Sequence[Start], rank: int) -> dict[str, tuple[int, int]]:
+    """Return where this rank's part of each parameter in a flat one begins, and how many elements its group holds."""
+    found = {}
+    for name, (_, members) in starts[rank].flat.items():
+        sizes = {one: starts[one].flat[name][0] for one in members if name in starts[one].flat}
+        found[name] = (
+            sum(size for one, size in sizes.items() if members.index(one) < members.index(rank)),
+            sum(sizes.values()),
+        )
+    return found
+
+
+def doctor(
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    groups: Mapping[str, dist.ProcessGroup] | None = None,
+    data: Sequence[str] = DATA,
+    steps: Collection[int] = (0, 1, 2),
+    checks: Collection[str] = CHECKS,
+    ties: Sequence[Sequence[str]] = (),
+    layout: LayoutOf | None = None,
+    on_finding: OnFinding = "warn",
+    report: str | os.PathLike[str] | None = None,
+    patience: float = 120.0,
+) -> Doctor:
+    """Watch the first steps of a training loop and report what no right training does.
+
+    Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
+    steps by itself; once the last of ``steps`` has ended it removes every hook and costs nothing. Ranks exchange what
+    they have seen through a gloo group of their own, at the end of a watched step only.
+
+    Args:
+        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
+            something trains.
+        optimizer: those whose steps count. None: each optimizer that steps.
+        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
+        groups: further process groups by name.
+        data: the names of mesh dimensions over which ranks have different data; over others they have the same.
+        steps: which to watch, counted from 0 where watching begins.
+        checks: which checks to make, "D1" to "D16"; docs/doctor.md lists them.
+        ties: names of parameters that are one parameter.
+        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
+            not say so itself.
+        on_finding: "warn" prints on rank 0; "raise" raises :class:`Unhealthy` on every rank at the end of the step;
+            "collect" prints nothing.
+        report: a run file for the page and the gate, which rank 0 writes.
+        patience: seconds to wait for the slowest rank at the end of a step.
+
+    Raises:
+        ValueError: an argument is not valid, ranks have built different models, or torch.distributed is not
+            initialized; in one line.
+    """
+    return Doctor(
+        model, optimizer, mesh=mesh, groups=groups, data=data, steps=steps, checks=checks, ties=ties, layout=layout,
+        on_finding=on_finding, report=report, patience=patience,
+    )  # fmt: skip

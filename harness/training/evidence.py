@@ -1,0 +1,256 @@
+"""What all ranks have seen of one step: who holds what, who reads what, what is in a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
+
+#: The spacing of numbers at 1.
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What one rank is when watching begins.
+
+    Attributes:
+        groups: the groups of ranks that it is in.
+        bits: its parameters by canonical name: the box that it holds, and the bits.
+        replicated: the ranks that a wrapper such as DDP keeps equal; empty without one.
+        model: the name of the model's class.
+        shapes: of its parameters by canonical name, as torch reports them.
+        flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
+    """
+
+    groups: Groups
+    bits: dict[str, tuple[Box | None, tuple[int, ...], Bits]]
+    replicated: tuple[int, ...]
+    model: str
+    shapes: dict[str, tuple[int, ...]]
+    flat: dict[str, tuple[int, tuple[int, ...]]]
+
+
+@dataclasses.dataclass
+class Evidence:
+    """The records of all ranks of one step, in the order of ranks.
+
+    Attributes:
+        starts: what each rank was when watching began.
+        holders: by parameter, the sets of ranks that hold the same elements; see :func:`holders_of`.
+    """
+
+    records: Sequence[StepRecord]
+    starts: Sequence[Start]
+    holders: Mapping[str, Sequence[tuple[int, ...]]]
+
+    @property
+    def step(self) -> int:
+        """The number of the step."""
+        return self.records[0].step
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """All parameters, in the order of the model."""
+        return list(dict.fromkeys(name for record in self.records for name in record.parameters))
+
+    @functools.cached_property
+    def data_names(self) -> tuple[str, ...]:
+        """The groups that are known to be of data."""
+        return tuple(dict.fromkeys(name for start in self.starts for name in start.groups.data))
+
+    @functools.cached_property
+    def readers(self) -> list[tuple[int, ...]]:
+        """The sets of ranks that are one data rank: by the groups where these are known, else by what they read."""
+        everyone = range(len(self.records))
+        others = [
+            {name: members for name, members in start.groups.named.items() if name not in start.groups.data}
+            for start in self.starts
+        ]
+        if any(others):
+            joined = _joined(everyone, (members for named in others for members in named.values()))
+            if len(joined) > 1 or len(everyone) == 1:
+                return joined
+        if any(start.groups.data for start in self.starts) and not any(others):
+            in_data = _joined(everyone, (s.groups.named[name] for s in self.starts for name in s.groups.data))
+            if len(in_data) == 1:
+                return [(rank,) for rank in everyone]
+        seen: dict[tuple[int, ...], list[int]] = {}
+        for record in self.records:
+            seen.setdefault(tuple(record.batches), []).append(record.rank)
+        if len(seen) == 1 and len(everyone) > 1:
+            return [(rank,) for rank in everyone]
+        return sorted(tuple(ranks) for ranks in seen.values())
+
+    @functools.cached_property
+    def are_readers_known(self) -> bool:
+        """Whether groups tell which ranks read the same data."""
+        return any(start.groups.named for start in self.starts)
+
+    def reader_of(self, rank: int) -> int:
+        """Return the number of the data rank that a rank belongs to."""
+        return next(number for number, ranks in enumerate(self.readers) if rank in ranks)
+
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the groups that a rank is in, by name."""
+        return self.starts[rank].groups.named
+
+    def own(self, name: str) -> dict[int, list[torch.Tensor]]:
+        """Return a parameter's own gradients, by rank and then by microbatch, as vectors.
+
+        Of ranks that read the same data and have the same gradient of the same elements, one is taken: what they have
+        is one contribution.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        taken: dict[tuple[int, Box], list[Gradient]] = {}
+        most = max((record.backwards for record in self.records), default=0)
+        for record in self.records:
+            parts = record.own.get(name, [])
+            if not parts:
+                continue
+            key = (self.reader_of(record.rank), parts[0][1].box)
+            mine = [gradient for _, gradient in parts]
+            if key in taken and not parts[0][1].pending and _are_same(taken[key], mine):
+                continue
+            taken.setdefault(key, mine)
+            vectors = [torch.zeros(len(vector_of(mine[0])), dtype=torch.float64) for _ in range(max(most, 1))]
+            for number, gradient in parts:
+                vectors[min(number, len(vectors) - 1)] += vector_of(gradient)
+            found[record.rank] = vectors
+        return found
+
+    def assembled(self, name: str, rank: int, stage: str) -> torch.Tensor | None:
+        """Return the vector of a reduced gradient as a rank has it, from the parts that its peers hold; None without.
+
+        Args:
+            stage: "after_backward" or "at_step".
+        """
+        mine = getattr(self.records[rank], stage).get(name)
+        if mine is None:
+            return None
+        if mine.box.is_full and not mine.pending:
+            return vector_of(mine)
+        peers = self._peers(name, rank)
+        order = [rank, *(one for one in peers if one != rank)]
+        parts: dict[Box, torch.Tensor] = {}
+        for peer in order:
+            gradient = getattr(self.records[peer], stage).get(name)
+            if gradient is None:
+                continue
+            if gradient.pending:
+                parts[gradient.box] = parts.get(gradient.box, 0) + vector_of(gradient)
+            else:
+                parts.setdefault(gradient.box, vector_of(gradient))
+        if sum(box.numel for box in parts) != math.prod(mine.box.shape):
+            return None
+        return torch.stack(list(parts.values())).sum(0)
+
+    def squares(self, rank: int, stage: str, *, local: bool) -> float:
+        """Return the sum of the squares of all gradients: of what a rank holds, or of each element once."""
+        found = 0.0
+        for name, gradient in getattr(self.records[rank], stage).items():
+            if local:
+                found += gradient.fingerprint.squares
+                continue
+            parts: dict[Box, float] = {gradient.box: gradient.fingerprint.squares}
+            if not gradient.box.is_full:
+                for peer in self._peers(name, rank):
+                    other = getattr(self.records[peer], stage).get(name)
+                    if other is not None:
+                        parts.setdefault(other.box, other.fingerprint.squares)
+            found += sum(parts.values())
+        return found
+
+    def _peers(self, name: str, rank: int) -> Sequence[int]:
+        parameter = self.records[rank].parameters.get(name)
+        return parameter.mesh if parameter is not None and parameter.mesh else range(len(self.records))
+
+    def tolerance(self, name: str) -> float:
+        """Return the relative distance of sums of a parameter's gradients that rounding explains.
+
+        An ulp of the narrowest dtype that the gradients have had, for each of the sums, of the largest part: where
+        parts nearly cancel, what is left of them is small, and their rounding is not.
+        """
+        own = [gradient for record in self.records for _, gradient in record.own.get(name, [])]
+        seen = [record.at_step.get(name) or record.after_backward.get(name) for record in self.records]
+        dtypes = {gradient.dtype for gradient in [*own, *(one for one in seen if one is not None)]}
+        eps = max((_EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+        parts = math.sqrt(sum(gradient.fingerprint.squares for gradient in own))
+        whole = (
+            float(torch.stack([one for parts in self.own(name).values() for one in parts]).sum(0).norm()) if own else 0
+        )
+        # A sketch of K numbers of a vector is about sqrt(K) times as long.
+        whole /= math.sqrt(8)
+        cancelled = max(1.0, parts / whole) if whole > 0 and math.isfinite(parts) else 1.0
+        return 8 * eps * math.sqrt(max(len(self.records), 1)) * cancelled
+
+
+def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]:
+    """Return which ranks hold the same elements of each parameter when watching begins, and which of these differ.
+
+    Ranks that a mesh or a wrapper declares to be replicas are, whatever they hold; others are if their bits are equal.
+    The second dictionary has the declared sets of replicas that are not equal.
+    """
+    held: dict[str, list[tuple[int, ...]]] = {}
+    differ: dict[str, list[tuple[int, ...]]] = {}
+    for name in dict.fromkeys(name for start in starts for name in start.bits):
+        by_box: dict[Box | None, list[int]] = {}
+        for rank, start in enumerate(starts):
+            if name in start.bits:
+                by_box.setdefault(start.bits[name][0], []).append(rank)
+        for box, ranks in by_box.items():
+            if box is None:
+                continue
+            declared = [(*starts[rank].bits[name][1], *starts[rank].replicated) for rank in ranks]
+            inside = [tuple(one for one in members if one in ranks) for members in declared if members]
+            sets = _joined(ranks, [one for one in inside if len(one) > 1])
+            for members in sets:
+                if len({starts[rank].bits[name][2] for rank in members}) > 1:
+                    differ.setdefault(name, []).append(members)
+            by_bits: dict[Bits, list[int]] = {}
+            for members in sets:
+                by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
+            held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
+    return held, differ
+
+
+def vector_of(gradient: Gradient) -> torch.Tensor:
+    """Return the sketch of a gradient as a float64 vector."""
+    return torch.tensor(gradient.fingerprint.sketch, dtype=torch.float64)
+
+
+def _are_same(one: Sequence[Gradient], other: Sequence[Gradient]) -> bool:
+    """Whether two ranks have computed the same gradients, up to rounding."""
+    if len(one) != len(other):
+        return False
+    for mine, theirs in zip(one, other, strict=True):
+        a, b = vector_of(mine), vector_of(theirs)
+        if float((a - b).norm()) > 64 * _EPS.get(mine.dtype, 2.0**-7) * max(float(a.norm()), float(b.norm())):
+            return False
+    return True
+
+
+def _joined(ranks: Iterable[int], sets: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the partition of ranks in which the members of each set are together."""
+    part = {rank: rank for rank in ranks}
+
+    def root(rank: int) -> int:
+        while part[rank] != rank:
+            rank = part[rank]
+        return rank
+
+    for members in sets:
+        inside = [rank for rank in members if rank in part]
+        for rank in inside[1:]:
+            a, b = sorted((root(inside[0]), root(rank)))
+            part[b] = a
+    found: dict[int, list[int]] = {}
+    for rank in part:
+        found.setdefault(root(rank), []).append(rank)
+    return sorted(tuple(members) for members in found.values())

@@ -1,0 +1,71 @@
+"""Sends what each rank has seen to all ranks, through a gloo group of its own and never for longer than it may."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Absent(RuntimeError):
+    """A rank did not come within the time; the text names what is known."""
+
+
+class Exchange:
+    """All ranks make one at the same place, and call :meth:`all` equally often.
+
+    Args:
+        patience: seconds to wait for the slowest rank.
+        ranks: the global ranks that take part; all by default.
+    """
+
+    def __init__(self, *, patience: float) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._patience = patience
+        self._group: Any = None
+        if self.size > 1:
+            timeout = datetime.timedelta(seconds=patience)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def all(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order.
+
+        Raises:
+            Absent: a rank did not come within ``patience``, or has left.
+        """
+        if self.size == 1:
+            return [value]
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        try:
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._group)
+            most = max(int(one) for one in lengths)
+            padded = torch.zeros(most, dtype=torch.uint8)
+            padded[: data.numel()] = data
+            parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self._group)
+        except RuntimeError as error:
+            raise Absent(f"not all ranks came within {self._patience:g} s: {_first_line(error)}") from error
+        return [
+            pickle.loads(bytes(part[: int(length)].numpy().tobytes()))
+            for part, length in zip(parts, lengths, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Give the group back, if its process group still exists."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def missing(values: Sequence[Any]) -> list[int]:
+    """Return the ranks without a value."""
+    return [rank for rank, value in enumerate(values) if value is None]

@@ -1,0 +1,347 @@
+"""What holds in each right training, whatever it computes. Each check takes the evidence of one step."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardproof.harness.training.evidence import Evidence, Start, vector_of
+from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.records import Parameter
+
+#: The title of the finding that the model's parameters are in no optimizer that steps.
+DEAD = "the optimizer holds dead parameters"
+
+#: The title of the finding that the gradients of replicas differ.
+DIFFER = "replicas differ"
+
+
+def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Finding]:
+    """D1 before the first step: declared replicas are equal."""
+    if differ:
+        names = list(differ)
+        members = differ[names[0]][0]
+        lines = [
+            f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values",
+            "as when ranks initialize with different seeds and nobody broadcasts",
+        ]
+        yield Finding(("D1",), "S9", 0, "replicas differ when training begins", tuple(lines))
+
+
+def check_replicas(evidence: Evidence) -> Iterator[Finding]:
+    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states."""
+    partly, gradients, after, states = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(4))
+    distance: dict[str, float] = {}
+    for name, sets in evidence.holders.items():
+        for members in sets:
+            if len(members) < 2:
+                continue
+            seen = [evidence.records[rank].at_step.get(name) for rank in members]
+            present = [one for one in seen if one is not None]
+            if present and len(present) < len(seen):
+                partly[name].append(members)
+            elif len({one.fingerprint.identity for one in present if not one.pending}) > 1:
+                gradients[name].append(members)
+                vectors = [vector_of(one) for one in present]
+                largest = max(float((vectors[0] - one).norm()) for one in vectors)
+                distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
+            held = [evidence.records[rank].parameters.get(name) for rank in members]
+            if len({one.after for one in held if one is not None and one.after is not None}) > 1:
+                after[name].append(members)
+            if len({tuple(sorted(one.state.items())) for one in held if one is not None}) > 1:
+                states[name].append(members)
+    drifted = {name for name in after if name in gradients or name in partly}
+    for alike, names in _by_sets(partly):
+        first = alike[0]
+        without = [rank for rank in first if names[0] not in evidence.records[rank].at_step]
+        line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} have no gradient"
+        yield Finding(("D2",), "S9", evidence.step, "replicas differ: some have no gradient", (line,))
+    for alike, names in _by_sets(gradients):
+        yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
+    for found, check, what in (
+        (after, "D1", "parameter {0}: {1} hold the same elements and differ after the step"),
+        (states, "D3", "state of {0}: {1} hold the same elements and have different states"),
+    ):
+        rest = {name: sets for name, sets in found.items() if name not in drifted and name not in gradients}
+        for alike, names in _by_sets(rest):
+            title = "replicas differ after the step" if check == "D1" else "optimizer states of replicas differ"
+            line = what.format(listed(names), _sets(evidence, alike))
+            yield Finding((check,), "S9", evidence.step, title, (line,))
+        drifted |= set(found)
+
+
+def _of_gradients(
+    evidence: Evidence, members: Sequence[tuple[int, ...]], names: list[str], largest: float, drifted: set[str]
+) -> Finding:
+    """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
+    is_noise = largest < 1e-5
+    lines = [
+        f"gradient of {listed(names)}: {_sets(evidence, members)} hold the same elements and have different bits "
+        f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
+    ]
+    over = _where(evidence, members[0]).strip(" ()")
+    if is_noise:
+        lines.append("by no more than rounding: their kernels, or the order of their sums, differ")
+    else:
+        lines.append(f"each rank has its own part: the sum over {over or 'these ranks'} is missing")
+    if drift := [name for name in names if name in drifted]:
+        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [D1]")
+    return Finding(("D2",), "S9", evidence.step, DIFFER, tuple(lines), is_note=is_noise)
+
+
+def _by_sets(found: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[list[tuple[int, ...]], list[str]]]:
+    """Group names by the sets of ranks in which they differ."""
+    groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+    for name, sets in found.items():
+        groups.setdefault(tuple(sorted(set(sets))), []).append(name)
+    return [(list(sets), names) for sets, names in groups.items()]
+
+
+def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
+    """Name sets of ranks: "ranks 0-1 (tp)", "ranks 0-1 and ranks 2-3 (tp)"."""
+    shown = " and ".join(ranks_of(one) for one in members[:3])
+    more = f" and {len(members) - 3} more sets" if len(members) > 3 else ""
+    return f"{shown}{more}{_where(evidence, members[0])}"
+
+
+def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
+    """D4: optimizers have the model's parameters, and each parameter that trains is in one."""
+    record = evidence.records[0]
+    dead = [one for one in record.optimizers if one.live < one.size]
+    reached = any(one.live for one in record.optimizers)
+    for one in dead:
+        if one.live == 0 and (reached or not one.shapes_agree):
+            continue  # of another model, which is not watched
+        what = f"none of the {one.size} parameters of {one.kind} is the model's"
+        if one.live:
+            what = f"{one.size - one.live} of the {one.size} parameters of {one.kind} are not the model's"
+        why = "(shapes agree): it was made before sharding, or of another model" if one.shapes_agree else ""
+        lines = (f"{what} {why}".strip(), "its step does not move the model")
+        yield Finding(("D4",), "S7", evidence.step, DEAD, lines)
+    if reached:
+        trains = [name for name, one in record.parameters.items() if one.trains]
+        left = [name for name in trains if record.parameters[name].optimizer is None]
+        if left:
+            line = (
+                f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
+            )
+            yield Finding(("D4",), "S7", evidence.step, "parameters are in no optimizer", (line,))
+
+
+def check_updates(evidence: Evidence) -> Iterator[Finding]:
+    """D6 and D7: what has a gradient moves in the step, and gets state where others do."""
+    still, stateless = [], []
+    with_state = {one.optimizer for one in evidence.records[0].parameters.values() if one.state}
+    for name in evidence.names:
+        held = [(record, record.parameters.get(name)) for record in evidence.records]
+        mine = [(record, one) for record, one in held if one is not None and one.optimizer is not None]
+        if not mine or not any(_has_gradient(record.at_step.get(name)) for record, _ in mine):
+            continue
+        moved = any(one.before != one.after for _, one in mine)
+        if not moved and all(one.lr is None or one.lr > 0 for _, one in mine):
+            still.append(name)
+        if not any(one.state for _, one in mine) and mine[0][1].optimizer in with_state:
+            stateless.append(name)
+    if still:
+        line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
+        lines = [line, *_too_small(evidence, still)]
+        yield Finding(("D6",), "S7", evidence.step, "parameters do not move", tuple(lines))
+    if stateless:
+        line = f"{listed(stateless)}: other parameters of the same optimizer have state"
+        yield Finding(("D7",), "S7", evidence.step, "parameters have no optimizer state", (line,))
+
+
+def check_data(evidence: Evidence) -> Iterator[Finding]:
+    """D9: data ranks read different microbatches, ranks of one data rank the same, and none one twice."""
+    batches = [tuple(record.batches) for record in evidence.records]
+    if not any(batches):
+        return
+    for ranks in evidence.readers:
+        if len({batches[rank] for rank in ranks}) > 1 and all(batches[rank] for rank in ranks):
+            where = _where(evidence, ranks)
+            line = f"{ranks_of(ranks)}{where} are parts of one model and read different microbatches"
+            yield Finding(("D9",), "S11", evidence.step, "model-parallel ranks read different data", (line,))
+    same: dict[tuple[int, ...], list[int]] = {}
+    for number, ranks in enumerate(evidence.readers):
+        same.setdefault(batches[ranks[0]], []).append(number)
+    for batch, numbers in same.items():
+        if len(numbers) > 1 and batch:
+            readers = [rank for number in numbers for rank in evidence.readers[number]]
+            over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
+            lines = (
+                f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same microbatch{'es' * (len(batch) > 1)}",
+                "as when a sampler is not given the rank, or is seeded alike without a shard for each",
+            )
+            yield Finding(("D9",), "S11", evidence.step, "ranks read the same data", lines)
+    for rank, batch in enumerate(batches):
+        if len(batch) > 1 and len(set(batch)) == 1:
+            line = f"rank {rank} reads one microbatch {len(batch)} times in the step"
+            yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
+            break
+
+
+def check_norm(evidence: Evidence) -> Iterator[Finding]:
+    """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
+    count = len(evidence.records)
+    local = [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(count)]
+    true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
+    scales = [_scale(evidence, rank) for rank in range(count)]
+    known = [one for one in scales if one is not None]
+    if len(known) == count and count > 1 and max(known) - min(known) > 1e-4 * max(known):
+        listed_scales = ", ".join(f"{one:.4g}" for one in known[:8])
+        lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
+        products = [scale * norm for scale, norm in zip(known, local, strict=True)]
+        if max(products) - min(products) <= 1e-3 * max(products):
+            lines.insert(
+                0,
+                f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
+                f"rank holds; that of all gradients is {true[0]:.4g}",
+            )
+        lines.append("as when the local part of a DTensor is taken for the norm")
+        yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
+        return
+    for rank, record in enumerate(evidence.records):
+        for call in record.norms:
+            if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true[rank]:
+                continue
+            ratio = call.value / true[rank]
+            if abs(ratio - 1) < 1e-2 or call.function != "clip_grads_with_norm_":
+                continue
+            if abs(call.value / max(local[rank], 1e-300) - 1) < 1e-3:
+                what = f"it is the norm of what rank {rank} alone holds"
+            elif any(abs(ratio - math.sqrt(size)) < 1e-3 * ratio for size in _sizes(evidence, rank)):
+                what = f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
+            else:
+                continue
+            told = (
+                f"gradients are clipped by the norm {call.value:.4g} on rank {rank}; that of all gradients is "
+                f"{true[rank]:.4g}",
+                what,
+            )
+            yield Finding(("D10",), "S6", evidence.step, "the norm is not the norm of all gradients", told)
+            return
+
+
+def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
+    """D8: parameters that were one are one still."""
+    kept = [set(names) for names in evidence.records[0].ties]
+    known = {name for record in evidence.records for name in record.parameters} | {n for s in kept for n in s}
+    for names in ties:
+        mine = [name for name in names if name in known]
+        if len(mine) > 1 and not any(set(mine) <= one for one in kept):
+            lines = (
+                f"{' and '.join(map(repr, mine))} were one parameter and are {len(mine)}",
+                "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
+            )
+            yield Finding(("D8",), "S8", evidence.step, "tied parameters are no longer tied", lines)
+
+
+def check_finite(evidence: Evidence) -> Iterator[Finding]:
+    """D16: the first NaN or infinity, by rank and module."""
+    found = [(record.not_finite[0].what, record.rank) for record in evidence.records if record.not_finite]
+    if found:
+        what, rank = found[0]
+        ranks = [one for _, one in found]
+        lines = [f"first: {what} on rank {rank}"]
+        lines += [f"{what} on rank {rank}" for what, rank in found[1:3]]
+        on = f"{ranks_of(ranks)} of {len(evidence.records)} compute it"
+        yield Finding(("D16",), "", evidence.step, "a tensor is not finite", (*lines, on))
+
+
+def check_gathered(evidence: Evidence, before: bool | None) -> Iterator[Finding]:
+    """D14: no unit stays gathered after the optimizer's step."""
+    names = list(dict.fromkeys(name for record in evidence.records for name in record.gathered))
+    if names:
+        line = f"{listed(names)}: {len(names)} parameters are still gathered after the optimizer's step"
+        lines = (line, "fine where resharding after backward is switched off; else the shards save no memory")
+        yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=before is not False)
+
+
+def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:
+    """D15: allocated bytes at the same point of two steps that are not the first."""
+    if len(memory) < 3:
+        return
+    last, before = sorted(memory)[-1], sorted(memory)[-2]
+    grown = [
+        (now - then, rank, then)
+        for rank, (now, then) in enumerate(zip(memory[last], memory[before], strict=True))
+        if now is not None and then is not None
+    ]
+    if grown and max(grown)[0] > max(8 << 20, max(grown)[2] // 100):
+        most, rank, then = max(grown)
+        more, of = f"{most / 2**20:.1f} MiB", f"{then / 2**20:.1f} MiB"
+        line = f"rank {rank} holds {more} more after step {last} than after step {before} ({of})"
+        yield Finding(("D15",), "", last, "memory grows", (line,), is_note=True)
+
+
+def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
+    if not records:
+        return
+    never, somewhere = [], []
+    for name in records[0].names:
+        held = [one.records[0].parameters.get(name) for one in records]
+        if not any(one is not None and one.trains for one in held):
+            continue
+        ranks = [
+            rank
+            for rank in range(len(records[0].records))
+            if any(
+                one.records[rank].own.get(name) or _has_gradient(one.records[rank].at_step.get(name)) for one in records
+            )
+        ]
+        if not ranks:
+            never.append(name)
+        elif len(ranks) < len(records[0].records) and not any(
+            _has_gradient(one.records[rank].at_step.get(name)) for one in records for rank in range(len(one.records))
+        ):
+            somewhere.append(name)
+    if never and len(never) < len(records[0].names):
+        steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
+        line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
+        lines = (
+            line,
+            "as when what depends on it is detached, unused, or goes through a collective without a gradient",
+        )
+        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", lines)
+
+
+def _has_gradient(gradient: object) -> bool:
+    fingerprint = getattr(gradient, "fingerprint", None)
+    return fingerprint is not None and fingerprint.squares != 0
+
+
+def _scale(evidence: Evidence, rank: int) -> float | None:
+    """By what all gradients of a rank were multiplied between backward and the step; None if not by one number."""
+    record, found = evidence.records[rank], []
+    for name, gradient in record.at_step.items():
+        before = record.after_backward.get(name)
+        if before is None or not before.fingerprint.squares:
+            continue
+        if not math.isfinite(before.fingerprint.squares) or not math.isfinite(gradient.fingerprint.squares):
+            return None
+        found.append(math.sqrt(gradient.fingerprint.squares / before.fingerprint.squares))
+    if not found or max(found) - min(found) > 2e-2 * max(found):
+        return None
+    return sorted(found)[len(found) // 2]
+
+
+def _sizes(evidence: Evidence, rank: int) -> list[int]:
+    groups = [len(members) for members in evidence.groups_of(rank).values()]
+    return sorted({len(evidence.records), *groups} - {1})
+
+
+def _where(evidence: Evidence, members: Sequence[int]) -> str:
+    for name, ranks in evidence.groups_of(members[0]).items():
+        if set(members) == set(ranks):
+            return f" ({name})"
+    return ""
+
+
+def _too_small(evidence: Evidence, names: Sequence[str]) -> list[str]:
+    held: list[Parameter] = [evidence.records[0].parameters[name] for name in names]
+    if all(one.dtype in ("bfloat16", "float16") for one in held):
+        return [f"in {held[0].dtype} an update below half an ulp of a parameter is lost"]
+    return []

@@ -1,0 +1,210 @@
+"""Is each gradient reduced exactly once, over all ranks whose data differ, and with one factor? (D11, D12)"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
+from shardproof.harness.training.evidence import Evidence
+from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts.texts import ranks_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """By what the sum of all parts of some parameters' gradients is multiplied before clipping."""
+
+    value: float
+    names: tuple[str, ...]
+    residual: float
+    parts: int
+    readers: int
+
+    def render(self) -> str:
+        """Return the factor in words: "the mean over 4 ranks (c = 0.2500 x the sum of 8 parts)"."""
+        text = f"c = {self.value:.4f} x the sum of {self.parts} parts, residual {self.residual:.0e}"
+        if self.readers > 1 and abs(self.value * self.readers - 1) < 1e-3:
+            return f"the mean over {self.readers} ranks ({text})"
+        if abs(self.value - 1) < 1e-3:
+            return f"the sum over {self.readers} ranks ({text})" if self.readers > 1 else f"all of it ({text})"
+        name = name_of_factor(self.value, {"the number of ranks": self.readers}, spread=1e-3)
+        return f"{name} times the sum over {self.readers} ranks ({text})" if name else text
+
+
+@dataclasses.dataclass
+class Reduced:
+    """What is known of the gradients of one step: the factors, and which gradients could not be judged and why."""
+
+    factors: list[Factor] = dataclasses.field(default_factory=list)
+    unseen: dict[str, str] = dataclasses.field(default_factory=dict)
+    sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+
+def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[list[Finding], Reduced]:
+    """Judge the gradients of a step.
+
+    Args:
+        earlier: what was returned for the steps before, the last one first.
+    """
+    found = Reduced()
+    wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
+    values: dict[str, tuple[float, float]] = {}
+    for name in evidence.names:
+        own = evidence.own(name)
+        if not own:
+            if any(name in record.at_step for record in evidence.records):
+                found.unseen[name] = "no module's forward found it, so its own gradient was not seen"
+            continue
+        found.sums[name] = total(own)
+        tolerance = evidence.tolerance(name)
+        outcome = [_judge(evidence, name, record.rank, own, tolerance, earlier) for record in evidence.records]
+        known = [one for one in outcome if one is not None]
+        if not known:
+            if any(name in record.at_step or name in record.after_backward for record in evidence.records):
+                found.unseen[name] = "not all parts of its reduced gradient are known"
+            continue
+        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
+        if not bad:
+            values[name] = (known[0][1], max(one[2] for one in known))
+            continue
+        key = tuple(sorted({one[0] for _, one in bad}))
+        details = [(rank, one[3], one[2]) for rank, one in bad]
+        wrong.setdefault(key, {})[name] = details
+    readers = len(evidence.readers)
+    count = max((record.backwards for record in evidence.records), default=0)
+    found.factors = _factors(values, readers, count)
+    findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
+    if len(found.factors) > 1:
+        findings.append(_of_factors(evidence, found.factors))
+    return findings, found
+
+
+_Outcome = tuple[str, float, float, Diagnosis | None]
+"""The signature, the factor, the residual, and the diagnosis."""
+
+
+def _judge(
+    evidence: Evidence,
+    name: str,
+    rank: int,
+    own: dict[int, list[torch.Tensor]],
+    tolerance: float,
+    earlier: Sequence[Reduced],
+) -> _Outcome | None:
+    """Judge one gradient on one rank, after backward or else at the optimizer's step; None if it is not known."""
+    before = [one.sums[name] for one in earlier if name in one.sums]
+    best: _Outcome | None = None
+    for stage in ("after_backward", "at_step"):
+        seen = evidence.assembled(name, rank, stage)
+        if seen is None or not bool(seen.isfinite().all()):
+            continue
+        factor, residual = fit(seen, total(own))
+        if residual <= tolerance and factor != 0:
+            return "S1", factor, residual, None
+        if float(seen.norm()) == 0 and float(total(own).norm()) == 0:
+            return None
+        found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
+        outcome = (
+            ("?", factor, residual, None) if found is None else (found.signature, found.factor, found.residual, found)
+        )
+        if best is None or (best[3] is None and found is not None):
+            best = outcome
+    return best
+
+
+def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
+    """Sort parameters by their factors."""
+    classes: list[tuple[float, list[str], float]] = []
+    for name, (value, residual) in values.items():
+        near = next((one for one in classes if abs(one[0] - value) <= max(1e-3, 4 * residual) * abs(value)), None)
+        if near is None:
+            classes.append((value, [name], residual))
+        else:
+            near[1].append(name)
+            classes[classes.index(near)] = (near[0], near[1], max(near[2], residual))
+    made = [Factor(value, tuple(names), residual, readers * count, readers) for value, names, residual in classes]
+    return sorted(made, key=lambda one: -len(one.names))
+
+
+def _is_drift(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> bool:
+    """Whether what is missing comes from ranks that read the same data, which the check of replicas tells better."""
+    first = next(iter(wrong.values()))
+    for rank, diagnosis, _ in first:
+        if diagnosis is None or not diagnosis.missing:
+            return False
+        present = {evidence.reader_of(one) for one in range(len(evidence.records)) if one not in diagnosis.missing}
+        if any(evidence.reader_of(one) not in present for one in diagnosis.missing) or rank in diagnosis.missing:
+            return False
+    return True
+
+
+def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> Finding:
+    """Make one finding of the parameters whose gradients have the same signature."""
+    names = list(wrong)
+    everything = len(names) == len(evidence.names)
+    count = f"{len(names)} of {len(evidence.names)} parameters"
+    first = wrong[names[0]]
+    _, diagnosis, residual = first[0]
+    ranks = [one for one, _, _ in first]
+    who = "every rank" if len(ranks) == len(evidence.records) else ranks_of(ranks)
+    of = f" ({count})" if everything else f" ({count}: {listed(names)})"
+    if diagnosis is None:
+        lines = [
+            f"the gradients of {who} are no factor times the sum of what all ranks computed: a relative distance of "
+            f"{residual:.2g} remains{of}",
+            "and none of the mistakes that are known makes them",
+        ]
+        return Finding(("D11",), "", evidence.step, "gradients are not the sum of what ranks computed", tuple(lines))
+    exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
+    lines = [f"each gradient of {who} {diagnosis.text} ({exactly}){of}"]
+    if diagnosis.signature == "S2":
+        title = "gradients are not reduced"
+        over = _over(evidence, diagnosis.missing)
+        lines[0] += f": nothing was reduced over {over}"
+        if diagnosis.missing:
+            lines.append(
+                "DDP reduces in a backward that is outside no_sync(), FSDP2 in one before which "
+                "set_requires_gradient_sync(True) is called"
+            )
+    elif diagnosis.signature == "S3":
+        title = "some ranks are missing from the gradients" if diagnosis.missing else "a rank counts twice"
+        differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
+        lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
+    elif diagnosis.signature == "S4":
+        title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
+        if "only" in diagnosis.text and "last" in diagnosis.text:
+            lines.append("as when zero_grad() is called for each microbatch, or each backward writes its gradient anew")
+        elif "zeroed" in diagnosis.text:
+            title = "gradients are never zeroed"
+            lines.append("as when zero_grad() is missing, or is that of an optimizer without these parameters")
+    elif diagnosis.signature == "S5":
+        title = "microbatches have different weights"
+    else:
+        title = "gradients are of an earlier step"
+    return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines))
+
+
+def _over(evidence: Evidence, missing: Sequence[int]) -> str:
+    names = evidence.data_names
+    everyone = ranks_of(range(len(evidence.records)))
+    return f"{' and '.join(names)} ({everyone})" if names else everyone
+
+
+def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
+    """Make the finding of parameters with different factors; of experts, which fewer ranks hold, it is a note."""
+    most = factors[0]
+    lines = [f"{len(most.names)} of {sum(len(one.names) for one in factors)} parameters: {most.render()}"]
+    sizes = {"the number of ranks": float(len(evidence.records))}
+    for start in evidence.starts[:1]:
+        sizes |= {f"the size of {name}": float(len(members)) for name, members in start.groups.named.items()}
+    sizes["the number of microbatches"] = float(max(record.backwards for record in evidence.records))
+    for other in factors[1:]:
+        ratio = other.value / most.value
+        name = name_of_factor(ratio, sizes, spread=1e-3)
+        times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
+        lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
+    lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
+    return Finding(("D12",), "S1", evidence.step, "parameters have different factors", tuple(lines))

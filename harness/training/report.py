@@ -1,0 +1,150 @@
+"""What the doctor prints when all is well, and its run file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import sys
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from shardproof.harness.training.evidence import Evidence, Start
+from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.reduction import Reduced
+from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.jsonfiles import encode
+from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementation, Run, Verdict, public_version
+
+#: What each check is about: the name of its record in a run file.
+NAMES = {
+    "D1": "replicas-have-equal-parameters",
+    "D2": "replicas-have-equal-gradients",
+    "D3": "replicas-have-equal-optimizer-states",
+    "D4": "the-optimizer-has-what-trains",
+    "D5": "each-parameter-gets-a-gradient",
+    "D6": "each-parameter-moves",
+    "D7": "each-parameter-has-optimizer-state",
+    "D8": "ties-are-kept",
+    "D9": "data-differ-where-they-should",
+    "D10": "the-norm-is-the-norm",
+    "D11": "gradients-are-reduced-once",
+    "D12": "one-factor",
+    "D13": "collectives-agree",
+    "D14": "units-are-resharded",
+    "D15": "memory-is-flat",
+    "D16": "all-is-finite",
+}
+
+_COLUMN = 10
+
+
+def summary(
+    starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced], findings: Sequence[Finding]
+) -> str:
+    """Return what was seen: one line of what was watched, and one each of groups, gradients, norms and memory."""
+    lines = [_title(starts, seen, findings)]
+    lines += [f"  {name:<{_COLUMN}}{text}" for name, text in _facts(starts, seen, reduced)]
+    return "\n".join(lines)
+
+
+def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence[Finding]) -> str:
+    record = seen[0].records[0]
+    steps = f"steps {seen[0].step}-{seen[-1].step}" if len(seen) > 1 else f"step {seen[0].step}"
+    boxes = [one.box for one in record.parameters.values() if one.box is not None]
+    elements = sum(math.prod(box.shape) for box in boxes)
+    optimizers = ", ".join(dict.fromkeys(one.kind for one in record.optimizers)) or "no optimizer"
+    errors, notes = sum(not one.is_note for one in findings), sum(one.is_note for one in findings)
+    said = f"{errors} finding{'s' * (errors != 1)}" if errors else "no finding"
+    said += f", {notes} note{'s' * (notes != 1)}" if notes else ""
+    count = len(record.parameters)
+    return (
+        f"{steps} of {len(starts)} rank{'s' * (len(starts) != 1)}, {starts[0].model}, {count} parameters "
+        f"({elements:,} elements), {optimizers}; {said}"
+    )
+
+
+def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[tuple[str, str]]:
+    last, groups = seen[-1], starts[0].groups
+    named = [f"{name} {_range(members)}" for name, members in groups.named.items()]
+    text = f"{', '.join(named)} (from {groups.source})" if named else "none known"
+    batches = {batch for record in last.records for batch in record.batches}
+    forwards = max(record.forwards for record in last.records)
+    inferred = "" if last.are_readers_known else ", inferred from what ranks read"
+    yield "groups", f"{text}; data: {len(batches)} different microbatches, {forwards} a step on a rank{inferred}"
+    factors = reduced[0].factors
+    if factors and len(factors[0].names) + len(reduced[0].unseen) >= len(last.names):
+        yield "reduced", f"every gradient is {factors[0].render()}"
+    elif factors:
+        yield "reduced", f"{len(factors[0].names)} of {len(last.names)} gradients are {factors[0].render()}"
+    norms = [math.sqrt(one.squares(0, "after_backward", local=False)) for one in seen]
+    applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
+    clipped = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
+    text = " ".join(f"{one:.4g}" for one in norms)
+    scaled = f"scaled by {' '.join(clipped)} before the step" if clipped else "not scaled before the step"
+    yield "norm", f"{text}, recomputed from all gradients; {scaled}"
+    memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
+    if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
+        yield "memory", f"{memory[-1] - memory[0]:+,} B from step {seen[1].step} to step {seen[-1].step}"
+    for text in _unseen(seen, reduced):
+        yield "not seen", text
+
+
+def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[str]:
+    yield from dict.fromkeys(text for one in seen for record in one.records for text in record.unseen)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in reduced[0].unseen.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        yield f"the reduction of {len(names)} parameters ({names[0]!r}, ...): {reason}"
+    if not reduced[0].sums and not reasons:
+        yield "gradients, as where the optimizer steps in backward: nothing is said of their reduction"
+    yield "whether the factor is right for this loss; a model in which all ranks agree on a wrong value"
+
+
+def _range(ranks: Sequence[int]) -> str:
+    return ranks_of(ranks).partition(" ")[2]
+
+
+def write(
+    path: str | os.PathLike[str], findings: Sequence[Finding], seen: Sequence[Evidence], checks: Collection[str]
+) -> None:
+    """Write a run file with a record for each check that was made; a note is no failure."""
+    device = "cuda" if torch.accelerator.is_available() else "cpu"
+    world, seconds = len(seen[0].records), sum(one.records[0].seconds for one in seen)
+    ids, cases = [], []
+    for check in sorted(checks, key=lambda name: int(name[1:])):
+        id_ = f"doctor::{check.lower()}_{NAMES[check].replace('-', '_')}[w{world}]"
+        mine = [one for one in findings if check in one.checks and not one.is_note]
+        ids.append(id_)
+        text = "\n".join(one.render() for one in mine)
+        cases.append(
+            CaseRecord(
+                id=id_,
+                implementation="own-training",
+                requirement=f"DOCTOR-{check[1:]}",
+                world=world,
+                device=device,
+                parameters={},
+                verdict=Verdict.FAIL if mine else Verdict.PASS,
+                seconds=seconds / len(checks),
+                failure=Failure(text=text, rank=0) if mine else None,
+            )
+        )
+    environment = Environment(
+        python=platform.python_version(), torch=public_version(torch.__version__), platform=platform.platform(),
+        cpu_count=os.cpu_count(), device=device, command=tuple(sys.argv),
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        implementations={"own-training": Implementation()},
+    )  # fmt: skip
+    failed = any(case.failure is not None for case in cases)
+    run = Run(
+        run_id=uuid.uuid4().hex, environment=environment, selected={"own-training": tuple(ids)}, cases=tuple(cases),
+        end=End(complete=True, reason="", exit_code=int(failed), seconds=seconds),
+    )  # fmt: skip
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(encode(run), file)

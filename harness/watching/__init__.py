@@ -1,0 +1,11 @@
+"""What does a trainer do? Looks at the steps of any training loop; needs no adapter, and no change of the loop.
+
+Whatever is in this room is imported into the user's training process: it imports torch, and no pytest. It reads, and
+never gathers, waits for a stream or changes what it sees.
+
+- ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
+- ``names``: the names of parameters in the unsharded, unwrapped model.
+- ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records.
+- ``norms``: the calls of torch's functions that clip, and of loss scalers.
+- ``script``: runs a training script that knows of nothing.
+"""

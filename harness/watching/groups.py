@@ -1,0 +1,109 @@
+"""Which groups of ranks does a model tell of? Its DTensors, the user's mesh, and the wrappers that reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardproof.harness.watching.names import modules_of
+from shardproof.harness.watching.records import Groups
+
+
+def groups_of(
+    models: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None,
+    groups: Mapping[str, dist.ProcessGroup],
+    data: Sequence[str],
+) -> Groups:
+    """Return the groups that this rank is in.
+
+    Raises:
+        ValueError: ``data`` names none of the dimensions of the user's own mesh or groups.
+    """
+    named: dict[str, tuple[int, ...]] = {}
+    over_data: list[str] = []
+    sources = []
+    for one in [mesh] if mesh is not None else list(_meshes(models)):
+        sources.append("mesh" if mesh is not None else "DTensors")
+        for number, name in enumerate(_dimensions(one)):
+            named.setdefault(name, tuple(dist.get_process_group_ranks(one.get_group(number))))
+            if name in data or name.startswith(("dp", "mesh")):
+                over_data.append(name)
+    for name, group in groups.items():
+        sources.append("groups")
+        named[name] = tuple(dist.get_process_group_ranks(group))
+        if name in data:
+            over_data.append(name)
+    if (mesh is not None or groups) and not over_data:
+        known = ", ".join(named)
+        raise ValueError(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
+    for module in _wrappers(models):
+        members = tuple(dist.get_process_group_ranks(module.process_group))
+        name = "dp" if isinstance(module, DistributedDataParallel) else "fsdp"
+        if not any(set(members) <= set(named[known]) for known in over_data):
+            sources.append(type(module).__name__)
+            named.setdefault(name, members)
+            over_data.append(name)
+    return Groups(named, ", ".join(dict.fromkeys(sources)), tuple(dict.fromkeys(over_data)))
+
+
+def replicated_ranks(models: Sequence[nn.Module]) -> tuple[int, ...]:
+    """Return the ranks that DDP keeps equal; empty without it."""
+    for module in _wrappers(models):
+        if isinstance(module, DistributedDataParallel):
+            return tuple(dist.get_process_group_ranks(module.process_group))
+    return ()
+
+
+def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return how many elements of each original parameter in a flat one this rank holds, and the ranks that share it.
+
+    The ranks hold consecutive parts of the flattened parameter, in the order of the group.
+    """
+    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    for model in models:
+        inside: dict[int, tuple[int, ...]] = {}
+        for name, module in modules_of(model):
+            members = inside.get(id(module), ())
+            if _is_flat(module):
+                members = tuple(dist.get_process_group_ranks(module.process_group))  # type: ignore[arg-type]
+            for child in module.children():
+                inside[id(child)] = members
+            for last, parameter in module._parameters.items():
+                if members and parameter is not None and not isinstance(parameter, DTensor):
+                    found[f"{name}.{last}" if name else last] = (parameter.numel(), members)
+    return found
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
+def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
+    for model in models:
+        for _, module in modules_of(model):
+            if isinstance(module, DistributedDataParallel) or _is_flat(module):
+                yield module
+
+
+def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:
+    once = []
+    for model in models:
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh not in once:
+                once.append(parameter.device_mesh)
+    # Those with most dimensions first: they name what the others are parts of.
+    yield from sorted(once, key=lambda one: -one.ndim)
+
+
+def _dimensions(mesh: DeviceMesh) -> list[str]:
+    if mesh.mesh_dim_names:
+        return list(mesh.mesh_dim_names)
+    return ["mesh"] if mesh.ndim == 1 else [f"mesh{number}" for number in range(mesh.ndim)]

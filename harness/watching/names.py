@@ -1,0 +1,67 @@
+"""The names of parameters in the model that user code built, whatever wraps its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+#: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
+_INNER = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+}
+
+
+def inner_of(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper wraps, or None for a module that is no wrapper."""
+    for kind in type(module).__mro__:
+        if (name := _INNER.get(kind.__name__)) is not None and name in module._modules:
+            return module._modules[name]
+    return None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the innermost module of a chain of wrappers."""
+    while (inner := inner_of(module)) is not None:
+        module = inner
+    return module
+
+
+def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module with its canonical name, and each place where it is used; a wrapper has its module's name."""
+
+    def walk(name: str, module: nn.Module, above: frozenset[int]) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in above:
+            return
+        yield name, module
+        inner = inner_of(module)
+        for last, child in module._modules.items():
+            if child is not None:
+                own = name if child is inner else f"{name}.{last}" if name else last
+                yield from walk(own, child, above | {id(module)})
+
+    yield from walk("", root, frozenset())
+
+
+def parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter that modules have, under each of its canonical names."""
+    for name, module in modules_of(root):
+        for last, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name}.{last}" if name else last, parameter
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the forward of a module runs compiled; its hooks would be traced, and would change what is compiled."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its prefix."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,496 @@
+"""Attaches to a model, sees its steps by hooks alone, and makes a record of each.
+
+Own gradients: what a module finds under the name of a parameter when its forward begins is where autograd puts the
+gradient of this rank alone, before anything is reduced; a hook of that tensor digests it. Reduced gradients are read
+from ``.grad`` when a backward pass has ended, and again when the optimizer's step begins: what lies between is clipping
+and scaling. Digests are computed on the stream and on the device where a gradient appears, and are copied to the host
+when the step has ended, so that nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.fingerprints import Box, Digest, bits_of, digest, host_rows, on_host
+from shardproof.harness.tensors.layouts import Layout, layout_of
+from shardproof.harness.tensors.trees import local_of, tensors_of
+from shardproof.harness.watching import norms
+from shardproof.harness.watching.names import is_compiled, modules_of, name_of, parameters_of
+from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
+
+LayoutOf = Callable[[str, torch.Tensor], Layout | None]
+"""Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
+
+#: Tensors with a NaN that a record lists; the first is what matters.
+_MOST_NOT_FINITE = 8
+
+
+def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
+    """Let an error of ours in a hook end the watching, and not the training."""
+
+    @functools.wraps(hook)
+    def guarded(self: Watch, *args: Any, **kwargs: Any) -> None:
+        try:
+            hook(self, *args, **kwargs)
+        except self._passes:
+            raise
+        except Exception as error:
+            self._on_error(error)
+
+    disabled: Callable[..., None] = torch.compiler.disable(guarded)
+    return disabled
+
+
+class _Pending:
+    """A gradient whose digest is still on its device."""
+
+    __slots__ = ("digest", "dtype", "layout")
+
+    def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
+        self.layout, self.dtype = layout, name_of(tensor.dtype)
+        self.digest: Digest = digest(tensor, layout.box)
+
+
+class Watch:
+    """Watches one model, which may be several roots, on one rank.
+
+    Args:
+        on_end: is called with the record of each step when the step has ended: when the next one begins, or by
+            :meth:`end_step`.
+        steps: the steps to watch, counted from 0; of the others nothing is seen. After the last of them the watch
+            detaches by itself.
+        optimizers: those whose steps count; empty for each that steps.
+        layout: where a tensor does not say it itself.
+        on_error: takes an error of ours in a hook; nothing of it reaches the training.
+        passes: exceptions of ``on_end`` that do.
+    """
+
+    def __init__(
+        self,
+        on_end: Callable[[StepRecord], None],
+        *,
+        steps: Collection[int],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        layout: LayoutOf | None = None,
+        on_error: Callable[[Exception], None],
+        passes: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self._on_error, self._passes = on_error, passes
+        self._on_end, self._steps, self._layout = on_end, frozenset(steps), layout
+        self._optimizers = [weakref.ref(one) for one in optimizers]
+        self.step = 0
+        self.roots: list[nn.Module] = []
+        self.flat_places: dict[str, tuple[int, int]] = {}
+        self._names: dict[int, str] = {}  # canonical names of modules
+        self._handles: list[Any] = []
+        self._on_tensors: list[Any] = []
+        self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._gathered: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._ties: dict[int, set[str]] = {}
+        self._depth = 0
+        self._late = False
+        self._patches = contextlib.ExitStack()
+        self._unseen: set[str] = set()
+        self._begin()
+
+    # Attaching ------------------------------------------------------------------------------
+
+    def attach(self, root: nn.Module) -> None:
+        """Add a root: hooks on all its modules; the first root's also begin steps."""
+        if not self.roots:
+            self._handles += [
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ]
+            self._patches.enter_context(norms.observed(self._on_norm, self._on_scaler_update, self._on_destroy))
+        self.roots.append(root)
+        for name, module in modules_of(root):
+            if is_compiled(module):
+                self._unseen.add(f"inside of {name or 'the model'}: it is compiled")
+        compiled = {id(inner) for _, module in modules_of(root) if is_compiled(module) for inner in module.modules()}
+        once: set[int] = set()
+        for name, module in modules_of(root):
+            self._names.setdefault(id(module), name)
+            if id(module) in compiled - {id(root)} or id(module) in once:
+                continue
+            once.add(id(module))
+            # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
+            before = functools.partial(self._before_module, name, module is root)
+            after = functools.partial(self._after_module, name, module is root)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Remove all hooks and forget everything."""
+        for handle in [*self._handles, *self._on_tensors]:
+            handle.remove()
+        self._handles.clear()
+        self._on_tensors.clear()
+        self._patches.close()
+        self._hooked.clear()
+        self._gathered.clear()
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there are hooks."""
+        return bool(self._handles)
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the current step is one of those to watch."""
+        return self.step in self._steps
+
+    @property
+    def last(self) -> str:
+        """The last event of the current step; empty if there is none."""
+        return self._last
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many forwards and steps of optimizers there were in the current step."""
+        return self._forwards, len(self._stepped)
+
+    def note_norm(self, value: Any, max_norm: float | None) -> None:
+        """Note a total norm that user code has computed."""
+        self._on_norm("clip_grads_with_norm_", value, max_norm, 2.0)
+
+    def begin_forward(self, root: nn.Module, args: Any) -> None:
+        """Begin the forward of a root in which it was attached; its arguments by keyword are not known."""
+        # What the root has itself is gathered by hooks that have not run yet.
+        self._late = True
+        self._before_module("", True, root, args, {})
+
+    # A step ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        self._own: dict[str, list[tuple[int, _Pending]]] = {}
+        self._after_backward: dict[str, _Pending] = {}
+        self._at_step: dict[str, _Pending] = {}
+        self._held: dict[str, dict[str, Any]] = {}
+        self._stepped: list[Optimizer] = []
+        self._norms: list[tuple[str, Any, float | None, float]] = []
+        self._batches: list[torch.Tensor] = []
+        self._rows: list[int] = []
+        self._finite: list[tuple[str, torch.Tensor]] = []
+        self._forwards = self._backwards = 0
+        self._is_backward = self._wants_batch = False
+        self._last = ""
+        self._started = time.monotonic()
+
+    def end_step(self) -> None:
+        """End the step, if an optimizer has stepped in it, and hand its record on."""
+        if not self._stepped:
+            return
+        record = self._record() if self.is_watching else None
+        self.step += 1
+        self._begin()
+        if record is not None:
+            self._on_end(record)
+        if self.step > max(self._steps):
+            self.detach()
+
+    def forget(self) -> None:
+        """Begin the step anew: what was seen of it counts for nothing, as when a scaler skips the optimizer's step."""
+        if not self._stepped:
+            self._begin()
+
+    # Hooks ----------------------------------------------------------------------------------
+
+    @_guarded
+    def _before_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_root:
+            self._depth += 1
+            if self._depth == 1 and torch.is_grad_enabled():
+                if self._stepped:
+                    self.end_step()
+                if not self.is_attached:
+                    return
+                if self.is_watching:
+                    self._forwards += 1
+                    self._take_batch((args, kwargs))
+        if not self.is_watching or not torch.is_grad_enabled():
+            return
+        if is_root and self._late:
+            return
+        if self._late:
+            self._late = False
+            for root in self.roots:
+                self._watch_parameters("", root)
+        if self._wants_batch and not is_root:
+            self._take_batch((args, kwargs))
+        self._last = f"forward of {name or 'the model'!r}"
+        self._watch_parameters(name, module)
+
+    @_guarded
+    def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if is_root:
+            self._depth -= 1
+        if self.is_watching and torch.is_grad_enabled():
+            for tensor in tensors_of(output):
+                self._note_finite(f"output of {name or 'the model'!r}", tensor)
+
+    def _watch_parameters(self, name: str, module: nn.Module) -> None:
+        found: dict[str, torch.Tensor | None] = dict(module._parameters)
+        # Flat parameters put plain views where the parameters were.
+        found |= {
+            last: value
+            for last, value in vars(module).items()
+            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+        }
+        for last, value in found.items():
+            if value is None or not value.requires_grad:
+                continue
+            full = f"{name}.{last}" if name else last
+            known = self._hooked.get(id(value))
+            if known is not None and known() is value:
+                continue
+            self._hooked[id(value)] = weakref.ref(value)
+            self._gathered[full] = weakref.ref(value)
+            self._shapes.setdefault(full, value.shape)
+            self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
+
+    @_guarded
+    @torch.no_grad()
+    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        if not self.is_watching or self._stepped:
+            return
+        if not self._is_backward:
+            self._is_backward = True
+            # Runs when this backward pass has ended, after the implementation's own callbacks.
+            private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
+        local = local_of(gradient)
+        layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
+        self._own.setdefault(name, []).append((self._backwards, _Pending(local, layout)))
+        self._note_finite(f"gradient of {name!r} before its reduction", local)
+        self._last = f"backward of {name!r}"
+
+    @_guarded
+    @torch.no_grad()
+    def _on_backward_end(self) -> None:
+        self._is_backward = False
+        self._backwards += 1
+        self._after_backward = self._gradients()
+
+    @_guarded
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._counts(optimizer) or not self.is_watching:
+            return
+        with torch.no_grad():
+            self._last = f"step of {type(optimizer).__name__}"
+            self._at_step |= self._gradients()
+            self._hold(optimizer, len(self._stepped))
+
+    @_guarded
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._counts(optimizer):
+            return
+        with torch.no_grad():
+            if self.is_watching:
+                self._release(optimizer, len(self._stepped))
+            self._stepped.append(self._seen(optimizer))
+            if self.is_watching and self._is_complete():
+                self.end_step()
+
+    def _is_complete(self) -> bool:
+        """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
+        with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
+        return bool(with_gradient) and all(name in self._held for name in with_gradient)
+
+    def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self.roots:
+            return False
+        return not self._optimizers or any(one() is optimizer for one in self._optimizers)
+
+    @_guarded
+    def _on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
+        if self.is_watching and not self._stepped:
+            value = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self._norms.append((function, value, max_norm, norm_type))
+
+    @_guarded
+    def _on_scaler_update(self) -> None:
+        self.forget()
+
+    @_guarded
+    def _on_destroy(self) -> None:
+        # Layouts and the exchange need the process groups.
+        self.end_step()
+
+    # Parts of a record ----------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all roots by canonical name, each once, by its first name."""
+        once: set[int] = set()
+        for root in self.roots:
+            for name, parameter in parameters_of(root):
+                if id(parameter) not in once:
+                    once.add(id(parameter))
+                    yield name, parameter
+
+    def place(self, name: str, tensor: torch.Tensor) -> Layout | None:
+        """Return where the elements of a parameter or its gradient belong, or None where that is not known."""
+        if self._layout is not None and (found := self._layout(name, tensor)) is not None:
+            return found
+        if name in self.flat_places:
+            shape = self._shapes.get(name)
+            start, full = self.flat_places[name]
+            if shape is None or shape.numel() != full:
+                return None
+            return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
+        return layout_of(tensor)
+
+    def _gradients(self) -> dict[str, _Pending]:
+        found = {}
+        for name, parameter in self.parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            layout = self.place(name, gradient)
+            if layout is not None:
+                found[name] = _Pending(local_of(gradient), layout)
+        return found
+
+    def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
+        for name, parameter in self.parameters():
+            if id(parameter) in rates:
+                rate = rates[id(parameter)]
+                rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
+                self._held[name] = {"optimizer": number, "lr": rate, "before": bits_of(local_of(parameter))}
+
+    def _release(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for name, parameter in self.parameters():
+            held = self._held.get(name)
+            if held is None or held["optimizer"] != number:
+                continue
+            held["after"] = bits_of(local_of(parameter))
+            state = optimizer.state.get(parameter, {})
+            held["state"] = {
+                str(key): bits_of(local_of(value)) for key, value in state.items() if isinstance(value, torch.Tensor)
+            }
+
+    def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
+        mine = [one for group in optimizer.param_groups for one in group["params"]]
+        live = {id(parameter): parameter for _, parameter in self.parameters()}
+        dead = [one for one in mine if id(one) not in live]
+        shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
+        agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
+        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(dead), agree)
+
+    def _note_finite(self, what: str, tensor: torch.Tensor) -> None:
+        if tensor.is_floating_point() and tensor.numel():
+            # One read: a NaN or an infinity makes the sum one, and so may an overflow, which is told apart later.
+            low, high = torch.aminmax(local_of(tensor.detach()))
+            self._finite.append((what, (high - low).double() * 0))
+
+    def _take_batch(self, inputs: Any) -> None:
+        found = list(tensors_of(inputs))
+        self._wants_batch = not found
+        if not found:
+            return
+        total = torch.zeros((), dtype=torch.int64)
+        for number, tensor in enumerate(found):
+            total = total + (number + 1) * position_hash(local_of(tensor.detach())).cpu()
+        self._batches.append(total)
+        self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
+
+    def _record(self) -> StepRecord:
+        record = StepRecord(
+            0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows,
+            optimizers=self._stepped, unseen=sorted(self._unseen), last=self._last,
+            seconds=time.monotonic() - self._started,
+        )  # fmt: skip
+        record.batches = [int(one) for one in self._batches]
+        pending = [(name, number, one) for name, parts in self._own.items() for number, one in parts]
+        every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
+        seen = [
+            Gradient(one.layout.box, one.layout.pending, mark, one.dtype)
+            for one, mark in zip(every, on_host([one.digest for one in every]), strict=True)
+        ]
+        for (name, number, _), gradient in zip(pending, seen, strict=False):
+            record.own.setdefault(name, []).append((number, gradient))
+        rest = seen[len(pending) :]
+        record.after_backward = dict(zip(self._after_backward, rest, strict=False))
+        record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
+        record.parameters = self._parameters_held()
+        record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
+        wrong = [value != value for value in host_rows([one for _, one in self._finite])]
+        names = [what for (what, _), is_wrong in zip(self._finite, wrong, strict=True) if is_wrong]
+        record.not_finite = [NotFinite(order, what) for order, what in enumerate(names[:_MOST_NOT_FINITE])]
+        record.gathered = [name for name, ref in self._gathered.items() if self._is_gathered(name, ref())]
+        if torch.accelerator.is_available():
+            record.memory = torch.accelerator.memory_allocated()
+        record.ties = self._tied()
+        return record
+
+    def _parameters_held(self) -> dict[str, Parameter]:
+        live = dict(self.parameters())
+        names, tensors = [], []
+        for name, held in self._held.items():
+            for key, value in {"before": held["before"], "after": held.get("after"), **held.get("state", {})}.items():
+                if value is not None:
+                    names.append((name, key))
+                    tensors.append(value)
+        bits = {key: tuple(int(part) for part in row) for key, row in zip(names, host_rows(tensors), strict=True)}
+        found = {}
+        for name, parameter in live.items():
+            place = self.place(name, parameter)
+            held = self._held.get(name, {})
+            rate = held.get("lr")
+            found[name] = Parameter(
+                box=None if place is None else place.box, mesh=() if place is None else place.mesh,
+                trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
+                lr=float(rate) if rate is not None else None, before=bits.get((name, "before")),
+                after=bits.get((name, "after")),
+                state={key: bits[name, key] for key in held.get("state", {})},
+            )  # fmt: skip
+        return found
+
+    def _is_gathered(self, name: str, value: torch.Tensor | None) -> bool:
+        """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
+        if value is None or not value.is_leaf:
+            return False
+        live = dict(self.parameters()).get(name)
+        if live is None or live is value or isinstance(value, DTensor):
+            return False
+        held, own = value.untyped_storage(), local_of(live).untyped_storage()
+        return held.size() > own.size() and held.data_ptr() != own.data_ptr()
+
+    def _tied(self) -> list[tuple[str, ...]]:
+        by_tensor: dict[int, list[str]] = {}
+        for root in self.roots:
+            for name, parameter in parameters_of(root):
+                by_tensor.setdefault(id(parameter), []).append(name)
+        return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
+
+
+def position_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number for the bits of a tensor of any dtype and their places, int64 []."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    values = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    values = values.view(kinds[values.element_size()]).to(torch.int64)
+    places = torch.arange(1, values.numel() + 1, device=values.device) * 0x9E3779B97F4A7C1 + 0x7F4A7C15
+    return ((values + 0x2545F491) * (places ^ (places >> 29))).sum()
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return None if value is None else float(value)

@@ -1,0 +1,91 @@
+"""The command ``shardproof doctor``: runs a training script and reports what no right training does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+BAD_INPUT = 2
+
+_EPILOG = """\
+examples:
+  torchrun --nproc-per-node 4 -m shardproof doctor train.py --lr 1e-3
+  torchrun --nproc-per-node 8 -m shardproof doctor --steps 0,1 --strict --report doctor.json -m my_project.train
+
+The script runs as it is. Of its first steps the doctor watches forward, backward and the optimizer, on every rank;
+then it removes its hooks. docs/doctor.md describes each check.
+
+exit codes: the script's own; with --strict 1 if there are findings; 2 an option or the script is not valid"""
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Run a script under the doctor; the exit code is the script's, or 1 with ``--strict`` and a finding, or 2."""
+    own, script = _split(arguments)
+    options = _parser().parse_args(own)
+    from shardproof.harness.training.doctor import CHECKS, DATA, Doctor
+    from shardproof.harness.watching import script as run_script
+    from shardproof.harness.watching.ties import Ties
+
+    try:
+        watching = Doctor(
+            None, None, mesh=None, groups=None, data=options.data or DATA, steps=options.steps,
+            checks=options.checks or CHECKS, ties=(), layout=None, on_finding="warn", report=options.report,
+            patience=options.patience, registered=Ties(),
+        )  # fmt: skip
+        with watching:
+            run_script.run(script)
+    except ValueError as error:
+        if not str(error).startswith("doctor: ") and not _is_ours(error):
+            raise
+        print(f"shardproof: {error}", file=sys.stderr)
+        return BAD_INPUT
+    return int(options.strict and any(not one.is_note for one in watching.findings))
+
+
+#: The options that take no value.
+_FLAGS = frozenset({"--strict", "-h", "--help", "--"})
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into the options and the script with its own arguments."""
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
+        position += 1 if arguments[position] in _FLAGS or "=" in arguments[position] else 2
+        if arguments[position - 1] == "--":
+            return list(arguments[: position - 1]), list(arguments[position:])
+    return list(arguments[:position]), list(arguments[position:])
+
+
+def _is_ours(error: ValueError) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "shardproof.harness.watching.script"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardproof doctor",
+        description="Watch the first steps of a training script and report what no right training does.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]",
+    )
+    parser.add_argument("--steps", type=_numbers, default=(0, 1, 2), metavar="0,1,2", help="the steps to watch")
+    parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions over which ranks read other data")
+    parser.add_argument("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
+    parser.add_argument("--report", metavar="FILE", help="write a run file for the page and the gate")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are findings")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank"
+    )
+    return parser
