@@ -171,7 +171,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
             readers = [rank for number in numbers for rank in evidence.readers[number]]
             over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
             lines = (
-                f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same microbatch{'es' * (len(batch) > 1)}",
+                f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
                 "as when a sampler is not given the rank, or is seeded alike without a shard for each",
             )
             yield Finding(("D9",), "S11", evidence.step, "ranks read the same data", lines)
