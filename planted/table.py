@@ -85,8 +85,8 @@ class Bug:
 
     @property
     def is_by_day(self) -> bool:
-        """Whether it is planted by day: a fixed fortieth, which no other bug changes."""
-        return zlib.crc32(self.id.encode()) % 40 == 0
+        """Whether it is planted by day: a fixed eightieth, which no other bug changes."""
+        return zlib.crc32(self.id.encode()) % 80 == 0
 
     def with_bug(self, item: str) -> str:
         """The node id of an item with the bug, for that of its implementation."""

@@ -50,6 +50,7 @@ def made(make_matrix, place):
     return make_matrix.page({place: make_matrix.run_of(place)}, FINDINGS).splitlines()
 
 
+@pytest.mark.nightly
 def test_the_page_and_the_table_are_up_to_date():
     command = [warm.python(), "docs/make_matrix.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ from planted import run, table
 from tests import warm
 
 BUGS = table.every()
-#: By day some edits are looked for only; a fixed fortieth is planted. What needs GPUs runs wherever they are.
+#: By day some edits are looked for only; a fixed eightieth is planted. What needs GPUs runs wherever they are.
 ROWS = [
     pytest.param(bug, id=name, marks=[] if bug.is_by_day or bug.gpus else [pytest.mark.nightly])
     for name, bug in BUGS.items()
