@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.harness.tensors.fingerprints import bits_of, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, report
-from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -162,7 +162,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         for problem in _wrong_starts(self._starts):
             self._detach()
             raise ValueError(f"doctor: {problem}")
-        self._watch.flat_places = _flat_places(self._starts, self._exchange.rank)
+        self._watch.flat_places = flat_places(self._starts, self._exchange.rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
 
@@ -237,8 +237,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
-        # Replicas whose gradients differ go on drifting apart.
-        if any(one.title == invariants.DIFFER for one in self.findings):
+        # Replicas whose gradients were not reduced go on drifting apart.
+        if any({"D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         return found
 
@@ -280,6 +280,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
 
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
+        if not self._seen:
+            return "no step was seen"
         return report.summary(self._starts, self._seen, self._reduced, self.findings)
 
     def _say(self, text: str, *, everywhere: bool = False) -> None:
@@ -324,18 +326,6 @@ def _wrong_starts(starts: Sequence[Start]) -> list[str]:
                     "the ranks built different models"
                 )
                 return found
-    return found
-
-
-def _flat_places(starts: Sequence[Start], rank: int) -> dict[str, tuple[int, int]]:
-    """Return where this rank's part of each parameter in a flat one begins, and how many elements its group holds."""
-    found = {}
-    for name, (_, members) in starts[rank].flat.items():
-        sizes = {one: starts[one].flat[name][0] for one in members if name in starts[one].flat}
-        found[name] = (
-            sum(size for one, size in sizes.items() if members.index(one) < members.index(rank)),
-            sum(sizes.values()),
-        )
     return found
 
 

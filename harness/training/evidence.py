@@ -153,17 +153,17 @@ class Evidence:
 
     def squares(self, rank: int, stage: str, *, local: bool) -> float:
         """Return the sum of the squares of all gradients: of what a rank holds, or of each element once."""
+        if local:
+            return sum(one.fingerprint.squares for one in getattr(self.records[rank], stage).values())
         found = 0.0
-        for name, gradient in getattr(self.records[rank], stage).items():
-            if local:
-                found += gradient.fingerprint.squares
-                continue
-            parts: dict[Box, float] = {gradient.box: gradient.fingerprint.squares}
-            if not gradient.box.is_full:
-                for peer in self._peers(name, rank):
-                    other = getattr(self.records[peer], stage).get(name)
-                    if other is not None:
-                        parts.setdefault(other.box, other.fingerprint.squares)
+        for name in self.names:
+            parts: dict[Box, float] = {}
+            for peer in [rank, *self._peers(name, rank)]:
+                gradient = getattr(self.records[peer], stage).get(name)
+                if gradient is not None:
+                    parts.setdefault(gradient.box, gradient.fingerprint.squares)
+                if gradient is not None and gradient.box.is_full:
+                    break
             found += sum(parts.values())
         return found
 
@@ -199,10 +199,14 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
     """
     held: dict[str, list[tuple[int, ...]]] = {}
     differ: dict[str, list[tuple[int, ...]]] = {}
+    places = [flat_places(starts, rank) for rank in range(len(starts))]
     for name in dict.fromkeys(name for start in starts for name in start.bits):
         by_box: dict[Box | None, list[int]] = {}
         for rank, start in enumerate(starts):
-            if name in start.bits:
+            if name in places[rank]:
+                begin, full = places[rank][name]
+                by_box.setdefault(Box((full,), flat=(begin, begin + start.flat[name][0])), []).append(rank)
+            elif name in start.bits:
                 by_box.setdefault(start.bits[name][0], []).append(rank)
         for box, ranks in by_box.items():
             if box is None:
@@ -218,6 +222,16 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
                 by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
             held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
     return held, differ
+
+
+def flat_places(starts: Sequence[Start], rank: int) -> dict[str, tuple[int, int]]:
+    """Return where a rank's part of each parameter in a flat one begins, and how many elements its group holds."""
+    found = {}
+    for name, (_, members) in starts[rank].flat.items():
+        sizes = [(one, starts[one].flat[name][0]) for one in members if name in starts[one].flat]
+        begin = sum(size for one, size in sizes if members.index(one) < members.index(rank))
+        found[name] = (begin, sum(size for _, size in sizes))
+    return found
 
 
 def vector_of(gradient: Gradient) -> torch.Tensor:

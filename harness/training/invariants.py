@@ -246,7 +246,7 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         ranks = [one for _, one in found]
         lines = [f"first: {what} on rank {rank}"]
         lines += [f"{what} on rank {rank}" for what, rank in found[1:3]]
-        on = f"{ranks_of(ranks)} of {len(evidence.records)} compute it"
+        on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
         yield Finding(("D16",), "", evidence.step, "a tensor is not finite", (*lines, on))
 
 
@@ -310,7 +310,7 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
 
 def _has_gradient(gradient: object) -> bool:
     fingerprint = getattr(gradient, "fingerprint", None)
-    return fingerprint is not None and fingerprint.squares != 0
+    return fingerprint is not None and fingerprint.squares != 0 and fingerprint.is_finite
 
 
 def _scale(evidence: Evidence, rank: int) -> float | None:

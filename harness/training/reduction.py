@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
-from shardproof.harness.training.evidence import Evidence
+from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
 
@@ -25,12 +25,13 @@ class Factor:
 
     def render(self) -> str:
         """Return the factor in words: "the mean over 4 ranks (c = 0.2500 x the sum of 8 parts)"."""
-        text = f"c = {self.value:.4f} x the sum of {self.parts} parts, residual {self.residual:.0e}"
-        if self.readers > 1 and abs(self.value * self.readers - 1) < 1e-3:
+        text = f"c = {self.value:.4g} x the sum of {self.parts} parts, residual {self.residual:.0e}"
+        spread = max(1e-3, self.residual)
+        if self.readers > 1 and abs(self.value * self.readers - 1) < spread:
             return f"the mean over {self.readers} ranks ({text})"
-        if abs(self.value - 1) < 1e-3:
+        if abs(self.value - 1) < spread:
             return f"the sum over {self.readers} ranks ({text})" if self.readers > 1 else f"all of it ({text})"
-        name = name_of_factor(self.value, {"the number of ranks": self.readers}, spread=1e-3)
+        name = name_of_factor(self.value, {"the number of ranks": self.readers}, spread=spread)
         return f"{name} times the sum over {self.readers} ranks ({text})" if name else text
 
 
@@ -64,7 +65,9 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         known = [one for one in outcome if one is not None]
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
-                found.unseen[name] = "not all parts of its reduced gradient are known"
+                found.unseen[name] = (
+                    "its reduced gradient is not known, or user code did more than scale it after backward"
+                )
             continue
         bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
         if not bad:
@@ -96,30 +99,41 @@ def _judge(
 ) -> _Outcome | None:
     """Judge one gradient on one rank, after backward or else at the optimizer's step; None if it is not known."""
     before = [one.sums[name] for one in earlier if name in one.sums]
-    best: _Outcome | None = None
+    whole = total(own)
+    outcomes: dict[str, _Outcome] = {}
     for stage in ("after_backward", "at_step"):
         seen = evidence.assembled(name, rank, stage)
         if seen is None or not bool(seen.isfinite().all()):
             continue
-        factor, residual = fit(seen, total(own))
-        if residual <= tolerance and factor != 0:
+        factor, residual = fit(seen, whole)
+        if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(whole.norm()) == 0:
             return "S1", factor, residual, None
-        if float(seen.norm()) == 0 and float(total(own).norm()) == 0:
-            return None
         found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
-        outcome = (
-            ("?", factor, residual, None) if found is None else (found.signature, found.factor, found.residual, found)
-        )
-        if best is None or (best[3] is None and found is not None):
-            best = outcome
-    return best
+        outcomes[stage] = ("?", factor, residual, None)
+        if found is not None:
+            outcomes[stage] = (found.signature, found.factor, found.residual, found)
+    if "at_step" in outcomes and (outcomes["at_step"][3] is not None or _is_scaled(evidence, name, rank, tolerance)):
+        last = outcomes["at_step"]
+        return last if last[3] is not None else outcomes.get("after_backward", last)
+    # Between backward and the step user code did more than scale it: what it was in between is not known.
+    return None
+
+
+def _is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bool:
+    """Whether a gradient at the optimizer's step is what backward left, by a factor."""
+    before, after = (getattr(evidence.records[rank], stage).get(name) for stage in ("after_backward", "at_step"))
+    if before is None or after is None:
+        return before is None
+    factor, residual = fit(vector_of(after), vector_of(before))
+    return residual <= tolerance and factor > 0
 
 
 def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
+    spread = max(1e-3, 4 * max((residual for _, residual in values.values()), default=0.0))
     for name, (value, residual) in values.items():
-        near = next((one for one in classes if abs(one[0] - value) <= max(1e-3, 4 * residual) * abs(value)), None)
+        near = next((one for one in classes if abs(one[0] - value) <= spread * abs(value)), None)
         if near is None:
             classes.append((value, [name], residual))
         else:

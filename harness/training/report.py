@@ -77,7 +77,7 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
     inferred = "" if last.are_readers_known else ", inferred from what ranks read"
     yield "groups", f"{text}; data: {len(batches)} different microbatches, {forwards} a step on a rank{inferred}"
     factors = reduced[0].factors
-    if factors and len(factors[0].names) + len(reduced[0].unseen) >= len(last.names):
+    if factors and len(factors[0].names) == len(last.names):
         yield "reduced", f"every gradient is {factors[0].render()}"
     elif factors:
         yield "reduced", f"{len(factors[0].names)} of {len(last.names)} gradients are {factors[0].render()}"

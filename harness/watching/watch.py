@@ -185,7 +185,7 @@ class Watch:
         self._rows: list[int] = []
         self._finite: list[tuple[str, torch.Tensor]] = []
         self._forwards = self._backwards = 0
-        self._is_backward = self._wants_batch = False
+        self._is_backward = self._is_late = self._wants_batch = False
         self._last = ""
         self._started = time.monotonic()
 
@@ -257,7 +257,8 @@ class Watch:
             if known is not None and known() is value:
                 continue
             self._hooked[id(value)] = weakref.ref(value)
-            self._gathered[full] = weakref.ref(value)
+            if value.is_leaf:
+                self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
             self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
 
@@ -279,7 +280,12 @@ class Watch:
     @_guarded
     @torch.no_grad()
     def _on_backward_end(self) -> None:
-        self._is_backward = False
+        if not self._is_late:
+            # Once more: DDP queues what ends its reductions after this, when its last gradient is there.
+            self._is_late = True
+            private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
+            return
+        self._is_backward = self._is_late = False
         self._backwards += 1
         self._after_backward = self._gradients()
 
@@ -347,7 +353,7 @@ class Watch:
             shape = self._shapes.get(name)
             start, full = self.flat_places[name]
             if shape is None or shape.numel() != full:
-                return None
+                return None  # no forward has found it yet
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
         return layout_of(tensor)
 
@@ -460,7 +466,7 @@ class Watch:
 
     def _is_gathered(self, name: str, value: torch.Tensor | None) -> bool:
         """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-        if value is None or not value.is_leaf:
+        if value is None:
             return False
         live = dict(self.parameters()).get(name)
         if live is None or live is value or isinstance(value, DTensor):
