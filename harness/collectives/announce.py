@@ -26,7 +26,7 @@ from shardproof.harness.verdicts.finding import Divergence, Location, Stage
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: Methods of ``ProcessGroup`` across torch versions, by the kind of collective that they issue.
-_METHODS = {
+METHODS = {
     "all_gather": (
         "allgather",
         "_allgather_base",
@@ -188,7 +188,7 @@ class Announcer:
 
     def watch_process_groups(self) -> None:
         """Patch the methods of ``ProcessGroup`` to announce collectives, for the rest of the process."""
-        for kind, names in _METHODS.items():
+        for kind, names in METHODS.items():
             for name in names:
                 if (method := getattr(dist.ProcessGroup, name, None)) is not None:
                     setattr(dist.ProcessGroup, name, self._announcing(method, kind))
@@ -205,7 +205,7 @@ class Announcer:
                 if not self._recorders:
                     self.announce(group, kind, _describe(group, kind, args, kwargs))
                     if self._listener is not None:
-                        self._listener(_collective(group, kind, args, kwargs))
+                        self._listener(collective_of(group, kind, args, kwargs))
             self._depth += 1
             try:
                 return method(group, *args, **kwargs)
@@ -230,11 +230,12 @@ def _describe(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs
     values = [*args, *kwargs.values()]
     root = _root_of(group, values) if kind in _ROOTED else None
     name = full_kind(kind, operator=_operator_of(kind, values), root=root)
-    one = _collective(group, kind, args, kwargs)
+    one = collective_of(group, kind, args, kwargs)
     return f"{name} {one.dtype} {one.nbytes} B" if one.dtype else name
 
 
-def _collective(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
+def collective_of(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
+    """Return what a method of ``ProcessGroup`` issues, from its arguments, without phase and unit."""
     ranks = tuple(dist.get_process_group_ranks(group))
     tensors = list(tensors_of([list(args), kwargs]))
     if not tensors:

@@ -212,6 +212,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         found = [
             *invariants.check_finite(evidence),
             *invariants.check_data(evidence),
+            *invariants.check_collectives(evidence),
             *invariants.check_optimizers(evidence),
             *invariants.check_ties(evidence, self._expected_ties()),
         ]

@@ -154,7 +154,7 @@ class Evidence:
     def squares(self, rank: int, stage: str, *, local: bool) -> float:
         """Return the sum of the squares of all gradients: of what a rank holds, or of each element once."""
         if local:
-            return sum(one.fingerprint.squares for one in getattr(self.records[rank], stage).values())
+            return float(sum(one.fingerprint.squares for one in getattr(self.records[rank], stage).values()))
         found = 0.0
         for name in self.names:
             parts: dict[Box, float] = {}

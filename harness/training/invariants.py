@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
@@ -180,6 +182,15 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
             line = f"rank {rank} reads one microbatch {len(batch)} times in the step"
             yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
             break
+
+
+def check_collectives(evidence: Evidence) -> Iterator[Finding]:
+    """D13: the members of each group issue the same collectives, as far as Python issues them."""
+    # Where a collective is issued may differ: a rank that is ahead gathers in another phase.
+    traces = [Trace(dataclasses.replace(one, phase="") for one in record.collectives) for record in evidence.records]
+    if (found := first_difference(traces)) is not None:
+        lines = tuple(line.strip() for line in found.text.splitlines())
+        yield Finding(("D13",), "", evidence.step, "ranks issue different collectives", lines)
 
 
 def check_norm(evidence: Evidence) -> Iterator[Finding]:

@@ -65,9 +65,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         known = [one for one in outcome if one is not None]
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
-                found.unseen[name] = (
-                    "its reduced gradient is not known, or user code did more than scale it after backward"
-                )
+                found.unseen[name] = "it is not known, or user code did more than scale it after backward"
             continue
         bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
         if not bad:

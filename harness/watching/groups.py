@@ -73,7 +73,7 @@ def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int
         inside: dict[int, tuple[int, ...]] = {}
         for name, module in modules_of(model):
             members = inside.get(id(module), ())
-            if _is_flat(module) and module.sharding_strategy is not ShardingStrategy.NO_SHARD:
+            if _is_flat(module) and getattr(module, "sharding_strategy", None) != ShardingStrategy.NO_SHARD:
                 members = tuple(dist.get_process_group_ranks(module.process_group))  # type: ignore[arg-type]
             for child in module.children():
                 inside[id(child)] = members

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.tensors.fingerprints import Box, Fingerprint
 
 Bits = tuple[int, ...]
@@ -117,6 +118,7 @@ class StepRecord:
         not_finite: the first tensors with a NaN or an infinity, in execution order.
         gathered: parameters that are still gathered after the optimizer's step.
         memory: allocated bytes of the accelerator after the step, or None.
+        collectives: that Python issued, in order.
         ties: sets of names of one parameter.
         unseen: what cannot be seen, one line each.
         last: the last event.
@@ -137,6 +139,7 @@ class StepRecord:
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
     gathered: list[str] = dataclasses.field(default_factory=list)
     memory: int | None = None
+    collectives: Trace = dataclasses.field(default_factory=Trace)
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
     unseen: list[str] = dataclasses.field(default_factory=list)
     last: str = ""

@@ -10,6 +10,7 @@ when the step has ended, so that nothing is waited for.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 import weakref
@@ -21,11 +22,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.fingerprints import Box, Digest, bits_of, digest, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
-from shardproof.harness.watching import norms
+from shardproof.harness.watching import calls, norms
 from shardproof.harness.watching.names import is_compiled, modules_of, name_of, parameters_of
 from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
 
@@ -114,6 +116,7 @@ class Watch:
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
             ]
+            self._patches.enter_context(calls.noted(self._on_collective))
             self._patches.enter_context(norms.observed(self._on_norm, self._on_scaler_update, self._on_destroy))
         self.roots.append(root)
         for name, module in modules_of(root):
@@ -183,6 +186,7 @@ class Watch:
         self._norms: list[tuple[str, Any, float | None, float]] = []
         self._batches: list[torch.Tensor] = []
         self._rows: list[int] = []
+        self._collectives = Trace()
         self._finite: list[tuple[str, torch.Tensor]] = []
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = False
@@ -326,6 +330,12 @@ class Watch:
             self._norms.append((function, value, max_norm, norm_type))
 
     @_guarded
+    def _on_collective(self, collective: Collective) -> None:
+        if self.is_watching and not self._stepped:
+            phase = "backward" if self._is_backward else "forward" if self._depth else "between"
+            self._collectives.append(dataclasses.replace(collective, phase=phase))
+
+    @_guarded
     def _on_scaler_update(self) -> None:
         self.forget()
 
@@ -439,6 +449,7 @@ class Watch:
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
         record.ties = self._tied()
+        record.collectives = self._collectives
         return record
 
     def _parameters_held(self) -> dict[str, Parameter]:
