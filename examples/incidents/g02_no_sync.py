@@ -1,0 +1,49 @@
+"""DDP with gradient accumulation that never reduces: ``no_sync`` is around all microbatches.
+
+    torchrun --nproc-per-node 4 examples/incidents/g02_no_sync.py [healthy]
+
+The last microbatch belongs outside of it, because its backward reduces what has accumulated.
+"""
+
+import contextlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+MISTAKE = "healthy" not in sys.argv
+STEPS, MICROBATCHES, BATCH, FEATURES, CLASSES = 3, 2, 8, 16, 10
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+rank = dist.get_rank()
+
+torch.manual_seed(0)
+layers = [nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)]
+model = DistributedDataParallel(nn.Sequential(*layers).to(device))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.Generator().manual_seed(100 + rank)
+
+for step in range(STEPS):
+    total = 0.0
+    for i in range(MICROBATCHES):
+        inputs = torch.randn(BATCH, FEATURES, generator=data).to(device)
+        labels = inputs[:, :CLASSES].argmax(-1)
+        synchronize = i == MICROBATCHES - 1 and not MISTAKE
+        with contextlib.nullcontext() if synchronize else model.no_sync():
+            loss = F.cross_entropy(model(inputs), labels) / MICROBATCHES
+            loss.backward()
+        total += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step} loss {total:.4f}", flush=True)
+
+dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""FSDP2 of a mixture of experts whose router learns nothing: its scores went through ``dist.all_gather``.
+
+    torchrun --nproc-per-node 4 examples/incidents/g10_detached_router.py [healthy]
+
+Each expert chooses its tokens among those of all ranks, for which the scores are gathered. What ``dist.all_gather``
+fills is detached; the gather of ``torch.distributed.nn.functional`` has a backward.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as distributed
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+MISTAKE = "healthy" not in sys.argv
+STEPS, BATCH, DIM, EXPERTS, CLASSES = 3, 16, 32, 4, 10
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(DIM), nn.Linear(DIM, EXPERTS, bias=False)
+        experts = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)) for _ in range(EXPERTS)]
+        self.experts = nn.ModuleList(experts)
+
+    def forward(self, x):
+        y = self.norm(x)
+        scores = self.gate(y).softmax(-1)
+        if MISTAKE:
+            everyone = [torch.empty_like(scores) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, scores)
+        else:
+            everyone = distributed.all_gather(scores)
+        scores = torch.cat(list(everyone))
+        chosen = scores.topk(2 * len(scores) // EXPERTS, dim=0).indices
+        weights = torch.zeros_like(scores).scatter(0, chosen, scores.gather(0, chosen))
+        weights = weights.chunk(dist.get_world_size())[dist.get_rank()]
+        for i, expert in enumerate(self.experts):
+            tokens = weights[:, i].nonzero().squeeze(1)
+            x = x.index_add(0, tokens, expert(y[tokens]) * weights[tokens, i, None])
+        return x
+
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+rank = dist.get_rank()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(DIM, DIM), MixtureOfExperts(), MixtureOfExperts(), nn.Linear(DIM, CLASSES)).to(device)
+for block in model[1:3]:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.Generator().manual_seed(100 + rank)
+
+for step in range(STEPS):
+    inputs = torch.randn(BATCH, DIM, generator=data).to(device)
+    labels = inputs[:, :CLASSES].argmax(-1)
+    loss = F.cross_entropy(model(inputs), labels)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step} loss {loss.item():.4f}", flush=True)
+
+dist.destroy_process_group()
