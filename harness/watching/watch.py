@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -236,6 +237,10 @@ class Watch:
             self._take_batch((args, kwargs))
         self._last = f"forward of {name or 'the model'!r}"
         self._watch_parameters(name, module)
+        # Some modules use the parameters of a child that they never call, as attention does with its projection.
+        for last, child in module._modules.items():
+            if child is not None and not child._modules and not isinstance(child, FSDPModule):
+                self._watch_parameters(f"{name}.{last}" if name else last, child)
 
     @_guarded
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
