@@ -52,7 +52,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     """
     found = Reduced()
     wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
-    values: dict[str, tuple[float, float]] = {}
+    values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
     for name in evidence.names:
         own = evidence.own(name)
         if not own:
@@ -69,18 +69,32 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
             continue
         bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
         if not bad:
-            values[name] = (known[0][1], max(one[2] for one in known))
+            for stage in _STAGES:
+                fits = [fit(one, found.sums[name]) for one in _assembled(evidence, name, stage)]
+                if fits and all(residual <= tolerance for _, residual in fits):
+                    values[stage][name] = (fits[0][0], max(residual for _, residual in fits))
             continue
         key = tuple(sorted({one[0] for _, one in bad}))
         details = [(rank, one[3], one[2]) for rank, one in bad]
         wrong.setdefault(key, {})[name] = details
     readers = len(evidence.readers)
     count = max((record.backwards for record in evidence.records), default=0)
-    found.factors = _factors(values, readers, count)
+    # What is reduced by hand after backward has no factor before that: then all are compared as the step finds them.
+    stage = max(_STAGES, key=lambda one: len(values[one]))
+    found.factors = _factors(values[stage], readers, count)
     findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
     return findings, found
+
+
+_STAGES = ("after_backward", "at_step")
+
+
+def _assembled(evidence: Evidence, name: str, stage: str) -> list[torch.Tensor]:
+    """Return a reduced gradient as each rank has it that has one."""
+    found = [evidence.assembled(name, record.rank, stage) for record in evidence.records]
+    return [one for one in found if one is not None and bool(one.isfinite().all())]
 
 
 _Outcome = tuple[str, float, float, Diagnosis | None]
@@ -99,7 +113,7 @@ def _judge(
     before = [one.sums[name] for one in earlier if name in one.sums]
     whole = total(own)
     outcomes: dict[str, _Outcome] = {}
-    for stage in ("after_backward", "at_step"):
+    for stage in _STAGES:
         seen = evidence.assembled(name, rank, stage)
         if seen is None or not bool(seen.isfinite().all()):
             continue
