@@ -22,11 +22,18 @@ import torch
 
 from shardproof.harness.tensors.pieces import Spans
 
-#: The numbers of a sketch. With eight, 90 % of estimated distances are 0.4 to 1.7 times the true ones.
+#: The numbers of a sketch. With eight, 90 % of estimated distances between matrices are 0.3 to 1.8 times the true ones,
+#: and of vectors 0.6 to 1.4 times; each further dimension makes the range wider.
 K = 8
 
 #: Elements that are converted to float64 at a time, so that the copy stays in a cache.
 _CHUNK = 1 << 17
+
+#: Dtypes without sums, such as those of 8-bit floating point, are read as integers of their size.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WITH_SUMS = frozenset(
+    {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int8, *_INTEGERS.values()}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +105,26 @@ def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
     """Compute the digest of what a rank holds of a full tensor; nothing is copied to the host.
 
     Args:
-        tensor: plain, floating-point, of any shape; the elements of ``box`` in their order.
+        tensor: plain, floating-point or complex, of any shape; the elements of ``box`` in their order.
         box: which elements of the full tensor they are; None if they are all.
     """
-    tensor = tensor.detach()
+    # Contiguous, because the rounding of sums depends on strides.
+    tensor, numel = tensor.detach().contiguous(), tensor.numel()
     box = Box(tuple(tensor.shape)) if box is None else box
+    if tensor.is_complex():
+        tensor, box = torch.view_as_real(tensor.resolve_conj()), _of_pairs(box)
     numbers = torch.zeros(K + 1, dtype=torch.float64, device=tensor.device)
     if tensor.numel():
         for part, dims in _parts(tensor, box):
             _add(numbers, part, [_weights(dim, box.shape[dim], spans, tensor.device) for dim, spans in enumerate(dims)])
-    return Digest(numbers, bits_of(tensor), tensor.numel())
+    return Digest(numbers, bits_of(tensor), numel)
+
+
+def _of_pairs(box: Box) -> Box:
+    """Return the box of the real and imaginary parts, which are one more dimension."""
+    dims = None if box.dims is None else (*box.dims, ((0, 2),))
+    flat = None if box.flat is None else (2 * box.flat[0], 2 * box.flat[1])
+    return Box((*box.shape, 2), dims, flat)
 
 
 @torch.no_grad()
@@ -118,7 +135,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.numel():
         return torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    tensor = tensor.detach()
+    tensor = tensor.detach().contiguous()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype not in _WITH_SUMS:
+        tensor = tensor.view(_INTEGERS[tensor.element_size()])
     wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else None
     total = tensor.sum(dtype=wide).to(torch.float64)
     return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total.view(torch.int64)])
