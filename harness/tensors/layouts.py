@@ -55,11 +55,11 @@ def _along(placement: Placement, dim: int) -> Placement:
 
 
 def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    over: list[int] = []
-    for number, placement in enumerate(placements):
-        if isinstance(placement, Partial):
-            over += torch.distributed.get_process_group_ranks(mesh.get_group(number))
-    return tuple(sorted(set(over)))
+    at = mesh.get_coordinate()
+    if at is None or not any(isinstance(one, Partial) for one in placements):
+        return ()
+    index = tuple(slice(None) if isinstance(one, Partial) else own for one, own in zip(placements, at, strict=True))
+    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
 def span_text(spans: Spans) -> str:

@@ -139,12 +139,15 @@ class Evidence:
         peers = self._peers(name, rank)
         order = [rank, *(one for one in peers if one != rank)]
         parts: dict[Box, torch.Tensor] = {}
+        pending: dict[Box, tuple[int, ...]] = {}
         for peer in order:
             gradient = getattr(self.records[peer], stage).get(name)
             if gradient is None:
                 continue
             if gradient.pending:
-                parts[gradient.box] = parts.get(gradient.box, 0) + vector_of(gradient)
+                # Of replicas of such a sum, one set makes it.
+                if peer in pending.setdefault(gradient.box, gradient.pending):
+                    parts[gradient.box] = parts.get(gradient.box, 0) + vector_of(gradient)
             else:
                 parts.setdefault(gradient.box, vector_of(gradient))
         if sum(box.numel for box in parts) != math.prod(mine.box.shape):
