@@ -188,7 +188,7 @@ SIZES = {"the size of dp": 4, "the size of tp": 2, "the tokens": 3, "the size of
         (8, "the size of dp x the size of tp"),
         (1 / 12, "1 / (the size of dp x the tokens)"),
         (4 / 3, "the size of dp / the tokens"),
-        (2 / 3, "the size of tp / the tokens"),
+        (3 / 4, "the tokens / the size of dp"),
         (3**0.5, "the square root of the tokens"),
         (2**-0.5, "1 / the square root of the size of tp"),
         (4 * (1 + 0.9e-5), "the size of dp"),
