@@ -257,7 +257,8 @@ class Watch:
             if known is not None and known() is value:
                 continue
             self._hooked[id(value)] = weakref.ref(value)
-            self._gathered[full] = weakref.ref(value)
+            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
+                self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
             self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
 
@@ -460,7 +461,7 @@ class Watch:
 
     def _is_gathered(self, name: str, value: torch.Tensor | None) -> bool:
         """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-        if value is None or not value.is_leaf:
+        if value is None:
             return False
         live = dict(self.parameters()).get(name)
         if live is None or live is value or isinstance(value, DTensor):
