@@ -242,6 +242,9 @@ class Watch:
                 self._note_finite(f"output of {name or 'the model'!r}", tensor)
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
+        for last, child in module._modules.items():
+            if isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # has no forward of its own
+                self._watch_parameters(f"{name}.{last}" if name else last, child)
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
         # Flat parameters put plain views where the parameters were.
         found |= {
