@@ -178,6 +178,7 @@ class Watch:
         self._own: dict[str, list[tuple[int, _Pending]]] = {}
         self._after_backward: dict[str, _Pending] = {}
         self._at_step: dict[str, _Pending] = {}
+        self._unplaced: set[str] = set()
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
@@ -366,6 +367,8 @@ class Watch:
             layout = self.place(name, gradient)
             if layout is not None:
                 found[name] = _Pending(local_of(gradient), layout)
+            else:
+                self._unplaced.add(name)
         return found
 
     def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -430,6 +433,7 @@ class Watch:
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
+        record.unplaced = sorted(self._unplaced)
         record.parameters = self._parameters_held()
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
         wrong = [value != value for value in host_rows([one for _, one in self._finite])]
