@@ -42,18 +42,21 @@ class Exchange:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([data.numel()]), group=self._group)
+            self._gather(lengths, torch.tensor([data.numel()]))
             most = max(int(one) for one in lengths)
             padded = torch.zeros(most, dtype=torch.uint8)
             padded[: data.numel()] = data
             parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(parts, padded, group=self._group)
+            self._gather(parts, padded)
         except RuntimeError as error:
             raise Absent(f"not all ranks came within {self._patience:g} s: {_first_line(error)}") from error
         return [
             pickle.loads(bytes(part[: int(length)].numpy().tobytes()))
             for part, length in zip(parts, lengths, strict=True)
         ]
+
+    def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
+        dist.all_gather(parts, mine, group=self._group)
 
     def close(self) -> None:
         """Give the group back, if its process group still exists."""

@@ -291,7 +291,7 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
     if not records:
         return
-    never, somewhere = [], []
+    never = []
     for name in records[0].names:
         held = [one.records[0].parameters.get(name) for one in records]
         if not any(one is not None and one.trains for one in held):
@@ -300,15 +300,14 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             rank
             for rank in range(len(records[0].records))
             if any(
-                one.records[rank].own.get(name) or _has_gradient(one.records[rank].at_step.get(name)) for one in records
+                one.records[rank].own.get(name)
+                or name in one.records[rank].unplaced
+                or _has_gradient(one.records[rank].at_step.get(name))
+                for one in records
             )
         ]
         if not ranks:
             never.append(name)
-        elif len(ranks) < len(records[0].records) and not any(
-            _has_gradient(one.records[rank].at_step.get(name)) for one in records for rank in range(len(one.records))
-        ):
-            somewhere.append(name)
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"

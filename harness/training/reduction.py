@@ -58,6 +58,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         if not own:
             if any(name in record.at_step for record in evidence.records):
                 found.unseen[name] = "no module's forward found it, so its own gradient was not seen"
+            elif any(name in record.unplaced for record in evidence.records):
+                found.unseen[name] = "no module's forward found it, so where the part of a rank belongs is not known"
             continue
         found.sums[name] = total(own)
         tolerance = evidence.tolerance(name)

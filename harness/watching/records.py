@@ -113,6 +113,7 @@ class StepRecord:
         own: by canonical name, for each backward the gradient before its reduction, in the order of backward.
         after_backward: by canonical name, ``.grad`` after the last backward.
         at_step: by canonical name, ``.grad`` as the optimizer's step finds it.
+        unplaced: parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
         optimizers: those that have stepped, in order.
         norms: calls of functions of norms.
         not_finite: the first tensors with a NaN or an infinity, in execution order.
@@ -134,6 +135,7 @@ class StepRecord:
     own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
     after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
     norms: list[NormCall] = dataclasses.field(default_factory=list)
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)

@@ -182,6 +182,7 @@ class Watch:
         self._own: dict[str, list[tuple[int, _Pending]]] = {}
         self._after_backward: dict[str, _Pending] = {}
         self._at_step: dict[str, _Pending] = {}
+        self._unplaced: set[str] = set()
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
@@ -251,6 +252,9 @@ class Watch:
                 self._note_finite(f"output of {name or 'the model'!r}", tensor)
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
+        for last, child in module._modules.items():
+            if isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # has no forward of its own
+                self._watch_parameters(f"{name}.{last}" if name else last, child)
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
         # Flat parameters put plain views where the parameters were.
         found |= {
@@ -266,7 +270,7 @@ class Watch:
             if known is not None and known() is value:
                 continue
             self._hooked[id(value)] = weakref.ref(value)
-            if value.is_leaf:
+            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
                 self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
             self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
@@ -368,7 +372,9 @@ class Watch:
             shape = self._shapes.get(name)
             start, full = self.flat_places[name]
             if shape is None or shape.numel() != full:
-                return None  # no forward has found it yet
+                return None
+            if tensor.numel() == full:  # also what no_sync() has left: this rank's own gradient, which is not divided
+                return Layout(Box(tuple(shape)))
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
         return layout_of(tensor)
 
@@ -381,6 +387,8 @@ class Watch:
             layout = self.place(name, gradient)
             if layout is not None:
                 found[name] = _Pending(local_of(gradient), layout)
+            else:
+                self._unplaced.add(name)
         return found
 
     def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -445,6 +453,7 @@ class Watch:
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
+        record.unplaced = sorted(self._unplaced)
         record.parameters = self._parameters_held()
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
         wrong = [value != value for value in host_rows([one for _, one in self._finite])]
