@@ -6,6 +6,7 @@ never gathers, waits for a stream or changes what it sees.
 - ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
 - ``names``: the names of parameters in the unsharded, unwrapped model.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records.
-- ``norms``: the calls of torch's functions that clip, and of loss scalers.
+- ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
+- ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.
 - ``script``: runs a training script that knows of nothing.
 """

@@ -1,50 +1,161 @@
-"""Notes the collectives that the methods of ``ProcessGroup`` issue; what is issued below Python is not seen."""
+"""Sees calls of torch's functions: total norms and clipping, updates of loss scalers, collectives, and the end.
+
+``clip_grad_norm_`` calls two functions of its module by their private names. They are observed under these, because
+user code has often imported the public ones before anything can be observed. Of collectives those are seen that the
+methods of ``ProcessGroup`` issue, and none that are issued below Python.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from shardproof.harness.collectives.announce import METHODS, collective_of
 from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.tensors import private
 
-#: Kinds whose two sides differ, or that have no tensors.
+
+class Observer(Protocol):
+    """Is told of calls. None of its methods may raise."""
+
+    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
+        """After a total norm was computed, or before gradients are clipped to ``max_norm`` by it."""
+
+    def on_scaler_update(self) -> None:
+        """After a loss scaler was updated."""
+
+    def on_collective(self, collective: Collective) -> None:
+        """Before a collective is issued."""
+
+    def on_destroy(self) -> None:
+        """Before all process groups are destroyed."""
+
+
+_TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
+
+#: Kinds of collectives whose two sides differ, or that have no tensors.
 _NOT_NOTED = frozenset({"send", "recv", "barrier"})
+
+#: The functions are replaced once for all observers: of two replacements, one inside of the other, the outer one alone
+#: could be taken back.
+_observers: list[Observer] = []
+_replacements = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def noted(note: Callable[[Collective], None]) -> Iterator[None]:
-    """Call ``note`` with each collective, before it is issued."""
-    before: dict[str, Any] = {}
-    depth = [0]  # torch implements old names of methods with new ones: of nested calls the outermost is a collective
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell an observer of the calls in this context."""
+    if not _observers:
+        for path, value in _functions():
+            _replacements.enter_context(_replaced(path, value))
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+        if not _observers:
+            _replacements.close()
 
-    def noting(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if depth[0] == 0:
-                note(collective_of(group, kind, args, kwargs))
-            depth[0] += 1
-            try:
-                return method(group, *args, **kwargs)
-            finally:
-                depth[0] -= 1
 
-        return issue
-
-    made: dict[str, Any] = {}
+def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the functions that are replaced, each under all its names, with what takes its place."""
+    if (total := private.find(_TOTAL)) is not None:
+        for path in (_TOTAL, "torch.nn.utils.clip_grad.get_total_norm", "torch.nn.utils.get_total_norm"):
+            yield path, _after_total(total)
+    if (clip := private.find(_CLIP)) is not None:
+        for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
+            yield path, _before_clip(clip)
+    yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
+    destroy = dist.destroy_process_group
+    for path in ("torch.distributed.destroy_process_group", f"{destroy.__module__}.destroy_process_group"):
+        yield path, _before_destroy(destroy)
+    # torch implements old names of methods with new ones: of nested calls the outermost is a collective of its own.
+    depth = [0]
     for kind, names in METHODS.items():
         for name in names:
             method = getattr(dist.ProcessGroup, name, None)
             if method is not None and kind not in _NOT_NOTED:
-                before[name], made[name] = method, noting(method, kind)
-                setattr(dist.ProcessGroup, name, made[name])
+                yield f"torch.distributed.ProcessGroup.{name}", _before_collective(method, kind, depth)
+
+
+def _after_total(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        value = function(tensors, norm_type, *args, **kwargs)
+        for one in list(_observers):
+            one.on_norm("get_total_norm", value, None, float(norm_type))
+        return value
+
+    return get_total_norm
+
+
+def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in list(_observers):
+            one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0)
+        return function(parameters, max_norm, total_norm, *args, **kwargs)
+
+    return clip_grads_with_norm_
+
+
+def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        for one in list(_observers):
+            one.on_scaler_update()
+        return result
+
+    return update
+
+
+def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def destroy_process_group(group: Any = None) -> None:
+        for one in list(_observers) if group is None else ():
+            one.on_destroy()
+        function(group)
+
+    return destroy_process_group
+
+
+def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if depth[0] == 0:
+            collective = collective_of(group, kind, args, kwargs)
+            for one in list(_observers):
+                one.on_collective(collective)
+        depth[0] += 1
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    return issue
+
+
+@contextlib.contextmanager
+def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
+    place, _, name = path.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(place)
+    except ImportError:
+        module, _, kind = place.rpartition(".")
+        owner = getattr(importlib.import_module(module), kind)
+    before = getattr(owner, name, None)
+    if before is not None:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name, method in before.items():
-            if getattr(dist.ProcessGroup, name) is made[name]:
-                setattr(dist.ProcessGroup, name, method)
+        # Whoever has replaced it since then keeps it.
+        if before is not None and getattr(owner, name) is value:
+            setattr(owner, name, before)

@@ -28,7 +28,7 @@ from shardproof.harness.tensors import private
 from shardproof.harness.tensors.fingerprints import Box, Digest, bits_of, digest, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
-from shardproof.harness.watching import calls, norms
+from shardproof.harness.watching import calls
 from shardproof.harness.watching.names import is_compiled, modules_of, name_of, parameters_of
 from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
 
@@ -117,8 +117,7 @@ class Watch:
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
             ]
-            self._patches.enter_context(calls.noted(self._on_collective))
-            self._patches.enter_context(norms.observed(self._on_norm, self._on_scaler_update, self._on_destroy))
+            self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
         for name, module in modules_of(root):
             if is_compiled(module):
@@ -168,7 +167,7 @@ class Watch:
 
     def note_norm(self, value: Any, max_norm: float | None) -> None:
         """Note a total norm that user code has computed."""
-        self._on_norm("clip_grads_with_norm_", value, max_norm, 2.0)
+        self.on_norm("clip_grads_with_norm_", value, max_norm, 2.0)
 
     def begin_forward(self, root: nn.Module, args: Any) -> None:
         """Begin the forward of a root in which it was attached; its arguments by keyword are not known."""
@@ -238,7 +237,7 @@ class Watch:
             self._take_batch((args, kwargs))
         self._last = f"forward of {name or 'the model'!r}"
         self._watch_parameters(name, module)
-        # Some modules use the parameters of a child that they never call, as attention does with its projection.
+        # Lists of parameters have no forward, and attention uses its projection without calling it.
         for last, child in module._modules.items():
             if child is not None and not child._modules and not isinstance(child, FSDPModule):
                 self._watch_parameters(f"{name}.{last}" if name else last, child)
@@ -252,9 +251,6 @@ class Watch:
                 self._note_finite(f"output of {name or 'the model'!r}", tensor)
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
-        for last, child in module._modules.items():
-            if isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # has no forward of its own
-                self._watch_parameters(f"{name}.{last}" if name else last, child)
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
         # Flat parameters put plain views where the parameters were.
         found |= {
@@ -333,23 +329,23 @@ class Watch:
         return not self._optimizers or any(one() is optimizer for one in self._optimizers)
 
     @_guarded
-    def _on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
+    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
         if self.is_watching and not self._stepped:
             value = value.detach().clone() if isinstance(value, torch.Tensor) else value
             self._norms.append((function, value, max_norm, norm_type))
 
     @_guarded
-    def _on_collective(self, collective: Collective) -> None:
+    def on_collective(self, collective: Collective) -> None:
         if self.is_watching and not self._stepped:
             phase = "backward" if self._is_backward else "forward" if self._depth else "between"
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded
-    def _on_scaler_update(self) -> None:
+    def on_scaler_update(self) -> None:
         self.forget()
 
     @_guarded
-    def _on_destroy(self) -> None:
+    def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
         self.end_step()
 

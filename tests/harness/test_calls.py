@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from shardproof.harness.watching import norms
+from shardproof.harness.watching import calls
 
 
 def test_whoever_leaves_first() -> None:
     """Two models that are watched at once may end in the order in which they began, or in the other."""
-    before, calls = torch.nn.utils.clip_grad._get_total_norm, {"first": 0, "second": 0}
+    before, counts = torch.nn.utils.clip_grad._get_total_norm, {"first": 0, "second": 0}
+
+    class Counts:
+        def __init__(self, name):
+            self.name = name
+
+        def on_norm(self, *call):
+            counts[self.name] += 1
 
     def observed(name):
-        def on_norm(*call):
-            calls[name] += 1
-
-        return norms.observed(on_norm, lambda: None, lambda: None)
+        return calls.observed(Counts(name))
 
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
@@ -28,4 +32,4 @@ def test_whoever_leaves_first() -> None:
         contexts[order[1]].__exit__(None, None, None)
         torch.nn.utils.get_total_norm([parameter.grad])
     assert torch.nn.utils.clip_grad._get_total_norm is before, "the function is still replaced"
-    assert calls == {"first": 1, "second": 1}, "the one that is left observes, and nobody afterwards"
+    assert counts == {"first": 1, "second": 1}, "the one that is left observes, and nobody afterwards"
