@@ -11,6 +11,6 @@ call beyond a rank and its pair lies in ``casework``.
 - ``protocol``: checks in a rank that an adapter keeps to the protocol, and which tied parameters sharding has untied.
 - ``oracle``: the float64 replay.
 - ``replay``: the oracle's and the baseline's steps, which cases with equal inputs share.
-- ``capture``: copies what modules compute; ``explainer``, ``divergences``: the first tensor of it that diverges.
+- ``explainer``, ``divergences``: the first tensor that diverges of what modules compute (``watching.capture``).
 - ``exchange``: how ranks exchange values outside of process groups.
 """

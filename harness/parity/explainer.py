@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.parity.capture import Capture
 from shardproof.harness.verdicts.explanation import Divergent, Explanation
 from shardproof.harness.verdicts.finding import Finding
+from shardproof.harness.watching.capture import Capture
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
-from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Capture, Event, as_inputs
 from shardproof.harness.tensors.trees import map_tensors
+from shardproof.harness.watching import capture
+from shardproof.harness.watching.capture import Capture, Event, as_inputs
 
 
 @dataclasses.dataclass

@@ -15,8 +15,6 @@ from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
 from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.models.plain import mean_square
-from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Event, Inputs, as_inputs
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.coverage import Counts, state_numel
 from shardproof.harness.parity.divergences import OfStep
@@ -26,6 +24,8 @@ from shardproof.harness.parity.replay import Baseline, Replay
 from shardproof.harness.parity.run import EvaluationMode, Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
+from shardproof.harness.watching import capture
+from shardproof.harness.watching.capture import Event, Inputs, as_inputs
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
 

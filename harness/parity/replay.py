@@ -20,8 +20,6 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
-from shardproof.harness.parity import capture
-from shardproof.harness.parity.capture import Event, Inputs
 from shardproof.harness.parity.coverage import states_per_parameter
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member, is_equal
@@ -29,6 +27,8 @@ from shardproof.harness.parity.run import Run, RunOptions, StepPicture
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
+from shardproof.harness.watching import capture
+from shardproof.harness.watching.capture import Event, Inputs
 
 # Digests of models, batches and functions: equal digests mean equal results of a deterministic replay.
 #

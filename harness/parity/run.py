@@ -16,8 +16,7 @@ from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
-from shardproof.harness.parity import capture, coverage, protocol
-from shardproof.harness.parity.capture import Capture, Event, Inputs, as_inputs
+from shardproof.harness.parity import coverage, protocol
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
@@ -25,6 +24,8 @@ from shardproof.harness.tensors import memory
 from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
+from shardproof.harness.watching import capture
+from shardproof.harness.watching.capture import Capture, Event, Inputs, as_inputs
 
 # Copies of tensors that are taken while a step runs, into memory that was reserved before the step.
 #

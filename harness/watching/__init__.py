@@ -3,6 +3,7 @@
 Whatever is in this room is imported into the user's training process: it imports torch, and no pytest. It reads, and
 never gathers, waits for a stream or changes what it sees.
 
+- ``capture``: copies what the modules of a model compute, for ``--explain``.
 - ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
 - ``names``: the names of parameters in the unsharded, unwrapped model.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records.

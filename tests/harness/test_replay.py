@@ -12,11 +12,11 @@ from torch import nn
 from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import optim
-from shardproof.harness.parity.capture import as_inputs
 from shardproof.harness.parity.pair import Pair
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import _MOST_BYTES, _RECOMPUTED, Packed, ReplayCache, is_equal
 from shardproof.harness.parity.replay import digest
+from shardproof.harness.watching.capture import as_inputs
 from shardproof.testing import world
 
 
