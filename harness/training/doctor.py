@@ -229,6 +229,9 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         self._add(found)
         if record.step >= self._steps[-1]:
             self._finish()
+        elif sys.stderr.isatty() and self._exchange.rank == 0 and self._on_finding != "collect":
+            left = sum(step > record.step for step in self._steps)
+            print(f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True)
 
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""

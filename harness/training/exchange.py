@@ -24,7 +24,8 @@ class Exchange:
     """
 
     def __init__(self, *, patience: float) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        # Without torch.distributed a process is alone.
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._patience = patience
         self._group: Any = None
         if self.size > 1:
