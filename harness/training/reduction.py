@@ -128,7 +128,10 @@ def _judge(
             outcomes[stage] = (found.signature, found.factor, found.residual, found)
     if "at_step" in outcomes and (outcomes["at_step"][3] is not None or _is_scaled(evidence, name, rank, tolerance)):
         last = outcomes["at_step"]
-        return last if last[3] is not None else outcomes.get("after_backward", last)
+        first = outcomes.get("after_backward", last)
+        # Of one mistake the factor before clipping is told.
+        is_same = first[3] is not None and last[3] is not None and first[3].text == last[3].text
+        return first if is_same or last[3] is None else last
     # Between backward and the step user code did more than scale it: what it was in between is not known.
     return None
 
