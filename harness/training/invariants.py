@@ -58,7 +58,8 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
     for alike, names in _by_sets(partly):
         first = alike[0]
         without = [rank for rank in first if names[0] not in evidence.records[rank].at_step]
-        line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} have no gradient"
+        have = "has" if len(without) == 1 else "have"
+        line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} {have} no gradient"
         yield Finding(("D2",), "S9", evidence.step, "replicas differ: some have no gradient", (line,))
     for alike, names in _by_sets(gradients):
         yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
@@ -265,7 +266,8 @@ def check_gathered(evidence: Evidence, before: bool | None) -> Iterator[Finding]
     """D14: no unit stays gathered after the optimizer's step."""
     names = list(dict.fromkeys(name for record in evidence.records for name in record.gathered))
     if names:
-        line = f"{listed(names)}: {len(names)} parameters are still gathered after the optimizer's step"
+        are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
+        line = f"{listed(names)}: {are} still gathered after the optimizer's step"
         lines = (line, "fine where resharding after backward is switched off; else the shards save no memory")
         yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=before is not False)
 
