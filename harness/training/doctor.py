@@ -94,11 +94,6 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
     # The context ----------------------------------------------------------------------------
 
     def __enter__(self) -> Doctor:
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and self._models:
-            raise ValueError(
-                "doctor: torch.distributed is not initialized; call it after init_process_group "
-                "(in one process: WORLD_SIZE=1 works)"
-            )
         if self._models:
             self._attach(self._models)
         else:
@@ -147,20 +142,26 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             self._watch.begin_forward(module, args)
 
     def _attach(self, models: Sequence[nn.Module]) -> None:
+        try:
+            self._attach_to(models)
+        except Exception:
+            self._detach()
+            raise
+
+    def _attach_to(self, models: Sequence[nn.Module]) -> None:
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                "doctor: torch.distributed is not initialized; call it after init_process_group "
+                "(in one process: WORLD_SIZE=1 works)"
+            )
         for model in models:
             self._watch.attach(model)
         names = [name for model in models for name, _ in _unique(model)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            self._watch.detach()
             raise ValueError(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
-        try:
-            self._exchange = Exchange(patience=self._patience)
-            self._starts = self._exchange.all(self._start(models))
-        except Absent:
-            self._detach()
-            raise
+        self._exchange = Exchange(patience=self._patience)
+        self._starts = self._exchange.all(self._start(models))
         for problem in _wrong_starts(self._starts):
-            self._detach()
             raise ValueError(f"doctor: {problem}")
         self._watch.flat_places = flat_places(self._starts, self._exchange.rank)
         self._holders, differ = holders_of(self._starts)
@@ -298,6 +299,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             self._first.remove()
             self._first = None
         self._watch.detach()
+        if self._registered is not None:
+            self._registered.close()
         if self._exchange is not None:
             with contextlib.suppress(Exception):  # the user may have ended the process groups
                 self._exchange.close()
