@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -22,6 +23,8 @@ def run(arguments: Sequence[str]) -> None:
         sys.argv = list(arguments[1:])
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
+        if not _is_there(arguments[1]):
+            raise ValueError(f"{arguments[1]}: there is no such module")
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     path = arguments[0]
@@ -30,3 +33,12 @@ def run(arguments: Sequence[str]) -> None:
     sys.argv = list(arguments)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     runpy.run_path(path, run_name="__main__")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:  # of a package above it
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -28,13 +29,14 @@ def doctor(arguments: Sequence[str]) -> int:
     from shardproof.harness.watching.ties import Ties
 
     try:
-        watching = Doctor(
-            None, None, mesh=None, groups=None, data=options.data or DATA, steps=options.steps,
-            checks=options.checks or CHECKS, ties=(), layout=None, on_finding="warn", report=options.report,
-            patience=options.patience, registered=Ties(),
-        )  # fmt: skip
-        with watching:
-            run_script.run(script)
+        with contextlib.closing(Ties()) as ties:
+            watching = Doctor(
+                None, None, mesh=None, groups=None, data=options.data or DATA, steps=_numbers(options.steps),
+                checks=options.checks or CHECKS, ties=(), layout=None, on_finding="warn", report=options.report,
+                patience=options.patience, registered=ties,
+            )  # fmt: skip
+            with watching:
+                run_script.run(script)
     except ValueError as error:
         if not str(error).startswith("doctor: ") and not _is_ours(error):
             raise
@@ -52,7 +54,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     position = 0
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
         position += 1 if arguments[position] in _FLAGS or "=" in arguments[position] else 2
-        if arguments[position - 1] == "--":
+        if arguments[min(position, len(arguments)) - 1] == "--":
             return list(arguments[: position - 1]), list(arguments[position:])
     return list(arguments[:position]), list(arguments[position:])
 
@@ -65,7 +67,10 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"doctor: steps={text!r}: it needs steps counted from 0, such as 0,1,2") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -80,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]",
     )
-    parser.add_argument("--steps", type=_numbers, default=(0, 1, 2), metavar="0,1,2", help="the steps to watch")
+    parser.add_argument("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
     parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions over which ranks read other data")
     parser.add_argument("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
     parser.add_argument("--report", metavar="FILE", help="write a run file for the page and the gate")
