@@ -26,8 +26,18 @@ from shardproof.harness.tensors.pieces import Spans
 #: and of vectors 0.6 to 1.4 times; each further dimension makes the range wider.
 K = 8
 
-#: Elements that are converted to float64 at a time, so that the copy stays in a cache.
+#: Elements that are converted to float64 at a time: on the CPU so many that the copy stays in a cache, elsewhere so
+#: many that kernels are few.
 _CHUNK = 1 << 17
+_CHUNK_OF_ACCELERATORS = 1 << 21
+
+#: Fewer rows are summed along their columns first.
+_FEW = 16
+
+#: A longer first dimension has the weights of two, of which the second has so many positions: its own weights would
+#: take more memory than a sketch may.
+_LONG = 1 << 19
+_SIDE = 1 << 15
 
 #: Dtypes without sums, such as those of 8-bit floating point, are read as integers of their size.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -113,11 +123,25 @@ def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
     box = Box(tuple(tensor.shape)) if box is None else box
     if tensor.is_complex():
         tensor, box = torch.view_as_real(tensor.resolve_conj()), _of_pairs(box)
-    numbers = torch.zeros(K + 1, dtype=torch.float64, device=tensor.device)
-    if tensor.numel():
-        for part, dims in _parts(tensor, box):
-            _add(numbers, part, [_weights(dim, box.shape[dim], spans, tensor.device) for dim, spans in enumerate(dims)])
+    found = []
+    if numel:
+        shape = _folded(box.shape)
+        for part, dims in _parts(tensor, box, shape):
+            weights = [_weights(dim, size, dims[dim], tensor.device) for dim, size in enumerate(shape)]
+            found.append(_numbers(part, weights))
+    numbers = _total(found) if found else torch.zeros(K + 1, dtype=torch.float64, device=tensor.device)
     return Digest(numbers, bits_of(tensor), numel)
+
+
+def prepare(shape: Sequence[int], device: torch.device) -> None:
+    """Make the weights for tensors of a shape, which is waited for on a device."""
+    for dim, size in enumerate(_folded(tuple(shape))):
+        _full_weights(dim, size, device)
+
+
+def forget() -> None:
+    """Let go of the weights that are kept from digest to digest."""
+    _full_weights.cache_clear()
 
 
 def _of_pairs(box: Box) -> Box:
@@ -140,8 +164,12 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype not in _WITH_SUMS:
         tensor = tensor.view(_INTEGERS[tensor.element_size()])
-    wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else None
-    total = tensor.sum(dtype=wide).to(torch.float64)
+    if tensor.dtype not in (torch.bfloat16, torch.float16):
+        total = tensor.sum().to(torch.float64)
+    elif tensor.device.type == "cpu":  # which converts all that it sums
+        total = torch.stack([part.sum(dtype=torch.float32) for part in tensor.view(-1).split(_CHUNK)]).double().sum()
+    else:
+        total = tensor.sum(dtype=torch.float32).to(torch.float64)
     return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total.view(torch.int64)])
 
 
@@ -167,19 +195,38 @@ def host_rows(tensors: Sequence[torch.Tensor]) -> list[Any]:
     return found
 
 
-def _parts(tensor: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
-    """Yield a tensor in parts that are products of ranges, with the spans of their dimensions."""
-    if box.flat is None:
-        dims = box.dims or tuple(((0, size),) for size in box.shape)
-        yield tensor.reshape([sum(stop - start for start, stop in spans) for spans in dims]), dims
+def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape whose dimensions have weights: a long first dimension counts as two, with room at its end."""
+    return (-(-shape[0] // _SIDE), _SIDE, *shape[1:]) if shape and shape[0] > _LONG else shape
+
+
+def _parts(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
+    """Yield a tensor in parts that are products of ranges of a folded shape, with the spans of their dimensions."""
+    if box.flat is not None:
+        yield from _cut(tensor.reshape(-1), *box.flat, shape, ())
         return
-    start, done, flat = box.flat[0], 0, tensor.reshape(-1)
-    for ranges in _boxes(*box.flat, box.shape):
-        sizes = [stop - start for start, stop in ranges]
+    dims = box.dims or tuple(((0, size),) for size in box.shape)
+    tensor = tensor.reshape([sum(stop - start for start, stop in spans) for spans in dims])
+    if len(shape) == len(dims):
+        yield tensor, dims
+        return
+    done = 0
+    for start, stop in dims[0]:
+        yield from _cut(tensor[done : done + stop - start], start, stop, shape[:2], dims[1:])
+        done += stop - start
+
+
+def _cut(
+    tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int], rest: tuple[Spans, ...]
+) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
+    """Yield the boxes of a range of flattened dimensions, which are the first of a tensor; ``rest`` has the others."""
+    done = 0
+    for ranges in _boxes(start, stop, shape):
+        sizes = [last - first for first, last in ranges]
         numel = math.prod(sizes)
-        yield flat[done : done + numel].view(sizes), tuple((one,) for one in ranges)
+        yield tensor[done : done + numel].view([*sizes, *tensor.shape[1:]]), (*((one,) for one in ranges), *rest)
         done += numel
-    assert start + done == box.flat[1]
+    assert start + done == stop
 
 
 def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -205,34 +252,49 @@ def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[list[tuple[i
         yield from ([(last, last + 1), *rest] for rest in _boxes(0, stop - last * inner, shape[1:]))
 
 
-def _add(numbers: torch.Tensor, tensor: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Add the sketch and the squares of a part; ``weights`` has a matrix [size, K] for each dimension."""
-    if not tensor.ndim:
-        tensor, weights = tensor.view(1), [torch.ones(1, K, dtype=torch.float64, device=tensor.device)]
-    width = tensor.shape[-1]
-    rows = tensor.reshape(-1, width)
-    columns = min(width, _CHUNK)
-    step = max(1, _CHUNK // columns)
-    for row in range(0, rows.shape[0], step):
-        count = min(step, rows.shape[0] - row)
-        leading = _leading(row, count, tensor.shape[:-1], weights)
-        for column in range(0, width, columns):
-            part = rows[row : row + count, column : column + columns].double()
-            sums = part @ weights[-1][column : column + columns]
-            numbers[:K] += (sums * leading).sum(0)
-            numbers[K] += part.square().sum()
+def _numbers(tensor: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sketch and the squares of a part; ``weights`` has a matrix [size, K] for each dimension."""
+    split = _split(tensor.shape)
+    left, right = _product(weights[:split], tensor.device), _product(weights[split:], tensor.device)
+    matrix = tensor.reshape(left.shape[0], right.shape[0])
+    chunk = _CHUNK if tensor.device.type == "cpu" else _CHUNK_OF_ACCELERATORS
+    columns = max(1, chunk // min(matrix.shape[0], _FEW))
+    rows = max(1, chunk // min(matrix.shape[1], columns))
+    sketches, squares = [], []
+    for column in range(0, matrix.shape[1], columns):
+        block, own = matrix[:, column : column + columns], right[column : column + columns]
+        sums: torch.Tensor | None = None
+        for row in range(0, matrix.shape[0], rows):
+            part = block[row : row + rows].double().contiguous()
+            squares.append(torch.dot(part.view(-1), part.view(-1)))
+            if matrix.shape[0] < _FEW:
+                sketches.append(((part @ own) * left[row : row + rows]).sum(0))
+            elif sums is None:
+                sums = left[row : row + rows].t() @ part
+            else:
+                sums.addmm_(left[row : row + rows].t(), part)
+        if sums is not None:
+            sketches.append((sums * own.t()).sum(1))
+    return torch.cat([_total(sketches), _total(squares).view(1)])
 
 
-def _leading(row: int, count: int, sizes: Sequence[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the products of the weights of all dimensions but the last, for some rows: [count, K]."""
-    if len(sizes) == 1:
-        return weights[0][row : row + count]
-    product = torch.ones(count, K, dtype=torch.float64, device=weights[-1].device)
-    places = torch.arange(row, row + count, device=product.device)
-    for size, own in zip(reversed(sizes), reversed(weights[:-1]), strict=True):
-        product = product * own[places % size]
-        places = places // size
-    return product
+def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors)).sum(0)
+
+
+def _split(sizes: Sequence[int]) -> int:
+    """Return how many dimensions are the rows of a matrix that has the fewest rows and columns together."""
+    return min(range(len(sizes) + 1), key=lambda split: math.prod(sizes[:split]) + math.prod(sizes[split:]))
+
+
+def _product(weights: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the products of the weights of some dimensions, one row for each combination of their positions."""
+    if not weights:
+        return torch.ones(1, K, dtype=torch.float64, device=device)
+    found = weights[0]
+    for one in weights[1:]:
+        found = (found[:, None] * one).flatten(0, 1)
+    return found
 
 
 def _weights(dim: int, size: int, spans: Spans, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import torch
@@ -35,14 +36,23 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Layout(Box(shape))
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    mesh = tensor.device_mesh
+    at = mesh.get_coordinate()
+    return _layout(shape, mesh, tuple(tensor.placements), None if at is None else tuple(at))
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...] | None
+) -> Layout:
+    """Return the layout at a coordinate of a mesh; gradients of one shape ask again in each backward."""
     dims = []
     for dim, size in enumerate(shape):
         # A placement divides one dimension; the positions along it are cut as the tensor is.
         mine = tuple(_along(placement, dim) for placement in placements)
         dims.append(spans_of(cut_like(torch.arange(size), mesh=mesh, placements=mine)))
-    pending = _pending(mesh, placements)
     full = all(spans == (((0, size),) if size else ()) for spans, size in zip(dims, shape, strict=True))
+    pending = _pending(mesh, placements, at)
     return Layout(Box(shape, None if full else tuple(dims)), pending, tuple(mesh.mesh.flatten().tolist()))
 
 
@@ -54,8 +64,7 @@ def _along(placement: Placement, dim: int) -> Placement:
     return cast(Placement, kind(0) if split is None else kind(0, split_factor=split))
 
 
-def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    at = mesh.get_coordinate()
+def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int, ...] | None) -> tuple[int, ...]:
     if at is None or not any(isinstance(one, Partial) for one in placements):
         return ()
     index = tuple(slice(None) if isinstance(one, Partial) else own for one, own in zip(placements, at, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.collectives.trace import Collective, Trace
-from shardproof.harness.tensors import private
-from shardproof.harness.tensors.fingerprints import Box, Digest, bits_of, digest, host_rows, on_host
+from shardproof.harness.tensors import fingerprints, private
+from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of, digest, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.watching import calls
@@ -34,6 +35,9 @@ from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, O
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
+
+#: Elements of an input that are hashed at a time, of eight bytes each.
+_HASHED = 1 << 19
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -119,6 +123,9 @@ class Watch:
             ]
             self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
+        for parameter in root.parameters():
+            # Now, because what is copied to a device is waited for.
+            fingerprints.prepare(parameter.shape, local_of(parameter).device)
         for name, module in modules_of(root):
             if is_compiled(module):
                 self._unseen.add(f"inside of {name or 'the model'}: it is compiled")
@@ -144,6 +151,7 @@ class Watch:
         self._patches.close()
         self._hooked.clear()
         self._gathered.clear()
+        fingerprints.forget()
 
     @property
     def is_attached(self) -> bool:
@@ -185,10 +193,11 @@ class Watch:
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
-        self._batches: list[torch.Tensor] = []
+        self._batches: list[list[torch.Tensor]] = []
         self._rows: list[int] = []
         self._collectives = Trace()
         self._finite: list[tuple[str, torch.Tensor]] = []
+        self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = False
         self._last = ""
@@ -248,7 +257,7 @@ class Watch:
             self._depth -= 1
         if self.is_watching and torch.is_grad_enabled():
             for tensor in tensors_of(output):
-                self._note_finite(f"output of {name or 'the model'!r}", tensor)
+                self._note_output(f"output of {name or 'the model'!r}", tensor)
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -282,8 +291,9 @@ class Watch:
             private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
         local = local_of(gradient)
         layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
-        self._own.setdefault(name, []).append((self._backwards, _Pending(local, layout)))
-        self._note_finite(f"gradient of {name!r} before its reduction", local)
+        pending = _Pending(local, layout)
+        self._own.setdefault(name, []).append((self._backwards, pending))
+        self._finite.append((f"gradient of {name!r} before its reduction", pending.digest.numbers[K]))
         self._last = f"backward of {name!r}"
 
     @_guarded
@@ -414,21 +424,21 @@ class Watch:
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
         return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(dead), agree)
 
-    def _note_finite(self, what: str, tensor: torch.Tensor) -> None:
-        if tensor.is_floating_point() and tensor.numel():
-            # One read: a NaN or an infinity makes the sum one, and so may an overflow, which is told apart later.
-            low, high = torch.aminmax(local_of(tensor.detach()))
-            self._finite.append((what, (high - low).double() * 0))
+    def _note_output(self, what: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_floating_point() or not tensor.numel():
+            return
+        last, version = self._output
+        if last() is tensor and version == tensor._version:
+            return  # what a container returns is what its last module has returned
+        self._output = weakref.ref(tensor), tensor._version
+        self._finite += [(what, one) for one in torch.aminmax(local_of(tensor.detach()))]
 
     def _take_batch(self, inputs: Any) -> None:
         found = list(tensors_of(inputs))
         self._wants_batch = not found
         if not found:
             return
-        total = torch.zeros((), dtype=torch.int64)
-        for number, tensor in enumerate(found):
-            total = total + (number + 1) * position_hash(local_of(tensor.detach())).cpu()
-        self._batches.append(total)
+        self._batches.append([position_hash(local_of(tensor.detach())) for tensor in found])
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
 
     def _record(self) -> StepRecord:
@@ -437,7 +447,8 @@ class Watch:
             optimizers=self._stepped, unseen=sorted(self._unseen), last=self._last,
             seconds=time.monotonic() - self._started,
         )  # fmt: skip
-        record.batches = [int(one) for one in self._batches]
+        hashes = iter(host_rows([one for batch in self._batches for one in batch]))
+        record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
         pending = [(name, number, one) for name, parts in self._own.items() for number, one in parts]
         every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
@@ -452,10 +463,12 @@ class Watch:
         record.unplaced = sorted(self._unplaced)
         record.parameters = self._parameters_held()
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
-        wrong = [value != value for value in host_rows([one for _, one in self._finite])]
-        names = [what for (what, _), is_wrong in zip(self._finite, wrong, strict=True) if is_wrong]
-        record.not_finite = [NotFinite(order, what) for order, what in enumerate(names[:_MOST_NOT_FINITE])]
-        record.gathered = [name for name, ref in self._gathered.items() if self._is_gathered(name, ref())]
+        values = host_rows([one for _, one in self._finite])
+        found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]
+        wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
+        record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
+        live = dict(self.parameters())
+        record.gathered = [name for name, ref in self._gathered.items() if _is_gathered(ref(), live.get(name))]
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
         record.ties = self._tied()
@@ -485,22 +498,20 @@ class Watch:
             )  # fmt: skip
         return found
 
-    def _is_gathered(self, name: str, value: torch.Tensor | None) -> bool:
-        """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-        if value is None:
-            return False
-        live = dict(self.parameters()).get(name)
-        if live is None or live is value or isinstance(value, DTensor):
-            return False
-        held, own = value.untyped_storage(), local_of(live).untyped_storage()
-        return held.size() > own.size() and held.data_ptr() != own.data_ptr()
-
     def _tied(self) -> list[tuple[str, ...]]:
         by_tensor: dict[int, list[str]] = {}
         for root in self.roots:
             for name, parameter in parameters_of(root):
                 by_tensor.setdefault(id(parameter), []).append(name)
         return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
+
+
+def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
+    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
+    if value is None or live is None or live is value or isinstance(value, DTensor):
+        return False
+    held, own = value.untyped_storage(), local_of(live).untyped_storage()
+    return held.size() > own.size() and held.data_ptr() != own.data_ptr()
 
 
 def position_hash(tensor: torch.Tensor) -> torch.Tensor:
@@ -512,9 +523,14 @@ def position_hash(tensor: torch.Tensor) -> torch.Tensor:
         flat = flat.to(torch.uint8)
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     values = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    values = values.view(kinds[values.element_size()]).to(torch.int64)
-    places = torch.arange(1, values.numel() + 1, device=values.device) * 0x9E3779B97F4A7C1 + 0x7F4A7C15
-    return ((values + 0x2545F491) * (places ^ (places >> 29))).sum()
+    values = values.view(kinds[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, values.numel(), _HASHED):
+        part = values[start : start + _HASHED].to(torch.int64)
+        places = torch.arange(start + 1, start + part.numel() + 1, device=values.device)
+        places = places * 0x9E3779B97F4A7C1 + 0x7F4A7C15
+        total = total + ((part + 0x2545F491) * (places ^ (places >> 29))).sum()
+    return total
 
 
 def _number(value: Any) -> float | None:
