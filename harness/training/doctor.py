@@ -25,7 +25,7 @@ from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import groups_of, replicated_ranks, sizes_of_flat
 from shardproof.harness.watching.names import parameters_of, unwrapped
-from shardproof.harness.watching.records import StepRecord
+from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch
 
@@ -66,11 +66,11 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         registered: Ties | None = None,
     ) -> None:
         if unknown := sorted(set(checks) - set(CHECKS)):
-            raise ValueError(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
+            raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
         if not steps or min(steps) < 0:
-            raise ValueError(f"doctor: steps={sorted(steps)}: it needs steps counted from 0")
+            raise NotWatchable(f"doctor: steps={sorted(steps)}: it needs steps counted from 0")
         if on_finding not in ("raise", "warn", "collect"):
-            raise ValueError(f"doctor: on_finding={on_finding!r}: it is 'raise', 'warn' or 'collect'")
+            raise NotWatchable(f"doctor: on_finding={on_finding!r}: it is 'raise', 'warn' or 'collect'")
         self._models = _listed(model)
         optimizers = _listed(optimizer)
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
@@ -150,7 +150,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
 
     def _attach_to(self, models: Sequence[nn.Module]) -> None:
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError(
+            raise NotWatchable(
                 "doctor: torch.distributed is not initialized; call it after init_process_group "
                 "(in one process: WORLD_SIZE=1 works)"
             )
@@ -158,11 +158,11 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             self._watch.attach(model)
         names = [name for model in models for name, _ in _unique(model)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
+            raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
         self._exchange = Exchange(patience=self._patience)
         self._starts = self._exchange.all(self._start(models))
         for problem in _wrong_starts(self._starts):
-            raise ValueError(f"doctor: {problem}")
+            raise NotWatchable(f"doctor: {problem}")
         self._watch.flat_places = flat_places(self._starts, self._exchange.rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
@@ -189,7 +189,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         """Call something of ours; an error of ours ends the watching, and never the training."""
         try:
             call()
-        except (Unhealthy, ValueError):
+        except (Unhealthy, NotWatchable):
             raise
         except Exception as error:
             self._on_error(error)
@@ -232,7 +232,9 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             self._finish()
         elif sys.stderr.isatty() and self._exchange.rank == 0 and self._on_finding != "collect":
             left = sum(step > record.step for step in self._steps)
-            print(f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True)
+            print(
+                f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
+            )
 
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""

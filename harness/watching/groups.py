@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.watching.names import modules_of
-from shardproof.harness.watching.records import Groups
+from shardproof.harness.watching.records import Groups, NotWatchable
 
 
 def groups_of(
@@ -26,7 +26,7 @@ def groups_of(
     """Return the groups that this rank is in.
 
     Raises:
-        ValueError: ``data`` names none of the dimensions of the user's own mesh or groups.
+        NotWatchable: ``data`` names none of the dimensions of the user's own mesh or groups.
     """
     named: dict[str, tuple[int, ...]] = {}
     over_data: list[str] = []
@@ -44,7 +44,7 @@ def groups_of(
             over_data.append(name)
     if (mesh is not None or groups) and not over_data:
         known = ", ".join(named)
-        raise ValueError(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
+        raise NotWatchable(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
     for module in _wrappers(models):
         members = tuple(dist.get_process_group_ranks(module.process_group))
         name = "dp" if isinstance(module, DistributedDataParallel) else "fsdp"

@@ -8,6 +8,11 @@ from typing import Any
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.tensors.fingerprints import Box, Fingerprint
 
+
+class NotWatchable(ValueError):
+    """An argument, or what the ranks are, makes watching impossible. The text is one line."""
+
+
 Bits = tuple[int, ...]
 """Equal for tensors of equal elements."""
 

@@ -8,28 +8,30 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from shardproof.harness.watching.records import NotWatchable
+
 
 def run(arguments: Sequence[str]) -> None:
     """Run ``[FILE, ARGS...]`` or ``["-m", MODULE, ARGS...]``; the exceptions and the exit of the script pass through.
 
     Raises:
-        ValueError: there is no such file, or nothing is named; in one line.
+        NotWatchable: there is no such file, or nothing is named; in one line.
     """
     if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
-        raise ValueError(f"{arguments[0] if arguments else 'nothing'}: name a script, or -m and a module")
+        raise NotWatchable(f"{arguments[0] if arguments else 'nothing'}: name a script, or -m and a module")
     if arguments[0] == "-m":
         if len(arguments) < 2:
-            raise ValueError("-m: name a module")
+            raise NotWatchable("-m: name a module")
         sys.argv = list(arguments[1:])
         if "" not in sys.path and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
         if not _is_there(arguments[1]):
-            raise ValueError(f"{arguments[1]}: there is no such module")
+            raise NotWatchable(f"{arguments[1]}: there is no such module")
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     path = arguments[0]
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: there is no such script")
+        raise NotWatchable(f"{path}: there is no such script")
     sys.argv = list(arguments)
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     runpy.run_path(path, run_name="__main__")

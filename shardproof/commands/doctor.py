@@ -26,6 +26,7 @@ def doctor(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(own)
     from shardproof.harness.training.doctor import CHECKS, DATA, Doctor
     from shardproof.harness.watching import script as run_script
+    from shardproof.harness.watching.records import NotWatchable
     from shardproof.harness.watching.ties import Ties
 
     try:
@@ -37,9 +38,7 @@ def doctor(arguments: Sequence[str]) -> int:
             )  # fmt: skip
             with watching:
                 run_script.run(script)
-    except ValueError as error:
-        if not str(error).startswith("doctor: ") and not _is_ours(error):
-            raise
+    except NotWatchable as error:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
     return int(options.strict and any(not one.is_note for one in watching.findings))
@@ -59,18 +58,12 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(arguments[:position]), list(arguments[position:])
 
 
-def _is_ours(error: ValueError) -> bool:
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__") == "shardproof.harness.watching.script"
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(f"doctor: steps={text!r}: it needs steps counted from 0, such as 0,1,2") from None
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        from shardproof.harness.watching.records import NotWatchable
+
+        raise NotWatchable(f"doctor: steps={text!r}: it needs steps counted from 0, such as 0,1,2")
+    return tuple(int(part) for part in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:
