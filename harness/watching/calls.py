@@ -150,12 +150,13 @@ def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
     except ImportError:
         module, _, kind = place.rpartition(".")
         owner = getattr(importlib.import_module(module), kind)
-    before = getattr(owner, name, None)
+    # As it lies there: what getattr returns of a class of C++ is no method any more once it is set.
+    before = vars(owner).get(name)
     if before is not None:
         setattr(owner, name, value)
     try:
         yield
     finally:
         # Whoever has replaced it since then keeps it.
-        if before is not None and getattr(owner, name) is value:
+        if before is not None and vars(owner).get(name) is value:
             setattr(owner, name, before)
