@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -150,8 +151,8 @@ def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
     except ImportError:
         module, _, kind = place.rpartition(".")
         owner = getattr(importlib.import_module(module), kind)
-    # As it lies there: what getattr returns of a class of C++ is no method any more once it is set.
-    before = vars(owner).get(name)
+    # As it is stored: what ``getattr`` returns of a method that is not of Python takes no ``self`` when it is put back.
+    before = inspect.getattr_static(owner, name, None)
     if before is not None:
         setattr(owner, name, value)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from shardproof.harness.watching import calls
 
@@ -33,3 +34,11 @@ def test_whoever_leaves_first() -> None:
         torch.nn.utils.get_total_norm([parameter.grad])
     assert torch.nn.utils.clip_grad._get_total_norm is before, "the function is still replaced"
     assert counts == {"first": 1, "second": 1}, "the one that is left observes, and nobody afterwards"
+
+
+def test_methods_that_are_not_of_python_are_put_back_as_they_were() -> None:
+    """Else they take no group when they are called, and the training ends at its first collective after the doctor."""
+    with calls.observed(None):  # type: ignore[arg-type]
+        pass
+    method = vars(dist.ProcessGroup)["allreduce"]
+    assert hasattr(method, "__get__"), "it is not bound to the group that it is called on"
