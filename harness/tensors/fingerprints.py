@@ -22,6 +22,12 @@ import torch
 
 from shardproof.harness.tensors.pieces import Spans
 
+#: Elements of an input that are hashed at a time, of eight bytes each.
+_HASHED = 1 << 19
+
+#: The most elements of a tensor of which :func:`bits_of` sees the places, which takes longest.
+_SMALL = 1 << 16
+
 #: The numbers of a sketch. With eight, 90 % of estimated distances between matrices are 0.3 to 1.8 times the true ones,
 #: and of vectors 0.6 to 1.4 times; each further dimension makes the range wider.
 K = 8
@@ -81,7 +87,7 @@ class Digest:
 
     Attributes:
         numbers: float64 [K + 1]: the sketch, and the sum of the squares of the elements.
-        bits: int64 [2]; see :func:`bits_of`. They do not see the order of the elements; the sketch does.
+        bits: int64 [3]; see :func:`bits_of`. They do not see the order of the elements; the sketch does.
         numel: the number of elements.
     """
 
@@ -153,12 +159,14 @@ def _of_pairs(box: Box) -> Box:
 
 @torch.no_grad()
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two numbers for the bits of all elements of a tensor of any dtype, as int64 [2] on its device.
+    """Return three numbers for the bits of all elements of a tensor of any dtype, as int64 [3] on its device.
 
-    The XOR of the elements does not see an even number of equal ones, and their sum does.
+    The XOR of the elements does not see an even number of equal ones, and their sum does. Neither sees that as many
+    equal ones grow as shrink by one step, as those of a norm in Adam's first step; of what is not large, the third
+    number sees each element at its place.
     """
     if not tensor.numel():
-        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+        return torch.zeros(3, dtype=torch.int64, device=tensor.device)
     tensor = tensor.detach().contiguous()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -170,7 +178,27 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
         total = torch.stack([part.sum(dtype=torch.float32) for part in tensor.view(-1).split(_CHUNK)]).double().sum()
     else:
         total = tensor.sum(dtype=torch.float32).to(torch.float64)
-    return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total.view(torch.int64)])
+    placed = position_hash(tensor) if tensor.numel() <= _SMALL else torch.zeros_like(total, dtype=torch.int64)
+    return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total.view(torch.int64), placed])
+
+
+def position_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number for the bits of a tensor of any dtype and their places, int64 []."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    values = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    values = values.view(kinds[values.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, values.numel(), _HASHED):
+        part = values[start : start + _HASHED].to(torch.int64)
+        places = torch.arange(start + 1, start + part.numel() + 1, device=values.device)
+        places = places * 0x9E3779B97F4A7C1 + 0x7F4A7C15
+        total = total + ((part + 0x2545F491) * (places ^ (places >> 29))).sum()
+    return total
 
 
 def on_host(digests: Sequence[Digest]) -> list[Fingerprint]:

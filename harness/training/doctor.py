@@ -214,11 +214,12 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             *invariants.check_finite(evidence),
             *invariants.check_data(evidence),
             *invariants.check_collectives(evidence),
+            *invariants.check_contributions(evidence),
             *invariants.check_optimizers(evidence),
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        if not any("D16" in one.checks or one.title == invariants.DEAD for one in found):
+        if not any("D16" in one.checks or one.title in (invariants.DEAD, invariants.APART) for one in found):
             found += self._check_gradients(evidence)
         else:
             self._reduced.insert(0, Reduced())
@@ -243,7 +244,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if not any("D11" in one.checks and not one.is_note for one in found):
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
-            found += invariants.check_norm(evidence)
+            found += [*invariants.check_norm(evidence), *invariants.check_limit(self._seen)]
         # Replicas whose gradients were not reduced go on drifting apart.
         if any({"D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]

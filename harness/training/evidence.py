@@ -74,9 +74,7 @@ class Evidence:
             for start in self.starts
         ]
         if any(others):
-            joined = _joined(everyone, (members for named in others for members in named.values()))
-            if len(joined) > 1 or len(everyone) == 1:
-                return joined
+            return _joined(everyone, (members for named in others for members in named.values()))
         if any(start.groups.data for start in self.starts) and not any(others):
             in_data = _joined(everyone, (s.groups.named[name] for s in self.starts for name in s.groups.data))
             if len(in_data) == 1:

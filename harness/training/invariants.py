@@ -16,6 +16,9 @@ from shardproof.harness.watching.records import Parameter
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
 
+#: The title of the finding that ranks of one data-parallel rank read different data.
+APART = "model-parallel ranks read different data"
+
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
 
@@ -161,11 +164,14 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     batches = [tuple(record.batches) for record in evidence.records]
     if not any(batches):
         return
-    for ranks in evidence.readers:
-        if len({batches[rank] for rank in ranks}) > 1 and all(batches[rank] for rank in ranks):
-            where = _where(evidence, ranks)
-            line = f"{ranks_of(ranks)}{where} are parts of one model and read different microbatches"
-            yield Finding(("D9",), "S11", evidence.step, "model-parallel ranks read different data", (line,))
+    apart = [
+        ranks
+        for ranks in evidence.readers
+        if len({batches[rank] for rank in ranks}) > 1 and all(batches[rank] for rank in ranks)
+    ]
+    if apart:
+        line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
+        yield Finding(("D9",), "S11", evidence.step, APART, (line,))
     same: dict[tuple[int, ...], list[int]] = {}
     for number, ranks in enumerate(evidence.readers):
         same.setdefault(batches[ranks[0]], []).append(number)
@@ -178,11 +184,11 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                 "as when a sampler is not given the rank, or is seeded alike without a shard for each",
             )
             yield Finding(("D9",), "S11", evidence.step, "ranks read the same data", lines)
-    for rank, batch in enumerate(batches):
-        if len(batch) > 1 and len(set(batch)) == 1:
-            line = f"rank {rank} reads one microbatch {len(batch)} times in the step"
-            yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
-            break
+    if twice := [rank for rank, batch in enumerate(batches) if len(set(batch)) < len(batch)]:
+        batch = batches[twice[0]]
+        most = max(collections.Counter(batch).values())
+        line = f"{ranks_of(twice)} read one of {len(batch)} microbatches {most} times in the step"
+        yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
 
 
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:
@@ -197,6 +203,9 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
 def check_norm(evidence: Evidence) -> Iterator[Finding]:
     """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
     count = len(evidence.records)
+    if any(record.clipped_scaled for record in evidence.records):
+        line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
+        yield Finding(("D10",), "S6", evidence.step, "gradients are clipped while they are scaled", (line,))
     local = [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(count)]
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [_scale(evidence, rank) for rank in range(count)]
@@ -211,7 +220,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
                 f"rank holds; that of all gradients is {true[0]:.4g}",
             )
-        lines.append("as when the local part of a DTensor is taken for the norm")
+        lines.append("as when each rank clips by the norm of its own part, or of the local part of a DTensor")
         yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
         return
     for rank, record in enumerate(evidence.records):
@@ -234,6 +243,35 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
             )
             yield Finding(("D10",), "S6", evidence.step, "the norm is not the norm of all gradients", told)
             return
+
+
+def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
+    """D10, where nobody knows the norm that was computed: to what norm two steps were clipped.
+
+    Users clip to round numbers. A limit that is none, and becomes one times the square root of the size of a group,
+    comes from a norm that counts what the ranks of the group hold on each of them.
+    """
+    limits = []
+    for evidence in seen[-2:]:
+        before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
+        if before and math.isfinite(before) and after < before * (1 - 1e-6):
+            limits.append(after)
+    if len(limits) < 2 or abs(limits[0] - limits[1]) > 1e-4 * limits[0] or _is_round(limits[1]):
+        return
+    last = seen[-1]
+    for name, members in last.groups_of(0).items():
+        times = limits[1] * math.sqrt(len(members))
+        if len(members) > 1 and _is_round(times):
+            lines = (
+                f"gradients are clipped to a norm of {limits[1]:.4g}, which is {times:.2g} / sqrt({len(members)})",
+                f"as when elements that the {len(members)} ranks of {name} hold are counted on each",
+            )
+            yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+            return
+
+
+def _is_round(value: float) -> bool:
+    return abs(float(f"{value:.2g}") / value - 1) < 1e-4
 
 
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
@@ -287,6 +325,20 @@ def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding
         more, of = f"{most / 2**20:.1f} MiB", f"{then / 2**20:.1f} MiB"
         line = f"rank {rank} holds {more} more after step {last} than after step {before} ({of})"
         yield Finding(("D15",), "", last, "memory grows", (line,), is_note=True)
+
+
+def check_contributions(evidence: Evidence) -> Iterator[Finding]:
+    """D5: each rank contributes to some gradient."""
+    own = [[gradient for parts in record.own.values() for _, gradient in parts] for record in evidence.records]
+    if not any(gradient.fingerprint.squares for mine in own for gradient in mine):
+        return
+    silent = [rank for rank, mine in enumerate(own) if mine and not any(one.fingerprint.squares for one in mine)]
+    if silent:
+        lines = (
+            f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not",
+            "as when the loss of a rank is multiplied by zero, or all its samples are masked",
+        )
+        yield Finding(("D5",), "S10", evidence.step, "a rank contributes nothing", lines)
 
 
 def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         earlier: what was returned for the steps before, the last one first.
     """
     found = Reduced()
+    lost: list[str] = []
     wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
     values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
     for name in evidence.names:
@@ -62,6 +63,10 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
                 found.unseen[name] = "no module's forward found it, so where the part of a rank belongs is not known"
             continue
         found.sums[name] = total(own)
+        if not any(name in getattr(record, stage) for record in evidence.records for stage in _STAGES):
+            if float(found.sums[name].norm()) > 0:
+                lost.append(name)
+            continue
         tolerance = evidence.tolerance(name)
         outcome = [_judge(evidence, name, record.rank, own, tolerance, earlier) for record in evidence.records]
         known = [one for one in outcome if one is not None]
@@ -85,6 +90,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     stage = max(_STAGES, key=lambda one: len(values[one]))
     found.factors = _factors(values[stage], readers, count)
     findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
+    if lost and any(record.optimizers for record in evidence.records):
+        findings.append(_of_lost(evidence, lost))
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
     return findings, found
@@ -222,6 +229,16 @@ def _over(evidence: Evidence, missing: Sequence[int]) -> str:
     names = evidence.data_names
     everyone = ranks_of(range(len(evidence.records)))
     return f"{' and '.join(names)} ({everyone})" if names else everyone
+
+
+def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
+    """Make the finding of parameters whose own gradients were computed and are in no ``.grad``."""
+    lines = (
+        f"{listed(names)}: ranks computed gradients, and no .grad has one when the optimizer steps "
+        f"({len(names)} of {len(evidence.names)} parameters)",
+        "as with set_requires_gradient_sync(False) that is never True again, or zero_grad() before the step",
+    )
+    return Finding(("D11",), "S2", evidence.step, "gradients are not reduced", lines)
 
 
 def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:

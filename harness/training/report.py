@@ -86,6 +86,9 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
     clipped = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
     text = " ".join(f"{one:.4g}" for one in norms)
     scaled = f"scaled by {' '.join(clipped)} before the step" if clipped else "not scaled before the step"
+    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - 1e-6)]
+    if len(limits) > 1 and max(limits) - min(limits) < 1e-3 * max(limits):
+        scaled += f", that is to a norm of {limits[0]:.4g}"
     yield "norm", f"{text}, recomputed from all gradients; {scaled}"
     memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:

@@ -28,6 +28,9 @@ class Observer(Protocol):
     def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
         """After a total norm was computed, or before gradients are clipped to ``max_norm`` by it."""
 
+    def on_unscale(self) -> None:
+        """Before a loss scaler unscales the gradients of an optimizer."""
+
     def on_scaler_update(self) -> None:
         """After a loss scaler was updated."""
 
@@ -73,6 +76,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
             yield path, _before_clip(clip)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
+    yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
     destroy = dist.destroy_process_group
     for path in ("torch.distributed.destroy_process_group", f"{destroy.__module__}.destroy_process_group"):
         yield path, _before_destroy(destroy)
@@ -115,6 +119,16 @@ def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return update
+
+
+def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def unscale_(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in list(_observers) if self.is_enabled() else ():
+            one.on_unscale()
+        return function(self, *args, **kwargs)
+
+    return unscale_
 
 
 def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,6 +121,7 @@ class StepRecord:
         unplaced: parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
         optimizers: those that have stepped, in order.
         norms: calls of functions of norms.
+        clipped_scaled: whether gradients were clipped before a loss scaler unscaled them.
         not_finite: the first tensors with a NaN or an infinity, in execution order.
         gathered: parameters that are still gathered after the optimizer's step.
         memory: allocated bytes of the accelerator after the step, or None.
@@ -143,6 +144,7 @@ class StepRecord:
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
     norms: list[NormCall] = dataclasses.field(default_factory=list)
+    clipped_scaled: bool = False
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
     gathered: list[str] = dataclasses.field(default_factory=list)
     memory: int | None = None

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import fingerprints, private
-from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of, digest, host_rows, on_host
+from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of, digest, host_rows, on_host, position_hash
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.watching import calls
@@ -35,9 +35,6 @@ from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, O
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
-
-#: Elements of an input that are hashed at a time, of eight bytes each.
-_HASHED = 1 << 19
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -196,6 +193,7 @@ class Watch:
         self._batches: list[list[torch.Tensor]] = []
         self._rows: list[int] = []
         self._collectives = Trace()
+        self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor]] = []
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
@@ -351,6 +349,10 @@ class Watch:
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded
+    def on_unscale(self) -> None:
+        self._clipped_scaled = self._clipped_scaled or any(limit is not None for _, _, limit, _ in self._norms)
+
+    @_guarded
     def on_scaler_update(self) -> None:
         self.forget()
 
@@ -473,6 +475,7 @@ class Watch:
             record.memory = torch.accelerator.memory_allocated()
         record.ties = self._tied()
         record.collectives = self._collectives
+        record.clipped_scaled = self._clipped_scaled
         return record
 
     def _parameters_held(self) -> dict[str, Parameter]:
@@ -512,25 +515,6 @@ def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
         return False
     held, own = value.untyped_storage(), local_of(live).untyped_storage()
     return held.size() > own.size() and held.data_ptr() != own.data_ptr()
-
-
-def position_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number for the bits of a tensor of any dtype and their places, int64 []."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    values = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    values = values.view(kinds[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, values.numel(), _HASHED):
-        part = values[start : start + _HASHED].to(torch.int64)
-        places = torch.arange(start + 1, start + part.numel() + 1, device=values.device)
-        places = places * 0x9E3779B97F4A7C1 + 0x7F4A7C15
-        total = total + ((part + 0x2545F491) * (places ^ (places >> 29))).sum()
-    return total
 
 
 def _number(value: Any) -> float | None:
