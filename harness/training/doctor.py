@@ -222,7 +222,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if not any("D16" in one.checks or one.title in (invariants.DEAD, invariants.APART) for one in found):
             found += self._check_gradients(evidence)
         else:
-            self._reduced.insert(0, Reduced())
+            self._reduced.insert(0, Reduced(is_skipped=True))
         found += [
             *invariants.check_updates(evidence),
             *invariants.check_gathered(evidence, None),
@@ -241,12 +241,14 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
         found, reduced = check_reduction(evidence, self._reduced)
         self._reduced.insert(0, reduced)
-        if not any("D11" in one.checks and not one.is_note for one in found):
+        # What differs when training begins has other gradients too.
+        began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
+        if not began_apart and not any("D11" in one.checks and not one.is_note for one in found):
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
             found += [*invariants.check_norm(evidence), *invariants.check_limit(self._seen)]
         # Replicas whose gradients were not reduced go on drifting apart.
-        if any({"D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
+        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         return found
 

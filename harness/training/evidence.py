@@ -212,7 +212,10 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
         for box, ranks in by_box.items():
             if box is None:
                 continue
-            declared = [(*starts[rank].bits[name][1], *starts[rank].replicated) for rank in ranks]
+            declared = [
+                (*starts[rank].bits[name][1], *starts[rank].replicated, *_tensor_parallel(starts[rank]))
+                for rank in ranks
+            ]
             inside = [tuple(one for one in members if one in ranks) for members in declared if members]
             sets = _joined(ranks, [one for one in inside if len(one) > 1])
             for members in sets:
@@ -223,6 +226,13 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
                 by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
             held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
     return held, differ
+
+
+def _tensor_parallel(start: Start) -> tuple[int, ...]:
+    """The ranks among which DTensors divide a tensor-parallel model: what is no DTensor, each of them holds."""
+    if "DTensors" not in start.groups.source:
+        return ()
+    return tuple(rank for name, members in start.groups.named.items() if name.startswith("tp") for rank in members)
 
 
 def flat_places(starts: Sequence[Start], rank: int) -> dict[str, tuple[int, int]]:

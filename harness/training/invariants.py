@@ -16,6 +16,9 @@ from shardproof.harness.watching.records import Parameter
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
 
+#: The title of the finding that replicas differ before the first step.
+APART_AT_THE_START = "replicas differ when training begins"
+
 #: The title of the finding that ranks of one data-parallel rank read different data.
 APART = "model-parallel ranks read different data"
 
@@ -32,7 +35,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
             f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values",
             "as when ranks initialize with different seeds and nobody broadcasts",
         ]
-        yield Finding(("D1",), "S9", 0, "replicas differ when training begins", tuple(lines))
+        yield Finding(("D1",), "S9", 0, APART_AT_THE_START, tuple(lines))
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
@@ -124,8 +127,9 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
         if one.live:
             what = f"{one.size - one.live} of the {one.size} parameters of {one.kind} are not the model's"
         why = "(shapes agree): it was made before sharding, or of another model" if one.shapes_agree else ""
-        lines = (f"{what} {why}".strip(), "its step does not move the model")
-        yield Finding(("D4",), "S7", evidence.step, DEAD, lines)
+        lines = (f"{what} {why}".strip(), "its step does not move the model's own")
+        title = DEAD if not one.live else "the optimizer holds some dead parameters"
+        yield Finding(("D4",), "S7", evidence.step, title, lines)
     if reached:
         trains = [name for name, one in record.parameters.items() if one.trains]
         left = [name for name in trains if record.parameters[name].optimizer is None]
@@ -208,7 +212,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(("D10",), "S6", evidence.step, "gradients are clipped while they are scaled", (line,))
     local = [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(count)]
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
-    scales = [_scale(evidence, rank) for rank in range(count)]
+    scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
     if len(known) == count and count > 1 and max(known) - min(known) > 1e-4 * max(known):
         listed_scales = ", ".join(f"{one:.4g}" for one in known[:8])
@@ -220,7 +224,9 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
                 f"rank holds; that of all gradients is {true[0]:.4g}",
             )
-        lines.append("as when each rank clips by the norm of its own part, or of the local part of a DTensor")
+        lines.append(
+            "as when each rank clips by the norm of its own part: FSDP1 has clip_grad_norm_(), DTensors full_tensor()"
+        )
         yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
         return
     for rank, record in enumerate(evidence.records):
@@ -377,8 +383,8 @@ def _has_gradient(gradient: object) -> bool:
     return fingerprint is not None and fingerprint.squares != 0 and fingerprint.is_finite
 
 
-def _scale(evidence: Evidence, rank: int) -> float | None:
-    """By what all gradients of a rank were multiplied between backward and the step; None if not by one number."""
+def scale_of(evidence: Evidence, rank: int) -> float | None:
+    """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
     record, found = evidence.records[rank], []
     for name, gradient in record.at_step.items():
         before = record.after_backward.get(name)

@@ -37,11 +37,15 @@ class Factor:
 
 @dataclasses.dataclass
 class Reduced:
-    """What is known of the gradients of one step: the factors, and which gradients could not be judged and why."""
+    """What is known of the gradients of one step: the factors, and which gradients could not be judged and why.
+
+    ``is_skipped`` if nothing was judged, because of another finding.
+    """
 
     factors: list[Factor] = dataclasses.field(default_factory=list)
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    is_skipped: bool = False
 
 
 def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[list[Finding], Reduced]:
@@ -89,6 +93,10 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     # What is reduced by hand after backward has no factor before that: then all are compared as the step finds them.
     stage = max(_STAGES, key=lambda one: len(values[one]))
     found.factors = _factors(values[stage], readers, count)
+    # Parallel parts, as of one element, fit any sum of them: their factor counts where nothing else is wrong.
+    parallel = {name for one in found.factors[1:] for name in one.names if _are_parallel(evidence, name)}
+    if wrong:
+        found.factors = [one for one in found.factors if not set(one.names) <= parallel]
     findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
     if lost and any(record.optimizers for record in evidence.records):
         findings.append(_of_lost(evidence, lost))
@@ -152,6 +160,12 @@ def _is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bo
     return residual <= tolerance and factor > 0
 
 
+def _are_parallel(evidence: Evidence, name: str) -> bool:
+    own, tolerance = evidence.own(name), evidence.tolerance(name)
+    whole = total(own)
+    return all(fit(part, whole)[1] <= 8 * tolerance for parts in own.values() for part in parts if float(part.norm()))
+
+
 def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
@@ -164,7 +178,9 @@ def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -
             near[1].append(name)
             classes[classes.index(near)] = (near[0], near[1], max(near[2], residual))
     made = [Factor(value, tuple(names), residual, readers * count, readers) for value, names, residual in classes]
-    return sorted(made, key=lambda one: -len(one.names))
+    # A mean or a sum is what most training loops make, and what others are compared with.
+    usual = (1 / readers, 1.0)
+    return sorted(made, key=lambda one: (min(abs(one.value / value - 1) for value in usual) > spread, -len(one.names)))
 
 
 def _is_drift(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> bool:
@@ -200,7 +216,7 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     lines = [f"each gradient of {who} {diagnosis.text} ({exactly}){of}"]
     if diagnosis.signature == "S2":
         title = "gradients are not reduced"
-        over = _over(evidence, diagnosis.missing)
+        over = _over(evidence)
         lines[0] += f": nothing was reduced over {over}"
         if diagnosis.missing:
             lines.append(
@@ -225,10 +241,10 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines))
 
 
-def _over(evidence: Evidence, missing: Sequence[int]) -> str:
-    names = evidence.data_names
+def _over(evidence: Evidence) -> str:
+    named = {name: members for name, members in evidence.groups_of(0).items() if name in evidence.data_names}
     everyone = ranks_of(range(len(evidence.records)))
-    return f"{' and '.join(names)} ({everyone})" if names else everyone
+    return " and ".join(f"{name} ({ranks_of(members)})" for name, members in named.items()) or everyone
 
 
 def _of_lost(evidence: Evidence, names: list[str]) -> Finding:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from shardproof.harness.training import invariants
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced
@@ -81,20 +82,29 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
         yield "reduced", f"every gradient is {factors[0].render()}"
     elif factors:
         yield "reduced", f"{len(factors[0].names)} of {len(last.names)} gradients are {factors[0].render()}"
-    norms = [math.sqrt(one.squares(0, "after_backward", local=False)) for one in seen]
-    applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
-    clipped = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
-    text = " ".join(f"{one:.4g}" for one in norms)
-    scaled = f"scaled by {' '.join(clipped)} before the step" if clipped else "not scaled before the step"
-    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - 1e-6)]
-    if len(limits) > 1 and max(limits) - min(limits) < 1e-3 * max(limits):
-        scaled += f", that is to a norm of {limits[0]:.4g}"
-    yield "norm", f"{text}, recomputed from all gradients; {scaled}"
+    yield "norm", _norms(seen)
     memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
         yield "memory", f"{memory[-1] - memory[0]:+,} B from step {seen[1].step} to step {seen[-1].step}"
     for text in _unseen(seen, reduced):
         yield "not seen", text
+
+
+def _norms(seen: Sequence[Evidence]) -> str:
+    """Return the norms of all gradients, and what becomes of them before the step."""
+    norms = [math.sqrt(one.squares(0, "after_backward", local=False)) for one in seen]
+    applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
+    text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
+    if any(invariants.scale_of(one, 0) is None for one in seen if one.records[0].at_step):
+        return f"{text} after backward; user code rewrites them before the step"
+    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
+    if not scales:
+        return f"{text}; not scaled before the step"
+    text += f"; scaled by {' '.join(scales)} before the step"
+    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - 1e-6)]
+    if len(limits) > 1 and max(limits) - min(limits) < 1e-3 * max(limits):
+        text += f", that is to a norm of {limits[0]:.4g}"
+    return text
 
 
 def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[str]:
@@ -104,7 +114,7 @@ def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[st
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         yield f"the reduction of {len(names)} parameters ({names[0]!r}, ...): {reason}"
-    if not reduced[0].sums and not reasons:
+    if not reduced[0].sums and not reasons and not reduced[0].is_skipped:
         yield "gradients, as where the optimizer steps in backward: nothing is said of their reduction"
     yield "whether the factor is right for this loss; a model in which all ranks agree on a wrong value"
 

@@ -187,7 +187,7 @@ FOUND = {
         "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
     "D9-twice": ("data", lambda m: setattr(m.records[3], "batches", [3, 3]),
-        "step 0: a microbatch is read twice [D9, S11]|rank 3 reads one microbatch 2 times in the step"),
+        "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
     "D10-scale": ("norm", lambda m: m.reduce(m.mean, lambda rank: 1 / m.local_norm(rank)),
         "step 0: ranks scale gradients differently [D10, S6]|the norm is the norm of what rank 0 alone holds, ~, and "
         "on each other rank of what that rank holds; that of all gradients is ~|"
