@@ -107,6 +107,24 @@ def test_chunks_of_any_size_give_the_same_numbers(tensor, chunk, monkeypatch):
     assert_near(numbers(tensor), before)
 
 
+@pytest.mark.parametrize("shape", [(11,), (10, 3), (12, 2, 5)], ids=str)
+def test_a_long_first_dimension_has_the_weights_of_two(shape, monkeypatch):
+    """Those of its own, of a flat parameter say, would be larger than the tensor."""
+    monkeypatch.setattr(fingerprints, "_LONG", 9)
+    monkeypatch.setattr(fingerprints, "_SIDE", 4)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    folded = torch.zeros(3, 4, *shape[1:])
+    folded.flatten(0, 1)[: shape[0]] = tensor
+    assert_near(numbers(tensor), by_definition(folded))
+    test_shards_of_each_dimension_add_up(tensor, 3)
+    test_flat_ranges_add_up(tensor, 3)
+    rest = tuple(((0, size),) for size in shape[1:])
+    apart = [numbers(tensor[list(rows)], Box(shape, (spans, *rest))) for rows, spans in (
+        ((0, 5, 6, 7, 8, 9), ((0, 1), (5, 10))), ((1, 2, 3, 4, *range(10, shape[0])), ((1, 5), (10, shape[0])))
+    )]  # fmt: skip
+    assert_near(sum(apart), numbers(tensor))
+
+
 # Boxes
 
 

@@ -1,0 +1,64 @@
+"""The doctor changes no bit of a training: losses of 20 steps with it and without, for each loop of examples/loops."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+LOOPS = sorted(path.stem for path in (ROOT / "examples/loops").glob("*.py"))
+STEPS = 20
+#: Loops that need no mesh of two dimensions run with two ranks, the others with four.
+TWO = ("ddp", "fsdp2")
+#: One by day.
+_BY_DAY = "fsdp2"
+
+
+def _losses(ranks: int, script: pathlib.Path, *before: str) -> list[str]:
+    """What rank 0 prints of its losses, with two microbatches a step."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-port",
+        str(port),
+    ]
+    command += [*before, str(script), "--accumulate", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    # It watched to its end, without an error of its own.
+    assert not before or f"steps 0-2 of {ranks} ranks" in done.stderr, done.stderr
+    return re.findall(r"loss (\S+)", done.stdout)
+
+
+def test_there_is_a_loop_by_day() -> None:
+    assert _BY_DAY in LOOPS and len(LOOPS) > 3
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == _BY_DAY else [pytest.mark.nightly]) for name in LOOPS]
+)
+def test_losses_have_the_same_bits_with_the_doctor_and_without(name: str, tmp_path: pathlib.Path) -> None:
+    text = (ROOT / f"examples/loops/{name}.py").read_text()
+    # The same script for more steps, of which the last 17 are not watched, and with all digits of its losses.
+    text, steps = re.subn(r"^(STEPS, .* = )3,", rf"\g<1>{STEPS},", text, flags=re.MULTILINE)
+    text, prints = re.subn(r"\{total:.4f\}", "{total.hex()}", text)
+    assert (steps, prints) == (1, 1)
+    script = tmp_path / f"{name}.py"
+    script.write_text(text)
+    ranks = 2 if name in TWO else 4
+    alone = _losses(ranks, script)
+    assert len(set(alone)) == STEPS and alone[0].startswith("0x")
+    assert _losses(ranks, script, "-m", "shardproof", "doctor") == alone
