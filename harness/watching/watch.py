@@ -98,6 +98,7 @@ class Watch:
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
         self._gathered: dict[str, weakref.ref[torch.Tensor]] = {}
         self._shapes: dict[str, torch.Size] = {}
+        self._layouts: dict[tuple[object, ...], Layout] = {}
         self._ties: dict[int, set[str]] = {}
         self._depth = 0
         self._late = False
@@ -141,6 +142,7 @@ class Watch:
         self._patches.close()
         self._hooked.clear()
         self._gathered.clear()
+        self._layouts.clear()
 
     @property
     def is_attached(self) -> bool:
@@ -276,7 +278,7 @@ class Watch:
             # Runs when this backward pass has ended, after the implementation's own callbacks.
             private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
         local = local_of(gradient)
-        layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
+        layout = (self._layout and self._layout(name, gradient)) or self._layout_of(gradient)
         self._own.setdefault(name, []).append((self._backwards, _Pending(local, layout)))
         self._note_finite(f"gradient of {name!r} before its reduction", local)
         self._last = f"backward of {name!r}"
@@ -356,7 +358,16 @@ class Watch:
             if tensor.numel() == full:  # also what no_sync() has left: this rank's own gradient, which is not divided
                 return Layout(Box(tuple(shape)))
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
-        return layout_of(tensor)
+        return self._layout_of(tensor)
+
+    def _layout_of(self, tensor: torch.Tensor) -> Layout:
+        """Return the layout of a tensor; those of DTensors are kept, because they take as long as a digest."""
+        if not isinstance(tensor, DTensor):
+            return layout_of(tensor)
+        key = tensor.shape, tensor.device_mesh, tuple(tensor.placements)
+        if key not in self._layouts:
+            self._layouts[key] = layout_of(tensor)
+        return self._layouts[key]
 
     def _gradients(self) -> dict[str, _Pending]:
         found = {}
