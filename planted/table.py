@@ -2,8 +2,8 @@
 
 The tables prove the suites: a row of ``<chapter>.toml`` is a bug of the reference implementation, and the item of the
 chapter's cases that finds it (:class:`Bug` has the keys). ``adapters.py`` has the implementations with a bug, which
-``--impl`` takes, and ``run.py`` runs the items of rows and judges what they say. ``tests/test_planted.py`` has a test
-for each row.
+``--impl`` takes, ``watched.py`` those with the doctor attached, and ``run.py`` runs the items of rows and judges what
+they say. ``tests/test_planted.py`` has a test for each row.
 """
 
 from __future__ import annotations
@@ -30,6 +30,13 @@ MIN_SAYS = 12
 ELSEWHERE = "planted elsewhere"
 #: Begins the name of the adapter that raises it.
 RAISES = "elsewhere_"
+
+#: The module of implementations with the doctor attached.
+WATCHING = "planted.watched"
+#: The chapters whose items it watches.
+WATCHED = ("training", "accumulation", "hybrid")
+#: What an item says that fails because of the doctor.
+UNHEALTHY = "Unhealthy: step"
 
 _KEYS = {
     "id": str,
@@ -147,6 +154,11 @@ def replaced(bug: Bug) -> Bug:
     """The row with an error of its own at the place of the bug, instead of the bug (``adapters`` has both)."""
     module, _, name = bug.name.partition(":")
     return dataclasses.replace(bug, place=f"{module}:{RAISES}{name}", old=None, new=None)
+
+
+def watched(bug: Bug) -> Bug:
+    """The row with the doctor attached to the implementation with the bug."""
+    return dataclasses.replace(bug, place=f"{WATCHING}:{bug.name.partition(':')[2]}", old=None, new=None)
 
 
 def chapters() -> list[str]:
