@@ -120,9 +120,6 @@ class Watch:
             ]
             self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
-        for parameter in root.parameters():
-            # Now, because what is copied to a device is waited for.
-            fingerprints.prepare(parameter.shape, local_of(parameter).device)
         for name, module in modules_of(root):
             if is_compiled(module):
                 self._unseen.add(f"inside of {name or 'the model'}: it is compiled")
@@ -230,6 +227,10 @@ class Watch:
                 if not self.is_attached:
                     return
                 if self.is_watching:
+                    if not self._forwards:
+                        # Before the step computes anything, because what is copied to a device is waited for.
+                        for _, parameter in self.parameters():
+                            fingerprints.prepare(parameter.shape, local_of(parameter).device)
                     self._forwards += 1
                     self._take_batch((args, kwargs))
         if not self.is_watching or not torch.is_grad_enabled():
