@@ -68,7 +68,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
             continue
         found.sums[name] = total(own)
         if not any(name in getattr(record, stage) for record in evidence.records for stage in _STAGES):
-            if float(found.sums[name].norm()) > 0:
+            is_unplaced = any(name in record.unplaced for record in evidence.records)
+            if float(found.sums[name].norm()) > 0 and not is_unplaced:
                 lost.append(name)
             continue
         tolerance = evidence.tolerance(name)
@@ -82,7 +83,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         if not bad:
             for stage in _STAGES:
                 fits = [fit(one, found.sums[name]) for one in _assembled(evidence, name, stage)]
-                if fits and all(residual <= tolerance for _, residual in fits):
+                if fits and all(residual <= tolerance and factor != 0 for factor, residual in fits):
                     values[stage][name] = (fits[0][0], max(residual for _, residual in fits))
             continue
         key = tuple(sorted({one[0] for _, one in bad}))

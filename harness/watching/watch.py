@@ -264,7 +264,7 @@ class Watch:
         found |= {
             last: value
             for last, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+            if isinstance(value, torch.Tensor) and value.requires_grad and _is_view(value)
         }
         for last, value in found.items():
             if value is None or not value.requires_grad:
@@ -508,6 +508,14 @@ class Watch:
             for name, parameter in parameters_of(root):
                 by_tensor.setdefault(id(parameter), []).append(name)
         return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
+
+
+def _is_view(value: torch.Tensor) -> bool:
+    """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
+    try:
+        return not value.is_leaf
+    except RuntimeError:
+        return False
 
 
 def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
