@@ -106,8 +106,6 @@ def test_chunks_of_any_size_give_the_same_numbers(tensor, chunk, few, monkeypatc
     assert_near(numbers(tensor), before)
 
 
-# Equality
-
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 OTHERS = [torch.int64, torch.int32, torch.uint8, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
@@ -121,6 +119,9 @@ def test_equal_tensors_have_equal_identities(dtype):
     other = one.clone()
     other[3, 5] *= 1 + torch.finfo(dtype).eps
     assert identity(one) != identity(other)
+    other[3, 5] = math.nan
+    assert identity(other) == identity(other.clone())
+    assert [mark.is_finite for mark in on_host([digest(one), digest(other)])] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
@@ -148,15 +149,6 @@ def test_bits_see_what_their_xor_does_not(monkeypatch):
     assert torch.equal(bits_of(one)[:2], bits_of(other)[:2]) and not torch.equal(bits_of(one), bits_of(other))
     monkeypatch.setattr(fingerprints, "_SMALL", 0)
     assert torch.equal(bits_of(ones), bits_of(ones.flip(0))) and identity(ones) != identity(ones.flip(0))
-
-
-def test_what_is_not_finite_equals_itself():
-    one = torch.tensor([1.0, math.nan, math.inf])
-    mark, other = on_host([digest(one), digest(torch.ones(3))])
-    assert (mark.is_finite, other.is_finite) == (False, True) and mark.identity == identity(one.clone())
-
-
-# Distances, and what stays
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("dense", 0.5, 1.5), ("rank one", 0.3, 1.8), ("element", 0.3, 1.8)])
