@@ -23,16 +23,13 @@ from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
 from shardproof.harness.watching.names import parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch
 
 CHECKS = tuple(f"D{number}" for number in range(1, 17))
-
-#: The names of mesh dimensions over which ranks have different data.
-DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "replicate", "shard", "batch", "cp")
 
 OnFinding = Literal["raise", "warn", "collect"]
 

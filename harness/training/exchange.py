@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import pickle
-from collections.abc import Sequence
+import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardproof.harness.verdicts.texts import ranks_of
 
 
 class Absent(RuntimeError):
@@ -42,6 +44,8 @@ class Exchange:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
+            # It tells rank 0 which ranks do not come.
+            dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self._gather(lengths, torch.tensor([data.numel()]))
             most = max(int(one) for one in lengths)
@@ -50,7 +54,7 @@ class Exchange:
             parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
             self._gather(parts, padded)
         except RuntimeError as error:
-            raise Absent(f"not all ranks came within {self._patience:g} s: {_first_line(error)}") from error
+            raise Absent(_absence(str(error), self._patience)) from error
         return [
             pickle.loads(bytes(part[: int(length)].numpy().tobytes()))
             for part, length in zip(parts, lengths, strict=True)
@@ -66,10 +70,7 @@ class Exchange:
         self._group = None
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
-
-
-def missing(values: Sequence[Any]) -> list[int]:
-    """Return the ranks without a value."""
-    return [rank for rank, value in enumerate(values) if value is None]
+def _absence(text: str, patience: float) -> str:
+    if named := re.search(r"Ranks? ([\d, ]+) failed to pass", text):
+        return f"{ranks_of(map(int, named[1].split(',')))} did not come within {patience:g} s"
+    return f"not all ranks came within {patience:g} s: {text.partition(chr(10))[0]}"

@@ -15,6 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.harness.watching.names import modules_of
 from shardproof.harness.watching.records import Groups, NotWatchable
 
+#: The names of mesh dimensions over which ranks have different data.
+DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "replicate", "shard", "batch", "cp")
+
 
 def groups_of(
     models: Sequence[nn.Module],
@@ -26,7 +29,8 @@ def groups_of(
     """Return the groups that this rank is in.
 
     Raises:
-        NotWatchable: ``data`` names none of the dimensions of the user's own mesh or groups.
+        NotWatchable: ``data`` names none of the dimensions of the user's own mesh or groups, or is the user's own and
+            names none that are known.
     """
     named: dict[str, tuple[int, ...]] = {}
     over_data: list[str] = []
@@ -35,14 +39,14 @@ def groups_of(
         sources.append("mesh" if mesh is not None else "DTensors")
         for number, name in enumerate(_dimensions(one)):
             named.setdefault(name, tuple(dist.get_process_group_ranks(one.get_group(number))))
-            if name in data or name.startswith(("dp", "mesh")):
+            if name in data or name.startswith(("dp", "mesh") if "dp" in data else "mesh"):
                 over_data.append(name)
     for name, group in groups.items():
         sources.append("groups")
         named[name] = tuple(dist.get_process_group_ranks(group))
         if name in data:
             over_data.append(name)
-    if (mesh is not None or groups) and not over_data:
+    if (mesh is not None or groups or (named and tuple(data) != DATA)) and not over_data:
         known = ", ".join(named)
         raise NotWatchable(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
     for module in _wrappers(models):

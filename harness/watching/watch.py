@@ -107,6 +107,7 @@ class Watch:
         self._late = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
+        self._last = ""
         self._begin()
 
     # Attaching ------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Watch:
 
     @property
     def last(self) -> str:
-        """The last event of the current step; empty if there is none."""
+        """The last event that was watched; empty if there is none."""
         return self._last
 
     @property
@@ -195,7 +196,6 @@ class Watch:
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = False
-        self._last = ""
         self._started = time.monotonic()
 
     def end_step(self) -> None:

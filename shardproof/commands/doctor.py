@@ -24,8 +24,9 @@ def doctor(arguments: Sequence[str]) -> int:
     """Run a script under the doctor; the exit code is the script's, or 1 with ``--strict`` and a finding, or 2."""
     own, script = _split(arguments)
     options = _parser().parse_args(own)
-    from shardproof.harness.training.doctor import CHECKS, DATA, Doctor
+    from shardproof.harness.training.doctor import CHECKS, Doctor
     from shardproof.harness.watching import script as run_script
+    from shardproof.harness.watching.groups import DATA
     from shardproof.harness.watching.records import NotWatchable
     from shardproof.harness.watching.ties import Ties
 

@@ -1,0 +1,215 @@
+"""The doctor around real loops: what it refuses, each in one line, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optimizers
+
+from shardproof.__main__ import main
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.simulation.world import simulated_world
+from shardproof.harness.training.doctor import Unhealthy, doctor
+from shardproof.harness.worlds import leftovers
+from shardproof.testing import world
+from tests.harness.inner import PYTHONPATH
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model, optimizer, steps=4, seed=0):
+    """Train, and return the losses."""
+    made, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        loss = model(torch.randn(3, 4, generator=made)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+class Traces:
+    """What the doctor could leave behind in a process: hooks, other functions of torch, process groups."""
+
+    def __init__(self, model):
+        self.owners = [torch.nn.modules.module, optimizers, *model.modules(), *model.parameters()]
+        self.patches, self.update, self.before = leftovers.Patches(), torch.amp.GradScaler.update, self.now()
+
+    def now(self):
+        names = [{*getattr(owner, "__dict__", ()), "_backward_hooks"} for owner in self.owners]
+        hooks = [{name for name in own if name.endswith("_hooks")} for own in names]
+        counts = [[len(getattr(one, n, None) or ()) for n in own] for one, own in zip(self.owners, hooks, strict=True)]
+        return len(distributed_c10d._world.pg_map), counts
+
+    def assert_some(self):
+        assert self.now() != self.before and self.patches.found() and torch.amp.GradScaler.update is not self.update
+
+    def assert_none(self):
+        assert (self.now(), self.patches.found()) == (self.before, [])
+        assert torch.amp.GradScaler.update is self.update
+
+
+# One process, which needs no torch.distributed
+
+
+@pytest.fixture
+def model():
+    return net()
+
+
+@pytest.fixture
+def traces(model):
+    assert not dist.is_initialized()
+    made = Traces(model)
+    yield made
+    made.assert_none()
+
+
+@pytest.mark.parametrize("steps", [4, 1], ids=["after the last watched step", "after close"])
+def test_nothing_is_left(model, traces, steps, capsys):
+    optimizer, other = sgd(model), net()
+    with doctor(model, optimizer) as watching:
+        traces.assert_some()
+        losses = train(model, optimizer, steps)
+        if steps == 1:
+            watching.close()
+        traces.assert_none()
+    assert watching.findings == [] and losses == train(other, sgd(other), steps)
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said.endswith(" of 1 rank, Sequential, 4 parameters (30 elements), SGD; no finding")
+
+
+def test_an_exception_of_user_code_passes_with_a_note(model, traces):
+    mine = KeyError("mine")
+    with pytest.raises(KeyError) as caught, doctor(model):
+        model(torch.ones(1, 4)).sum().backward()
+        raise mine
+    assert caught.value is mine and mine.args == ("mine",)
+    assert mine.__notes__ == ["shardproof doctor: the step had reached: backward of '0.weight'"]
+
+
+def test_a_loop_without_steps(model, traces, capsys):
+    with doctor(model):
+        model(model(torch.ones(1, 4)).repeat(1, 2))
+    counts = "2 forwards with gradients, 0 optimizer steps"
+    line = f"the loop ended before a step did ({counts}): was the wrapped module called?"
+    assert capsys.readouterr().err == f"shardproof doctor: {line}\n"
+
+
+def test_an_optimizer_of_no_parameter_of_the_model(model, traces):
+    with pytest.raises(Unhealthy) as caught, doctor(model, on_finding="raise"):
+        train(model, torch.optim.AdamW(net().parameters()))
+    line = "none of the 4 parameters of AdamW is the model's (shapes agree): it was made before sharding, or of another"
+    assert str(caught.value).startswith(f"step 0: the optimizer holds dead parameters [D4, S7]\n  {line} model\n")
+
+
+REFUSED = [
+    ({"on_finding": "stop"}, "on_finding='stop': it is 'raise', 'warn' or 'collect'"),
+    ({"model": [net(), net()]}, "'0.bias' names two parameters: give the models one by one"),
+    ({"data": ["dpp"]}, "data=('dpp',): no mesh dimension of this name; known: dp"),
+    ({}, "torch.distributed is not initialized; call it after init_process_group (in one process: WORLD_SIZE=1 works)"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), REFUSED, ids=["on_finding", "names", "data", "world"])
+def test_what_is_refused_before_anything_is_trained(model, traces, given, line, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1" if given else "2")
+    with simulated_world(1) if "data" in given else contextlib.nullcontext() as fake:
+        mesh = fake.mesh() if fake else None
+        with pytest.raises(ValueError) as caught, doctor(**{"model": model, "mesh": mesh, **given}):
+            pass
+    assert str(caught.value) == f"doctor: {line}"
+
+
+BAD = [
+    ([], "nothing: name a script, or -m and a module"),
+    (["nosuch.py"], "nosuch.py: there is no such script"),
+    (["-m", "nosuch.train"], "nosuch.train: there is no such module"),
+    (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D16"),
+    (["--steps", "a,b", "train.py"], "doctor: steps='a,b': it needs steps counted from 0, such as 0,1,2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), BAD, ids=[" ".join(row[0]) for row in BAD])
+def test_bad_input_of_the_command_is_one_line(traces, arguments, line, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert main(["doctor", *arguments]) == 2
+    assert capsys.readouterr() == ("", f"shardproof: {line}\n")
+
+
+# Ranks
+
+
+@pytest.mark.sampled
+@world(2)
+def test_a_healthy_loop_of_two_ranks_has_the_same_losses(rank: Rank):
+    model, other = DistributedDataParallel(net()), DistributedDataParallel(net())
+    optimizer, traces = sgd(model), Traces(model)
+    with doctor(model, optimizer, steps=[0, 2]) as watching:
+        traces.assert_some()
+        losses = train(model, optimizer, seed=rank.index)
+        traces.assert_none()
+        dist.all_reduce(torch.ones(1))
+    assert losses == train(other, sgd(other), seed=rank.index) and watching.findings == []
+
+
+@pytest.mark.sampled
+@world(2)
+def test_ranks_with_other_models(rank: Rank):
+    model = nn.Sequential(*net(), nn.Linear(2, 2, bias=rank.index == 1))
+    traces = Traces(model)
+    with pytest.raises(ValueError) as caught, doctor(model):
+        pass
+    assert str(caught.value) == "doctor: rank 1 has '3.bias' (2,), rank 0 does not: the ranks built different models"
+    traces.assert_none()
+
+
+@pytest.mark.sampled
+@world(2)
+def test_a_rank_that_does_not_come(rank: Rank):
+    model, stream = net(), io.StringIO()
+    optimizer, traces = sgd(model), Traces(model)
+    rank.monkeypatch.setattr(sys, "stderr", stream)
+    watching = doctor(model, steps=[1], patience=3).__enter__()
+    train(model, optimizer, steps=1)
+    if rank.index == 0:
+        train(model, optimizer, steps=2)
+        line = "rank 1 did not come within 3 s (last event here: step of SGD); detached on this rank"
+        assert stream.getvalue() == f"shardproof doctor: {line}\n"
+    rank.exchange(None)
+    watching.close()
+    traces.assert_none()
+
+
+@pytest.mark.sampled
+def test_importing_it_brings_nothing_but_torch_and_this_package():
+    """torch._dynamo is what the first optimizer of a process imports."""
+    code = """
+import sys, time, torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor
+before, start = set(sys.modules), time.process_time()
+import shardproof.harness.training.doctor
+print(f"import of the doctor beyond torch: {1000 * (time.process_time() - start):.0f} ms")
+found = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdlib_module_names
+assert found == {"shardproof"}, found
+assert not {"pytest", "jinja2", "rich", "plotly"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=True)
