@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardproof.harness.tensors import fingerprints
-from shardproof.harness.tensors.fingerprints import Box, K, bits_of, digest, host_rows, on_host
+from shardproof.harness.tensors.fingerprints import Box, K, bits_of, bits_of_all, digest, digests, host_rows, on_host
 
 SHAPES = [(), (1,), (7,), (0,), (5, 6), (3, 0), (4, 3, 5), (2, 3, 1, 4)]
 
@@ -206,6 +206,20 @@ def test_an_empty_tensor_is_nothing():
     (mark,) = on_host([digest(torch.zeros(0, 3))])
     assert (mark.sketch, mark.squares, mark.bits, mark.numel) == ((0.0,) * K, 0.0, (0, 0, 0), 0)
     assert bits_of(torch.zeros(0, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+def test_many_at_once_are_what_each_is_alone():
+    shapes = [(3, 4), (5,), (3, 4), (), (0, 2), (3, 4), (300, 400), (5,), (300, 400)]
+    made = [torch.randn(shape) for shape in shapes]
+    made += [made[0].to(torch.bfloat16), made[1].to(torch.complex64).conj(), made[2].t().contiguous().t()]
+    boxes = [Box(tuple(tensor.shape)) for tensor in made]
+    boxes[2] = Box((6, 4), (((1, 3), (5, 6)), ((0, 4),)))
+    together = digests(made, boxes)
+    for tensor, box, one, bits in zip(made, boxes, together, bits_of_all(made), strict=True):
+        alone = digest(tensor, box)
+        assert_near(one.numbers, alone.numbers)
+        assert one.bits.tolist() == alone.bits.tolist() == bits.tolist() and one.numel == tensor.numel()
+    assert together[2].bits.tolist() == together[-1].bits.tolist()
 
 
 def test_host_rows_keep_the_order():
