@@ -22,18 +22,12 @@ import torch
 
 from shardproof.harness.tensors.pieces import Spans
 
-#: Elements of an input that are hashed at a time, of eight bytes each.
-_HASHED = 1 << 19
-
-#: The most elements of a tensor of which :func:`bits_of` sees the places, which takes longest.
-_SMALL = 1 << 16
-
 #: The numbers of a sketch. With eight, 90 % of estimated distances between matrices are 0.3 to 1.8 times the true ones,
 #: and of vectors 0.6 to 1.4 times; each further dimension makes the range wider.
 K = 8
 
 #: Elements that are converted to float64 at a time: on the CPU so many that the copy stays in a cache, elsewhere so
-#: many that kernels are few.
+#: many that kernels are few. Tensors of at most half as many are small, and those that are alike are read together.
 _CHUNK = 1 << 17
 _CHUNK_OF_ACCELERATORS = 1 << 21
 
@@ -87,7 +81,7 @@ class Digest:
 
     Attributes:
         numbers: float64 [K + 1]: the sketch, and the sum of the squares of the elements.
-        bits: int64 [3]; see :func:`bits_of`. They do not see the order of the elements; the sketch does.
+        bits: int64 [3]; see :func:`bits_of`.
         numel: the number of elements.
     """
 
@@ -108,7 +102,8 @@ class Fingerprint:
     @property
     def identity(self) -> tuple[object, ...]:
         """Equal for equal elements in the same order, if shape and kind of device are the same."""
-        return self.bits, repr(self.sketch), self.numel  # as text, because a NaN is not equal to itself
+        # The sketch sees the order where the bits do not. As text, because a NaN is not equal to itself.
+        return self.bits, "" if self.bits[2] else repr(self.sketch), self.numel
 
     @property
     def is_finite(self) -> bool:
@@ -116,7 +111,6 @@ class Fingerprint:
         return math.isfinite(self.squares)
 
 
-@torch.no_grad()
 def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
     """Compute the digest of what a rank holds of a full tensor; nothing is copied to the host.
 
@@ -124,19 +118,28 @@ def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
         tensor: plain, floating-point or complex, of any shape; the elements of ``box`` in their order.
         box: which elements of the full tensor they are; None if they are all.
     """
-    # Contiguous, because the rounding of sums depends on strides.
-    tensor, numel = tensor.detach().contiguous(), tensor.numel()
-    box = Box(tuple(tensor.shape)) if box is None else box
-    if tensor.is_complex():
-        tensor, box = torch.view_as_real(tensor.resolve_conj()), _of_pairs(box)
-    found = []
-    if numel:
-        shape = _folded(box.shape)
-        for part, dims in _parts(tensor, box, shape):
-            weights = [_weights(dim, size, dims[dim], tensor.device) for dim, size in enumerate(shape)]
-            found.append(_numbers(part, weights))
-    numbers = _total(found) if found else torch.zeros(K + 1, dtype=torch.float64, device=tensor.device)
-    return Digest(numbers, bits_of(tensor), numel)
+    return digests([tensor], [Box(tuple(tensor.shape)) if box is None else box])[0]
+
+
+@torch.no_grad()
+def digests(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Digest]:
+    """Compute the digests of many tensors; see :func:`digest`."""
+    found: list[Any] = [None] * len(tensors)
+    for positions, stack in _stacks([tensor.detach() for tensor in tensors], boxes):
+        numel, box = stack[0].numel(), boxes[positions[0]]
+        bits = _bits(stack)
+        if stack.is_complex():
+            stack, box = torch.view_as_real(stack.resolve_conj()), _of_pairs(box)
+        parts = []
+        if numel:
+            shape = _folded(box.shape)
+            for part, dims in _parts(stack, box, shape):
+                weights = [_weights(dim, size, dims[dim], stack.device) for dim, size in enumerate(shape)]
+                parts.append(_numbers(part, weights))
+        numbers = _total(parts) if parts else torch.zeros(len(stack), K + 1, dtype=torch.float64, device=stack.device)
+        for position, own, mine in zip(positions, numbers.unbind(), bits.unbind(), strict=True):
+            found[position] = Digest(own, mine, numel)
+    return found
 
 
 def prepare(shape: Sequence[int], device: torch.device) -> None:
@@ -157,47 +160,94 @@ def _of_pairs(box: Box) -> Box:
     return Box((*box.shape, 2), dims, flat)
 
 
-@torch.no_grad()
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return three numbers for the bits of all elements of a tensor of any dtype, as int64 [3] on its device.
 
-    The XOR of the elements does not see an even number of equal ones, and their sum does. Neither sees that as many
-    equal ones grow as shrink by one step, as those of a norm in Adam's first step; of what is not large, the third
-    number sees each element at its place.
+    Of a small tensor the third number sees the bits of each element at its place, and the others are 0. That takes too
+    long for a large one, which has the XOR of the elements and their sum: the first does not see an even number of
+    equal elements, and neither sees the order.
     """
-    if not tensor.numel():
-        return torch.zeros(3, dtype=torch.int64, device=tensor.device)
-    tensor = tensor.detach().contiguous()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.dtype not in _WITH_SUMS:
-        tensor = tensor.view(_INTEGERS[tensor.element_size()])
-    if tensor.dtype not in (torch.bfloat16, torch.float16):
-        total = tensor.sum().to(torch.float64)
-    elif tensor.device.type == "cpu":  # which converts all that it sums
-        total = torch.stack([part.sum(dtype=torch.float32) for part in tensor.view(-1).split(_CHUNK)]).double().sum()
-    else:
-        total = tensor.sum(dtype=torch.float32).to(torch.float64)
-    placed = position_hash(tensor) if tensor.numel() <= _SMALL else torch.zeros_like(total, dtype=torch.int64)
-    return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total.view(torch.int64), placed])
+    return bits_of_all([tensor])[0]
 
 
+@torch.no_grad()
+def bits_of_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the bits of many tensors; see :func:`bits_of`."""
+    found: list[Any] = [None] * len(tensors)
+    for positions, stack in _stacks([tensor.detach() for tensor in tensors], [None] * len(tensors)):
+        for position, own in zip(positions, _bits(stack).unbind(), strict=True):
+            found[position] = own
+    return found
+
+
+@torch.no_grad()
 def position_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bits of a tensor of any dtype and their places, int64 []."""
-    if not tensor.numel():
-        return torch.zeros((), dtype=torch.int64, device=tensor.device)
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.to(torch.uint8)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    values = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    values = values.view(kinds[values.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start in range(0, values.numel(), _HASHED):
-        part = values[start : start + _HASHED].to(torch.int64)
-        places = torch.arange(start + 1, start + part.numel() + 1, device=values.device)
+    return _placed(tensor.detach().contiguous()[None])[0]
+
+
+def _stacks(tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield all tensors with their positions: small ones of one shape, dtype and key stacked, the others one by one.
+
+    They are contiguous, because the rounding of sums depends on strides.
+    """
+    alike: dict[Any, list[int]] = {}
+    for position, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
+        alike.setdefault((tensor.shape, tensor.dtype, tensor.device, tensor.is_conj(), key), []).append(position)
+    for positions in alike.values():
+        first = tensors[positions[0]]
+        count = max(1, _chunk_on(first.device) // max(1, first.numel()))
+        for start in range(0, len(positions), count):
+            some = positions[start : start + count]
+            yield (
+                some,
+                tensors[some[0]].contiguous()[None] if len(some) == 1 else torch.stack([tensors[i] for i in some]),
+            )
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is read together with others that are alike."""
+    return tensor.numel() <= _chunk_on(tensor.device) // 2
+
+
+def _chunk_on(device: torch.device) -> int:
+    return _CHUNK if device.type == "cpu" else _CHUNK_OF_ACCELERATORS
+
+
+def _bits(stack: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each tensor of a contiguous stack: [tensors, 3]."""
+    none = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
+    if is_small(stack[0]):
+        return torch.stack([none, none, _placed(stack)], dim=1)
+    if stack.is_complex():
+        stack = torch.view_as_real(stack.resolve_conj())
+    if stack.dtype not in _WITH_SUMS:
+        stack = stack.view(_INTEGERS[stack.element_size()])
+    if stack.dtype not in (torch.bfloat16, torch.float16):
+        total = stack.sum().to(torch.float64)
+    elif stack.device.type == "cpu":  # which converts all that it sums
+        total = torch.stack([part.sum(dtype=torch.float32) for part in stack.view(-1).split(_CHUNK)]).double().sum()
+    else:
+        total = stack.sum(dtype=torch.float32).to(torch.float64)
+    return torch.stack(
+        [torch.hash_tensor(stack).view(torch.int64).view(1), total.view(torch.int64).view(1), none], dim=1
+    )
+
+
+def _placed(stack: torch.Tensor) -> torch.Tensor:
+    """Return a number for the bits and places of the elements of each tensor of a contiguous stack: int64 [tensors]."""
+    if stack.is_complex():
+        stack = torch.view_as_real(stack.resolve_conj())
+    if stack.dtype == torch.bool:
+        stack = stack.to(torch.uint8)
+    total = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
+    words = stack.view(_INTEGERS[stack.element_size()]).reshape(len(stack), -1)
+    step = _chunk_on(stack.device)
+    for start in range(0, words.shape[1], step):
+        part = words[:, start : start + step].to(torch.int64, copy=True)
+        places = torch.arange(start + 1, start + part.shape[1] + 1, device=stack.device)
         places = places * 0x9E3779B97F4A7C1 + 0x7F4A7C15
-        total = total + ((part + 0x2545F491) * (places ^ (places >> 29))).sum()
+        total = total + part.add_(0x2545F491).mul_(places ^ (places >> 29)).sum(1)
     return total
 
 
@@ -228,31 +278,32 @@ def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (-(-shape[0] // _SIDE), _SIDE, *shape[1:]) if shape and shape[0] > _LONG else shape
 
 
-def _parts(tensor: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
-    """Yield a tensor in parts that are products of ranges of a folded shape, with the spans of their dimensions."""
+def _parts(stack: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
+    """Yield a stack in parts that are products of ranges of a folded shape, with the spans of their dimensions."""
     if box.flat is not None:
-        yield from _cut(tensor.reshape(-1), *box.flat, shape, ())
+        yield from _cut(stack.reshape(len(stack), -1), *box.flat, shape, ())
         return
     dims = box.dims or tuple(((0, size),) for size in box.shape)
-    tensor = tensor.reshape([sum(stop - start for start, stop in spans) for spans in dims])
+    stack = stack.reshape([len(stack), *(sum(stop - start for start, stop in spans) for spans in dims)])
     if len(shape) == len(dims):
-        yield tensor, dims
+        yield stack, dims
         return
     done = 0
     for start, stop in dims[0]:
-        yield from _cut(tensor[done : done + stop - start], start, stop, shape[:2], dims[1:])
+        yield from _cut(stack[:, done : done + stop - start], start, stop, shape[:2], dims[1:])
         done += stop - start
 
 
 def _cut(
-    tensor: torch.Tensor, start: int, stop: int, shape: Sequence[int], rest: tuple[Spans, ...]
+    stack: torch.Tensor, start: int, stop: int, shape: Sequence[int], rest: tuple[Spans, ...]
 ) -> Iterator[tuple[torch.Tensor, tuple[Spans, ...]]]:
-    """Yield the boxes of a range of flattened dimensions, which are the first of a tensor; ``rest`` has the others."""
+    """Yield the boxes of a range of flattened dimensions, which are the first of a stack; ``rest`` has the others."""
     done = 0
     for ranges in _boxes(start, stop, shape):
         sizes = [last - first for first, last in ranges]
         numel = math.prod(sizes)
-        yield tensor[done : done + numel].view([*sizes, *tensor.shape[1:]]), (*((one,) for one in ranges), *rest)
+        part = stack[:, done : done + numel]
+        yield part.reshape([len(stack), *sizes, *stack.shape[2:]]), (*((one,) for one in ranges), *rest)
         done += numel
     assert start + done == stop
 
@@ -280,30 +331,38 @@ def _boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[list[tuple[i
         yield from ([(last, last + 1), *rest] for rest in _boxes(0, stop - last * inner, shape[1:]))
 
 
-def _numbers(tensor: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sketch and the squares of a part; ``weights`` has a matrix [size, K] for each dimension."""
-    split = _split(tensor.shape)
-    left, right = _product(weights[:split], tensor.device), _product(weights[split:], tensor.device)
-    matrix = tensor.reshape(left.shape[0], right.shape[0])
-    chunk = _CHUNK if tensor.device.type == "cpu" else _CHUNK_OF_ACCELERATORS
-    columns = max(1, chunk // min(matrix.shape[0], _FEW))
-    rows = max(1, chunk // min(matrix.shape[1], columns))
+def _numbers(stack: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sketch and the squares of each tensor; ``weights`` has a matrix [size, K] for each dimension."""
+    split = _split(stack.shape[1:])
+    left, right = _product(weights[:split], stack.device), _product(weights[split:], stack.device)
+    count, height, width = len(stack), left.shape[0], right.shape[0]
+    matrices, chunk = stack.reshape(count, height, width), _chunk_on(stack.device)
+    columns = max(1, chunk // min(height, _FEW))
+    rows = max(1, chunk // min(width, columns))
     sketches, squares = [], []
-    for column in range(0, matrix.shape[1], columns):
-        block, own = matrix[:, column : column + columns], right[column : column + columns]
+    for column in range(0, width, columns):
+        own = right[column : column + columns]
         sums: torch.Tensor | None = None
-        for row in range(0, matrix.shape[0], rows):
-            part = block[row : row + rows].double().contiguous()
-            squares.append(torch.dot(part.view(-1), part.view(-1)))
-            if matrix.shape[0] < _FEW:
-                sketches.append(((part @ own) * left[row : row + rows]).sum(0))
-            elif sums is None:
-                sums = left[row : row + rows].t() @ part
-            else:
-                sums.addmm_(left[row : row + rows].t(), part)
+        for row in range(0, height, rows):
+            part = matrices[:, row : row + rows, column : column + columns].double().contiguous()
+            squares.append(_squares(part))
+            if height < _FEW:
+                sketches.append(((part @ own) * left[row : row + rows]).sum(1))
+                continue
+            mine = left[row : row + rows].t().expand(count, -1, -1)
+            sums = torch.bmm(mine, part) if sums is None else sums.baddbmm_(mine, part)
         if sums is not None:
-            sketches.append((sums * own.t()).sum(1))
-    return torch.cat([_total(sketches), _total(squares).view(1)])
+            sketches.append((sums * own.t()).sum(2))
+    return torch.cat([_total(sketches), _total(squares)[:, None]], dim=1)
+
+
+def _squares(stack: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of each matrix, by what is fast on a device: [matrices]."""
+    if stack.device.type == "cpu":
+        rows = stack.view(len(stack), 1, -1)
+        return torch.bmm(rows, rows.mT).flatten()
+    norms: torch.Tensor = torch.linalg.vector_norm(stack, dim=(1, 2))
+    return norms.square()
 
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.harness.tensors.fingerprints import bits_of, host_rows
+from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, report
 from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
@@ -167,7 +167,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
     def _start(self, models: Sequence[nn.Module]) -> Start:
         groups = groups_of(models, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(self._watch.parameters())
-        bits = host_rows([bits_of(local_of(parameter)) for _, parameter in parameters])
+        bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
         found = {}
         for (name, parameter), own in zip(parameters, bits, strict=True):
             place = self._watch.place(name, parameter)

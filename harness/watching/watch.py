@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import fingerprints, private
-from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of, digest, host_rows, on_host, position_hash
+from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of_all, digests, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.watching import calls
@@ -35,6 +35,9 @@ from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, O
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
+
+#: The most elements of own gradients that are kept until others can be read with them.
+_MOST_WAITING = 1 << 22
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -57,13 +60,21 @@ def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Pending:
-    """A gradient whose digest is still on its device."""
+    """A gradient whose digest is still on its device, or is still to be made of a tensor."""
 
-    __slots__ = ("digest", "dtype", "layout")
+    __slots__ = ("digest", "dtype", "layout", "tensor")
 
     def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
         self.layout, self.dtype = layout, name_of(tensor.dtype)
-        self.digest: Digest = digest(tensor, layout.box)
+        self.tensor: torch.Tensor | None = tensor
+        self.digest: Digest | None = None
+
+
+def _digest(pending: Sequence[_Pending]) -> None:
+    """Make the digests of gradients, of those that are alike together."""
+    tensors = [one.tensor for one in pending if one.tensor is not None]
+    for one, made in zip(pending, digests(tensors, [one.layout.box for one in pending]), strict=True):
+        one.digest, one.tensor = made, None
 
 
 class Watch:
@@ -182,6 +193,8 @@ class Watch:
 
     def _begin(self) -> None:
         self._own: dict[str, list[tuple[int, _Pending]]] = {}
+        self._waiting: list[_Pending] = []
+        self._waiting_numel = 0
         self._after_backward: dict[str, _Pending] = {}
         self._at_step: dict[str, _Pending] = {}
         self._unplaced: set[str] = set()
@@ -192,7 +205,7 @@ class Watch:
         self._rows: list[int] = []
         self._collectives = Trace()
         self._clipped_scaled = False
-        self._finite: list[tuple[str, torch.Tensor]] = []
+        self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = False
@@ -292,8 +305,21 @@ class Watch:
         layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
         pending = _Pending(local, layout)
         self._own.setdefault(name, []).append((self._backwards, pending))
-        self._finite.append((f"gradient of {name!r} before its reduction", pending.digest.numbers[K]))
+        self._finite.append((f"gradient of {name!r} before its reduction", pending))
         self._last = f"backward of {name!r}"
+        if not fingerprints.is_small(local):
+            _digest([pending])
+            return
+        # Small ones are read together; until then they are kept, whatever becomes of the gradient.
+        pending.tensor = local.clone()
+        self._waiting.append(pending)
+        self._waiting_numel += local.numel()
+        if self._waiting_numel > _MOST_WAITING:
+            self._digest_waiting()
+
+    def _digest_waiting(self) -> None:
+        _digest(self._waiting)
+        self._waiting, self._waiting_numel = [], 0
 
     @_guarded
     @torch.no_grad()
@@ -305,6 +331,7 @@ class Watch:
             return
         self._is_backward = self._is_late = False
         self._backwards += 1
+        self._digest_waiting()
         self._after_backward = self._gradients()
 
     @_guarded
@@ -398,26 +425,31 @@ class Watch:
                 found[name] = _Pending(local_of(gradient), layout)
             else:
                 self._unplaced.add(name)
+        _digest(list(found.values()))
         return found
 
     def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
-        for name, parameter in self.parameters():
-            if id(parameter) in rates:
-                rate = rates[id(parameter)]
-                rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
-                self._held[name] = {"optimizer": number, "lr": rate, "before": bits_of(local_of(parameter))}
+        mine = [(name, parameter) for name, parameter in self.parameters() if id(parameter) in rates]
+        bits = bits_of_all([local_of(parameter) for _, parameter in mine])
+        for (name, parameter), before in zip(mine, bits, strict=True):
+            rate = rates[id(parameter)]
+            rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
+            self._held[name] = {"optimizer": number, "lr": rate, "before": before, "state": {}}
 
     def _release(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+        places: list[tuple[dict[str, Any], str]] = []
+        tensors: list[torch.Tensor] = []
         for name, parameter in self.parameters():
             held = self._held.get(name)
             if held is None or held["optimizer"] != number:
                 continue
-            held["after"] = bits_of(local_of(parameter))
             state = optimizer.state.get(parameter, {})
-            held["state"] = {
-                str(key): bits_of(local_of(value)) for key, value in state.items() if isinstance(value, torch.Tensor)
-            }
+            own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            places += [(held, "after"), *((held["state"], key) for key in own)]
+            tensors += [local_of(parameter), *map(local_of, own.values())]
+        for (where, key), bits in zip(places, bits_of_all(tensors), strict=True):
+            where[key] = bits
 
     def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
         mine = [one for group in optimizer.param_groups for one in group["params"]]
@@ -441,7 +473,7 @@ class Watch:
         self._wants_batch = not found
         if not found:
             return
-        self._batches.append([position_hash(local_of(tensor.detach())) for tensor in found])
+        self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
 
     def _record(self) -> StepRecord:
@@ -456,7 +488,7 @@ class Watch:
         every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
             Gradient(one.layout.box, one.layout.pending, mark, one.dtype)
-            for one, mark in zip(every, on_host([one.digest for one in every]), strict=True)
+            for one, mark in zip(every, on_host([one.digest for one in every if one.digest is not None]), strict=True)
         ]
         for (name, number, _), gradient in zip(pending, seen, strict=False):
             record.own.setdefault(name, []).append((number, gradient))
@@ -466,7 +498,7 @@ class Watch:
         record.unplaced = sorted(self._unplaced)
         record.parameters = self._parameters_held()
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
-        values = host_rows([one for _, one in self._finite])
+        values = host_rows([_last_number(one) for _, one in self._finite])
         found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
@@ -487,7 +519,7 @@ class Watch:
                 if value is not None:
                     names.append((name, key))
                     tensors.append(value)
-        bits = {key: tuple(int(part) for part in row) for key, row in zip(names, host_rows(tensors), strict=True)}
+        bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         found = {}
         for name, parameter in live.items():
             place = self.place(name, parameter)
@@ -524,6 +556,11 @@ def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
         return False
     held, own = value.untyped_storage(), local_of(live).untyped_storage()
     return held.size() > own.size() and held.data_ptr() != own.data_ptr()
+
+
+def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
+    """Return what is finite if all of an output or of a gradient is."""
+    return value if isinstance(value, torch.Tensor) else value.digest.numbers[K]  # type: ignore[union-attr]
 
 
 def _number(value: Any) -> float | None:

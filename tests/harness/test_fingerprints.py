@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardproof.harness.tensors import fingerprints
-from shardproof.harness.tensors.fingerprints import Box, K, bits_of, digest, on_host
+from shardproof.harness.tensors.fingerprints import Box, K, bits_of, bits_of_all, digest, digests, on_host
 
 CPU = torch.device("cpu")
 SHAPES = [(), (1,), (7,), (0,), (5, 6), (3, 0), (4, 3, 5), (2, 3, 1, 4)]
@@ -149,6 +149,20 @@ def test_bits_see_what_their_xor_does_not(monkeypatch):
     assert torch.equal(bits_of(one)[:2], bits_of(other)[:2]) and not torch.equal(bits_of(one), bits_of(other))
     monkeypatch.setattr(fingerprints, "_SMALL", 0)
     assert torch.equal(bits_of(ones), bits_of(ones.flip(0))) and identity(ones) != identity(ones.flip(0))
+
+
+def test_many_at_once_are_what_each_is_alone():
+    shapes = [(3, 4), (5,), (3, 4), (), (0, 2), (3, 4), (300, 400), (5,), (300, 400)]
+    made = [torch.randn(shape) for shape in shapes]
+    made += [made[0].to(torch.bfloat16), made[1].to(torch.complex64).conj(), made[2].t().contiguous().t()]
+    boxes = [Box(tuple(tensor.shape)) for tensor in made]
+    boxes[2] = Box((6, 4), (((1, 3), (5, 6)), ((0, 4),)))
+    together = digests(made, boxes)
+    for tensor, box, one, bits in zip(made, boxes, together, bits_of_all(made), strict=True):
+        alone = digest(tensor, box)
+        assert_near(one.numbers, alone.numbers)
+        assert one.bits.tolist() == alone.bits.tolist() == bits.tolist() and one.numel == tensor.numel()
+    assert together[2].bits.tolist() == together[-1].bits.tolist()
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("dense", 0.5, 1.5), ("rank one", 0.3, 1.8), ("element", 0.3, 1.8)])
