@@ -143,11 +143,12 @@ def test_bits_see_what_their_xor_does_not(monkeypatch):
     """Of an even number of equal elements nothing is left in the XOR: not that there are any, nor which."""
     ones, twos = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([2.0, 2.0, 0.0])
     assert int(torch.hash_tensor(ones)) == int(torch.hash_tensor(twos)) == 0
-    assert len({tuple(bits_of(one)[:2].tolist()) for one in (ones, twos, torch.zeros(3))}) == 3
+    # In Adam's first step as many equal elements may grow as shrink, by one step.
     one = torch.full((4,), 1.5)
     other = one + 2**-23 * torch.tensor([1, -1, 1, -1])
-    assert torch.equal(bits_of(one)[:2], bits_of(other)[:2]) and not torch.equal(bits_of(one), bits_of(other))
+    assert not torch.equal(bits_of(one), bits_of(other)) and not torch.equal(bits_of(ones), bits_of(ones.flip(0)))
     monkeypatch.setattr(fingerprints, "_SMALL", 0)
+    assert len({tuple(bits_of(one).tolist()) for one in (ones, twos, torch.zeros(3))}) == 3
     assert torch.equal(bits_of(ones), bits_of(ones.flip(0))) and identity(ones) != identity(ones.flip(0))
 
 
