@@ -13,8 +13,8 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, doctor, plan, implementations, torch-names and findings read run files; they need neither torch
-nor a GPU.
+other than run, doctor, plan, implementations, torch-names and findings read run files; they need
+neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
