@@ -16,8 +16,6 @@ LOOPS = sorted(path.stem for path in (ROOT / "examples/loops").glob("*.py"))
 STEPS = 20
 #: Loops that need no mesh of two dimensions run with two ranks, the others with four.
 TWO = ("ddp", "fsdp2")
-#: One by day.
-_BY_DAY = "fsdp2"
 
 
 def _losses(ranks: int, script: pathlib.Path, *before: str) -> list[str]:
@@ -43,13 +41,8 @@ def _losses(ranks: int, script: pathlib.Path, *before: str) -> list[str]:
     return re.findall(r"loss (\S+)", done.stdout)
 
 
-def test_there_is_a_loop_by_day() -> None:
-    assert _BY_DAY in LOOPS and len(LOOPS) > 3
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == _BY_DAY else [pytest.mark.nightly]) for name in LOOPS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LOOPS)
 def test_losses_have_the_same_bits_with_the_doctor_and_without(name: str, tmp_path: pathlib.Path) -> None:
     text = (ROOT / f"examples/loops/{name}.py").read_text()
     # The same script for more steps, of which the last 17 are not watched, and with all digits of its losses.

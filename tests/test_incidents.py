@@ -31,8 +31,6 @@ LOOPS = {
     "fsdp2_tp": ["--accumulate", "2", "--clip", "torch"],
     "hsdp": ["--clip", "torch"],
 }
-#: One by day.
-_BY_DAY = "g03_sub_mesh"
 
 
 def _watched(script: pathlib.Path, *arguments: str) -> tuple[int, str]:
@@ -51,9 +49,8 @@ def _findings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("shardproof doctor: step ")]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == _BY_DAY else [pytest.mark.nightly]) for name in SAID]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SAID)
 def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> None:
     script = EXAMPLES / "incidents" / f"{name}.py"
     code, text = _watched(script)
