@@ -39,6 +39,9 @@ class _Unseen(Exchange):
         self.rank, self.size, self._patience = dist.get_rank(), dist.get_world_size(), patience
         self._group = _group()
 
+    def _meet(self) -> None:
+        """Leave it to the first gather to wait."""
+
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         self._group._get_backend(torch.device("cpu")).allgather([parts], [mine]).wait()
 

@@ -44,8 +44,7 @@ class Exchange:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            # It tells rank 0 which ranks do not come.
-            dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)
+            self._meet()
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self._gather(lengths, torch.tensor([data.numel()]))
             most = max(int(one) for one in lengths)
@@ -59,6 +58,10 @@ class Exchange:
             pickle.loads(bytes(part[: int(length)].numpy().tobytes()))
             for part, length in zip(parts, lengths, strict=True)
         ]
+
+    def _meet(self) -> None:
+        # It tells rank 0 which ranks do not come.
+        dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         dist.all_gather(parts, mine, group=self._group)
