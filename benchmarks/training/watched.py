@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -37,9 +38,10 @@ class Rank:
         if implementation == "ddp":
             model = DistributedDataParallel(model)
         else:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
             for unit in units_of(model):
-                fully_shard(unit)
-            fully_shard(model)
+                fully_shard(unit, mesh=mesh)
+            fully_shard(model, mesh=mesh)
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
