@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
-from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
 
 #: The spacing of numbers at 1.
@@ -49,6 +50,7 @@ class Evidence:
     records: Sequence[StepRecord]
     starts: Sequence[Start]
     holders: Mapping[str, Sequence[tuple[int, ...]]]
+    _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
     def step(self) -> int:
@@ -105,6 +107,12 @@ class Evidence:
         Of ranks that read the same data and have the same gradient of the same elements, one is taken: what they have
         is one contribution.
         """
+        if ("own", name) not in self._known:
+            self._known["own", name] = self._own(name)
+        found: dict[int, list[torch.Tensor]] = self._known["own", name]
+        return found
+
+    def _own(self, name: str) -> dict[int, list[torch.Tensor]]:
         found: dict[int, list[torch.Tensor]] = {}
         taken: dict[tuple[int, Box], list[Gradient]] = {}
         most = max((record.backwards for record in self.records), default=0)
@@ -117,7 +125,7 @@ class Evidence:
             if key in taken and not parts[0][1].pending and _are_same(taken[key], mine):
                 continue
             taken.setdefault(key, mine)
-            vectors = [torch.zeros(len(vector_of(mine[0])), dtype=torch.float64) for _ in range(max(most, 1))]
+            vectors = [torch.zeros(K, dtype=torch.float64) for _ in range(max(most, 1))]
             for number, gradient in parts:
                 vectors[min(number, len(vectors) - 1)] += vector_of(gradient)
             found[record.rank] = vectors
@@ -126,6 +134,8 @@ class Evidence:
     def assembled(self, name: str, rank: int, stage: str) -> torch.Tensor | None:
         """Return the vector of a reduced gradient as a rank has it, from the parts that its peers hold; None without.
 
+        It is one object for ranks that have the same.
+
         Args:
             stage: "after_backward" or "at_step".
         """
@@ -133,8 +143,28 @@ class Evidence:
         if mine is None:
             return None
         if mine.box.is_full and not mine.pending:
-            return vector_of(mine)
-        peers = self._peers(name, rank)
+            sketch = mine.fingerprint.sketch
+            if sketch not in self._known:
+                self._known[sketch] = vector_of(mine)
+            return cast(torch.Tensor, self._known[sketch])
+        peers = tuple(self._peers(name, rank))
+        if not self._is_shared(name, stage, peers):
+            return self._assembled(name, rank, stage, peers)
+        if ("whole", name, stage, peers) not in self._known:
+            self._known["whole", name, stage, peers] = self._assembled(name, rank, stage, peers)
+        return cast("torch.Tensor | None", self._known["whole", name, stage, peers])
+
+    def _is_shared(self, name: str, stage: str, peers: tuple[int, ...]) -> bool:
+        """Whether peers that have a gradient assemble the same: parts of the same elements are equal, and no sums."""
+        key = ("shared", name, stage, peers)
+        if key not in self._known:
+            gradients = [one for peer in peers if (one := getattr(self.records[peer], stage).get(name)) is not None]
+            marks = {one.box: one.fingerprint for one in gradients}
+            self._known[key] = not any(one.pending or marks[one.box] != one.fingerprint for one in gradients)
+        return bool(self._known[key])
+
+    def _assembled(self, name: str, rank: int, stage: str, peers: Sequence[int]) -> torch.Tensor | None:
+        mine = getattr(self.records[rank], stage)[name]
         order = [rank, *(one for one in peers if one != rank)]
         parts: dict[Box, torch.Tensor] = {}
         pending: dict[Box, tuple[int, ...]] = {}
@@ -158,15 +188,24 @@ class Evidence:
             return float(sum(one.fingerprint.squares for one in getattr(self.records[rank], stage).values()))
         found = 0.0
         for name in self.names:
-            parts: dict[Box, float] = {}
-            for peer in [rank, *self._peers(name, rank)]:
-                gradient = getattr(self.records[peer], stage).get(name)
-                if gradient is not None:
-                    parts.setdefault(gradient.box, gradient.fingerprint.squares)
-                if gradient is not None and gradient.box.is_full:
-                    break
-            found += sum(parts.values())
+            peers = tuple(self._peers(name, rank))
+            if rank not in peers or not self._is_shared(name, stage, peers):
+                found += self._squares(name, stage, [rank, *peers])
+                continue
+            if ("squares", name, stage, peers) not in self._known:
+                self._known["squares", name, stage, peers] = self._squares(name, stage, peers)
+            found += self._known["squares", name, stage, peers]
         return found
+
+    def _squares(self, name: str, stage: str, peers: Sequence[int]) -> float:
+        parts: dict[Box, float] = {}
+        for peer in peers:
+            gradient = getattr(self.records[peer], stage).get(name)
+            if gradient is not None:
+                parts.setdefault(gradient.box, gradient.fingerprint.squares)
+            if gradient is not None and gradient.box.is_full:
+                break
+        return sum(parts.values())
 
     def _peers(self, name: str, rank: int) -> Sequence[int]:
         parameter = self.records[rank].parameters.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -73,7 +74,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
                 lost.append(name)
             continue
         tolerance = evidence.tolerance(name)
-        outcome = [_judge(evidence, name, record.rank, own, tolerance, earlier) for record in evidence.records]
+        fits = _Fits(found.sums[name])
+        outcome = [_judge(evidence, name, record.rank, own, fits, tolerance, earlier) for record in evidence.records]
         known = [one for one in outcome if one is not None]
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
@@ -82,9 +84,9 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
         if not bad:
             for stage in _STAGES:
-                fits = [fit(one, found.sums[name]) for one in _assembled(evidence, name, stage)]
-                if fits and all(residual <= tolerance and factor != 0 for factor, residual in fits):
-                    values[stage][name] = (fits[0][0], max(residual for _, residual in fits))
+                fitted = [one for record in evidence.records if (one := fits.of(evidence, name, record.rank, stage))]
+                if fitted and all(one.residual <= tolerance and one.factor != 0 for one in fitted):
+                    values[stage][name] = (fitted[0].factor, max(one.residual for one in fitted))
             continue
         key = tuple(sorted({one[0] for _, one in bad}))
         details = [(rank, one[3], one[2]) for rank, one in bad]
@@ -109,10 +111,29 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
 _STAGES = ("after_backward", "at_step")
 
 
-def _assembled(evidence: Evidence, name: str, stage: str) -> list[torch.Tensor]:
-    """Return a reduced gradient as each rank has it that has one."""
-    found = [evidence.assembled(name, record.rank, stage) for record in evidence.records]
-    return [one for one in found if one is not None and bool(one.isfinite().all())]
+class _Fit(NamedTuple):
+    seen: torch.Tensor
+    factor: float
+    residual: float
+
+
+class _Fits:
+    """How a reduced gradient fits the sum of all parts, computed once for ranks that have the same."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._known: dict[int, _Fit | None] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def of(self, evidence: Evidence, name: str, rank: int, stage: str) -> _Fit | None:
+        """Return the fit of a gradient as a rank has it; None if that is not known, or not finite."""
+        seen = evidence.assembled(name, rank, stage)
+        if seen is None:
+            return None
+        if id(seen) not in self._known:
+            self._alive.append(seen)
+            self._known[id(seen)] = _Fit(seen, *fit(seen, self.whole)) if bool(seen.isfinite().all()) else None
+        return self._known[id(seen)]
 
 
 _Outcome = tuple[str, float, float, Diagnosis | None]
@@ -124,19 +145,19 @@ def _judge(
     name: str,
     rank: int,
     own: dict[int, list[torch.Tensor]],
+    fits: _Fits,
     tolerance: float,
     earlier: Sequence[Reduced],
 ) -> _Outcome | None:
     """Judge one gradient on one rank, after backward or else at the optimizer's step; None if it is not known."""
     before = [one.sums[name] for one in earlier if name in one.sums]
-    whole = total(own)
     outcomes: dict[str, _Outcome] = {}
     for stage in _STAGES:
-        seen = evidence.assembled(name, rank, stage)
-        if seen is None or not bool(seen.isfinite().all()):
+        fitted = fits.of(evidence, name, rank, stage)
+        if fitted is None:
             continue
-        factor, residual = fit(seen, whole)
-        if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(whole.norm()) == 0:
+        seen, factor, residual = fitted
+        if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(fits.whole.norm()) == 0:
             return "S1", factor, residual, None
         found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
         outcomes[stage] = ("?", factor, residual, None)
