@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By day, run every 24th test of a file marked ``sampled``: such tests start processes and wait for deadlines.
+    """By day, run every 40th test of a file marked ``sampled``: such tests start processes and wait for deadlines.
 
     The night runs them all, and a command line with a node id runs what it names.
     """
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     counts: collections.Counter[pathlib.Path] = collections.Counter()
     for item in items:
         if item.get_closest_marker("sampled") is not None and item.get_closest_marker("nightly") is None:
-            if counts[item.path] % 24:
+            if counts[item.path] % 40:
                 item.add_marker(pytest.mark.nightly)
             counts[item.path] += 1
 

@@ -29,6 +29,7 @@ def test_an_example_has_its_imports(example):
     assert used - bound <= INTRODUCED, used - bound
 
 
+@pytest.mark.nightly
 def test_the_cases_are_collected_and_the_first_runs(tmp_path):
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["shardproof.plugin"]\n')
     for number, example in enumerate(CASES):

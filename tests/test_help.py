@@ -78,7 +78,11 @@ def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
 LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "--collect-only", "-q")
 
 
-@pytest.mark.parametrize("given", [["-p", "no:cacheprovider"], ["-pno:cacheprovider"]], ids=["apart", "together"])
+@pytest.mark.parametrize(
+    "given",
+    [["-p", "no:cacheprovider"], pytest.param(["-pno:cacheprovider"], marks=pytest.mark.nightly)],
+    ids=["apart", "together"],
+)
 def test_pytest_without_its_cache(tmp_path, monkeypatch, given):
     """The option for the place of the cache is the cache's own."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)

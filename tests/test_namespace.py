@@ -46,6 +46,7 @@ def test_ranks(rank):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("folder", ["suites", "shardproof/suites"])
 def test_one_name_for_each_file(tmp_path, folder):
     """In a run of a file of cases and of one case of the suites, with a plugin that looks at the controller."""

@@ -8,6 +8,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.state import STATE
@@ -48,6 +50,7 @@ def pytest_collection_finish(session):
         json.dump(sorted(asked), file)
 
 
+@pytest.mark.nightly
 def test_an_adapter_that_declares_nothing_is_asked_two_thirds_of_what_is_for_any(tmp_path):
     contract = (ROOT / "docs/contract.md").read_text()
     marked = set(re.findall(r"^\| ([A-Z]+-\d+) \| any \|", contract, flags=re.MULTILINE))

@@ -324,6 +324,7 @@ def test_a_simulation_without_a_name(tmp_path, path):
         assert case["verdict"] == "pass" or path in case["missing"][0], printed
 
 
+@pytest.mark.nightly
 def test_a_name_that_cases_need(tmp_path):
     """A case that uses it is unmet, the others pass; a simulated one says it in one line."""
     path = "torch._C._distributed_c10d._register_process_group"

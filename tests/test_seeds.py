@@ -60,6 +60,7 @@ def _show(part):
     return ", ".join(f"{name}={text}" for name, text in sorted(part))
 
 
+@pytest.mark.nightly
 def test_the_suites_have_every_combination(items):
     found = sorted(problems(TABLE, items))
     assert not found, "\n".join(found)

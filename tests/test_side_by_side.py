@@ -71,6 +71,7 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     assert not FAKE_REDUCES or "torch.fully_shard: reference 0.0e+00" in done.stdout
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
     options = ["--backend", "fake", "--device", "cpu", "--rounds", "1", "--steps", "1"]
     options += ["--implementations", "reference.flat"]

@@ -184,6 +184,7 @@ def module(nothing_imported, tmp_path, monkeypatch):
     return write
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("source", "says"),
     [

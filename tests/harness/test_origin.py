@@ -114,6 +114,7 @@ def test_a_hash_is_of_names_and_bytes(tmp_path):
     assert hashes[0] == origin.hash_of({"y": other, "x": one}), "their order does not matter"
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not (PACKAGE.resolve().parent / ".git").exists(), reason="these sources are no clone")
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_run_asks_git_once_and_its_ranks_do_not(run, pytester, monkeypatch, workers):

@@ -73,8 +73,7 @@ CASES = {
 }
 #: Of all pairs these run in CI; the others at night.
 IN_CI = {
-    ("gpt", "torch.fully_shard"), ("llama-mixed", "reference"), ("llama-mixed", "torch.fsdp"),
-    ("tied-kept", "torch.fsdp"), ("odd-recomputed", "torch.fully_shard"), ("odd-recomputed", "reference.flat"),
+    ("gpt", "torch.fully_shard"), ("llama-mixed", "reference"), ("odd-recomputed", "reference.flat"),
 }  # fmt: skip
 
 
@@ -108,7 +107,7 @@ def test_a_simulation_holds_what_real_tensors_hold(case, implementation):
 
 RESHARDS = {"default": None, "freed": True, "kept": False}
 EXACT_IN_CI = {
-    ("freed", "reference"), ("default", "torch.fully_shard"), ("kept", "torch.fsdp"), ("freed", "reference.flat"),
+    ("freed", "reference"), ("kept", "torch.fsdp"),
 }  # fmt: skip
 
 
@@ -130,6 +129,7 @@ def test_gradients_are_reduced_by_default_as_the_implementation_does(implementat
     assert [one.simulated for one in plan.worlds[0].formulas] == [one.value for one in plan.worlds[0].formulas]
 
 
+@pytest.mark.nightly
 def test_what_formulas_leave_out_is_shown():
     """Padding, where sizes do not divide, and the counters of Adam."""
     (world,) = planned.plan(request_of("odd", "torch.fully_shard"), [(3,)], node_size=8).worlds
@@ -138,6 +138,7 @@ def test_what_formulas_leave_out_is_shown():
     assert shown["shards"] > 0 and shown["optimizer state"] > 0 and shown["bytes of gathers"] > 0
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_not_the_first():
     """The last of three ranks holds parts with padding, whose optimizer state has none."""
     first, last = (

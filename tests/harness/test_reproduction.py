@@ -74,6 +74,7 @@ def options_of(line):
     return words[next(i for i, word in enumerate(words) if "::" in word) + 1 :]
 
 
+@pytest.mark.nightly
 def test_a_case_of_a_project_in_a_directory_below(start, tmp_path):
     folder = tmp_path / "a folder" / "cases"
     folder.mkdir(parents=True)

@@ -33,13 +33,6 @@ def verdicts(records):
     return {(record["id"].partition("::")[2], record["implementation"]): record["verdict"] for record in records}
 
 
-def test_ranks_of_real_worlds(tmp_path):
-    """Two ranks; four, all settings and implementations by night."""
-    code, records, output = run(tmp_path, "reference", "-k", "plain and w2")
-    assert code == 0, output
-    assert verdicts(records) == {("test_one_dimension[w2-plain]", "reference"): "pass"}
-
-
 @pytest.mark.nightly
 def test_ranks_of_real_worlds_with_all_settings(tmp_path):
     code, records, output = run(tmp_path, "reference,reference.flat,torch.fully_shard,torch.fsdp")

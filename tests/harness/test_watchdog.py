@@ -81,12 +81,14 @@ def test_a_dump_is_read_when_it_is_complete(rank, tmp_path):
     assert re.search(r"most recent call first\):\n  File \"<string>\", line \d+ in <module>\n$", text)
 
 
+@pytest.mark.nightly
 def test_a_dump_that_takes_too_long_is_called_cut_off(rank, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "_STACK_SECONDS", 0.5)
     text = dump(rank(threads=8, pause=0.05), tmp_path)
     assert text.endswith("(cut off: the rank did not finish its stack dump within 0.5 s)\n")
 
 
+@pytest.mark.nightly
 def test_stopped_ranks_share_one_wait(rank, tmp_path, monkeypatch):
     pid = rank(threads=1, pause=0)
     os.kill(pid, signal.SIGSTOP)

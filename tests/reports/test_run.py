@@ -214,6 +214,7 @@ def test_what_is_not_compressed_although_its_name_says_so_is_one_line(tmp_path, 
     assert re.fullmatch(f"{path}: not (compressed by gzip|a JSON file): .*", str(raised.value))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.json.gz")), ids=lambda path: path.name)
 def test_published_runs_stay_readable(path):
     """Their records are kept so that later pages need no rerun."""
