@@ -23,6 +23,12 @@ class Stage(enum.Enum):
     SHARDING = "sharding"
     """What each rank holds: the bytes once the model is sharded, and the elements of its shards."""
 
+    INPUT = "input"
+    """The tensors that a forward of the root gets. Only recordings have them."""
+
+    INITIAL = "parameter before step"
+    """The parameters before the optimizer step. Only recordings have them."""
+
     GATHERED = "gathered parameter"
     """A parameter as a module's forward finds it. Only ``--explain`` sees it."""
 

@@ -5,6 +5,7 @@ never gathers, waits for a stream or changes what it sees.
 
 - ``capture``: copies what the modules of a model compute, for ``--explain``.
 - ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
+- ``events``: what a tensor of a step is, for those that take each as it appears.
 - ``names``: the names of parameters in the unsharded, unwrapped model.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.

@@ -1,4 +1,4 @@
-"""Sees calls of torch's functions: total norms and clipping, updates of loss scalers, collectives, and the end.
+"""Sees calls of torch's functions: norms and clipping, backward, loss scalers, collectives, and the end.
 
 ``clip_grad_norm_`` calls two functions of its module by their private names. They are observed under these, because
 user code has often imported the public ones before anything can be observed. Of collectives those are seen that the
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,9 @@ class Observer(Protocol):
 
     def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
         """After a total norm was computed, or before gradients are clipped to ``max_norm`` by it."""
+
+    def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a backward pass begins on these tensors; not before one within another, as of recomputation."""
 
     def on_unscale(self) -> None:
         """Before a loss scaler unscales the gradients of an optimizer."""
@@ -75,6 +78,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     if (clip := private.find(_CLIP)) is not None:
         for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
             yield path, _before_clip(clip)
+    yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
     destroy = dist.destroy_process_group
@@ -108,6 +112,23 @@ def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
+
+
+def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    depth = [0]
+
+    @functools.wraps(function)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if depth[0] == 0:
+            for one in list(_observers):
+                one.on_backward([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
+        depth[0] += 1
+        try:
+            return function(tensors, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    return backward
 
 
 def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:

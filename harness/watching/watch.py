@@ -9,6 +9,7 @@ when the step has ended, so that nothing is waited for.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -29,8 +30,10 @@ from shardproof.harness.tensors import fingerprints, private
 from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of_all, digests, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
+from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.names import is_compiled, modules_of, name_of, parameters_of
+from shardproof.harness.watching.events import Event, Sink
+from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of
 from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
@@ -89,6 +92,9 @@ class Watch:
         layout: where a tensor does not say it itself.
         on_error: takes an error of ours in a hook; nothing of it reaches the training.
         passes: exceptions of ``on_end`` that do.
+        sink: takes each tensor of a watched step; see ``events``.
+        modules: whether it takes the outputs of modules and their gradients as well.
+        digests: whether records have digests of gradients and bits of parameters and states, which cost time.
     """
 
     def __init__(
@@ -100,8 +106,12 @@ class Watch:
         layout: LayoutOf | None = None,
         on_error: Callable[[Exception], None],
         passes: tuple[type[Exception], ...] = (),
+        sink: Sink | None = None,
+        modules: bool = False,
+        digests: bool = True,
     ) -> None:
         self._on_error, self._passes = on_error, passes
+        self._sink, self._sees_modules, self._makes_digests = sink, modules and sink is not None, digests
         self._on_end, self._steps, self._layout = on_end, frozenset(steps), layout
         self._optimizers = [weakref.ref(one) for one in optimizers]
         self.step = 0
@@ -201,6 +211,9 @@ class Watch:
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
+        self._norm: Any = None
+        self._norm_calls = 0
+        self._calls: collections.Counter[str] = collections.Counter()
         self._batches: list[list[torch.Tensor]] = []
         self._rows: list[int] = []
         self._collectives = Trace()
@@ -242,9 +255,10 @@ class Watch:
                 if self.is_watching:
                     if not self._forwards:
                         # Before the step computes anything, because what is copied to a device is waited for.
-                        for _, parameter in self.parameters():
+                        for _, parameter in self.parameters() if self._makes_digests else ():
                             fingerprints.prepare(parameter.shape, local_of(parameter).device)
                     self._forwards += 1
+                    self._calls.clear()
                     self._take_batch((args, kwargs))
         if not self.is_watching or not torch.is_grad_enabled():
             return
@@ -270,6 +284,30 @@ class Watch:
         if self.is_watching and torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 self._note_output(f"output of {name or 'the model'!r}", tensor)
+            # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
+            if self._sees_modules and (is_root or self._depth) and inner_of(module) is None:
+                self._emit_outputs(name, output)
+
+    def _emit_outputs(self, name: str, output: Any) -> None:
+        number, self._calls[name] = self._calls[name], self._calls[name] + 1
+        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        for index, tensor in enumerate(floating):
+            place = layout_of(tensor) if isinstance(tensor, DTensor) else None
+            event = Event(Stage.MODULE_OUTPUT, name, "", self._forwards - 1, number, index, place)
+            self._emit(event, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._on_output_gradient, event))
+
+    @_guarded
+    def _on_output_gradient(self, output: Event, gradient: torch.Tensor) -> None:
+        if self.is_watching and not self._stepped:
+            place = layout_of(gradient) if isinstance(gradient, DTensor) else None
+            self._emit(dataclasses.replace(output, stage=Stage.OUTPUT_GRADIENT, layout=place), gradient)
+
+    @torch.no_grad()
+    def _emit(self, event: Event, tensor: torch.Tensor) -> None:
+        if self._sink is not None:
+            self._sink(event, local_of(tensor.detach()))
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -303,10 +341,13 @@ class Watch:
             private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
         local = local_of(gradient)
         layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
+        self._last = f"backward of {name!r}"
+        self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
+        if not self._makes_digests:
+            return
         pending = _Pending(local, layout)
         self._own.setdefault(name, []).append((self._backwards, pending))
         self._finite.append((f"gradient of {name!r} before its reduction", pending))
-        self._last = f"backward of {name!r}"
         if not fingerprints.is_small(local):
             _digest([pending])
             return
@@ -332,7 +373,7 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._digest_waiting()
-        self._after_backward = self._gradients()
+        self._after_backward = self._gradients(Stage.GRADIENT)
 
     @_guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -340,7 +381,7 @@ class Watch:
             return
         with torch.no_grad():
             self._last = f"step of {type(optimizer).__name__}"
-            self._at_step |= self._gradients()
+            self._at_step |= self._gradients(Stage.CLIPPED_GRADIENT, of=optimizer)
             self._hold(optimizer, len(self._stepped))
 
     @_guarded
@@ -367,8 +408,25 @@ class Watch:
     @_guarded
     def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
         if self.is_watching and not self._stepped:
+            if value is not self._norm:  # what was computed is clipped by
+                self._emit_norm(value)
+            self._norm = value
             value = value.detach().clone() if isinstance(value, torch.Tensor) else value
             self._norms.append((function, value, max_norm, norm_type))
+
+    def _emit_norm(self, value: Any) -> None:
+        place = layout_of(value) if isinstance(value, DTensor) else Layout(Box(()))
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+        self._emit(Event(Stage.TOTAL_NORM, "", "", 0, self._norm_calls, 0, place), tensor)
+        self._norm_calls += 1
+
+    @_guarded
+    def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.is_watching and not self._stepped:
+            scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
+            for index, tensor in enumerate(scalars):
+                place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
+                self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
 
     @_guarded
     def on_collective(self, collective: Collective) -> None:
@@ -414,13 +472,19 @@ class Watch:
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
         return layout_of(tensor)
 
-    def _gradients(self) -> dict[str, _Pending]:
+    def _gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, _Pending]:
+        """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         found = {}
+        steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
         for name, parameter in self.parameters():
             gradient = parameter.grad
             if gradient is None:
                 continue
             layout = self.place(name, gradient)
+            if steps is None or id(parameter) in steps:
+                self._emit(Event.of(stage, name, layout, max(self._backwards - 1, 0)), gradient)
+            if not self._makes_digests:
+                continue
             if layout is not None:
                 found[name] = _Pending(local_of(gradient), layout)
             else:
@@ -431,7 +495,11 @@ class Watch:
     def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
         mine = [(name, parameter) for name, parameter in self.parameters() if id(parameter) in rates]
-        bits = bits_of_all([local_of(parameter) for _, parameter in mine])
+        for name, parameter in mine if self._sink is not None else ():
+            self._emit(Event.of(Stage.INITIAL, name, self.place(name, parameter)), parameter)
+        bits: Sequence[torch.Tensor | None] = [None] * len(mine)
+        if self._makes_digests:
+            bits = bits_of_all([local_of(parameter) for _, parameter in mine])
         for (name, parameter), before in zip(mine, bits, strict=True):
             rate = rates[id(parameter)]
             rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
@@ -446,10 +514,20 @@ class Watch:
                 continue
             state = optimizer.state.get(parameter, {})
             own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            if self._sink is not None:
+                self._emit_stepped(name, parameter, own)
+            if not self._makes_digests:
+                continue
             places += [(held, "after"), *((held["state"], key) for key in own)]
             tensors += [local_of(parameter), *map(local_of, own.values())]
         for (where, key), bits in zip(places, bits_of_all(tensors), strict=True):
             where[key] = bits
+
+    def _emit_stepped(self, name: str, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        self._emit(Event.of(Stage.PARAMETER, name, self.place(name, parameter)), parameter)
+        for key, value in state.items():
+            place = self.place(name, value) if value.ndim else layout_of(value)
+            self._emit(Event.of(Stage.OPTIMIZER_STATE, name, place, key=key), value)
 
     def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
         mine = [one for group in optimizer.param_groups for one in group["params"]]
@@ -460,7 +538,7 @@ class Watch:
         return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(dead), agree)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
             return
         last, version = self._output
         if last() is tensor and version == tensor._version:
@@ -475,6 +553,9 @@ class Watch:
             return
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
+        for index, tensor in enumerate(found):
+            place = layout_of(tensor) if isinstance(tensor, DTensor) else None
+            self._emit(Event(Stage.INPUT, "", "", self._forwards - 1, 0, index, place), tensor)
 
     def _record(self) -> StepRecord:
         record = StepRecord(
