@@ -129,6 +129,11 @@ BAD = {
     "no world": (["--mesh", "8", "--worlds", "8,x"], "--worlds '8,x': 'x' is no number of ranks"),
     "rank": (["--mesh", "4", "--rank", "4"], "--rank 4: a world of 4 ranks has 0 to 3"),
     "shape": (["--mesh", "4", "--model", "llama:9b"], "no shape is called 'llama:9b'; known are gpt:0.1b, gpt:0.4b, "),
+    "size": (["--mesh", "4", "--layers", "2"], "gpt': --layers and --dim are for known shapes; this model has its own"),
+    "width": (
+        ["--mesh", "4", "--model", "llama:8b", "--dim", "9"],
+        "--dim 9 has no heads of an even number of at least",
+    ),
     "no name": (["--mesh", "4", "--model", "llama"], "--model 'llama': give module:function, or one of gpt:0.1b, "),
     "module": (["--mesh", "4", "--model", "no.module:build"], "'no.module' does not import: ModuleNotFoundError: "),
     "function": (["--mesh", "4", "--model", f"{MODELS}:nothing"], f"module '{MODELS}' has no 'nothing'"),
@@ -194,3 +199,9 @@ def test_a_torch_that_simulation_does_not_know(monkeypatch, capsys):
     assert capsys.readouterr().err == f"shardproof: {complaint}\n"
     with pytest.raises(RuntimeError, match="of another kind"):
         fails(RuntimeError("of another kind"))
+
+
+def test_a_known_shape_that_is_cut_down(capsys):
+    assert main(["plan", "--model", "llama:8b", "--layers", "2", "--dim", "64", "--mesh", "2"]) == 0
+    said = "llama:8b (Llama 3 8B, cut to 2 layers of width 64): "
+    assert capsys.readouterr().out.startswith(said)

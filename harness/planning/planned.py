@@ -101,7 +101,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
         ValueError: the request is not valid, the model cannot be built without data, or the implementation cannot be
             simulated. The message is one line.
     """
-    subject = subject_of(request.model)
+    subject = subject_of(request.model, layers=request.layers, dim=request.dim)
     adapter = _adapter(request, dimensions=len(wanted[0]))
     hosts = [hosts_of(mesh, node_size) for mesh in wanted]
     for mesh in wanted:

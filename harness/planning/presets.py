@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ class GptBlock(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.size = shape.dim // shape.heads
         self.attention_norm = nn.LayerNorm(shape.dim)
         self.qkv = nn.Linear(shape.dim, 3 * shape.dim)
         self.out = nn.Linear(shape.dim, shape.dim)
@@ -59,7 +61,7 @@ class GptBlock(nn.Module):
         self.down = nn.Linear(shape.hidden, shape.dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (_split(one, self.heads) for one in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
+        query, key, value = (_split(one, self.size) for one in self.qkv(self.attention_norm(x)).chunk(3, dim=-1))
         x = x + self.out(_attend(query, key, value))
         added: torch.Tensor = self.down(functional.gelu(self.up(self.mlp_norm(x))))
         return x + added
@@ -67,6 +69,16 @@ class GptBlock(nn.Module):
 
 class Gpt(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocab)."""
+
+    #: The fused layer's output is gathered, because a rank's part of it is not its heads of each of the three.
+    tp_plan: ClassVar[dict[str, str]] = {
+        "tokens": "embedding_rowwise",
+        "layers.*.qkv": "colwise_gather_output",
+        "layers.*.out": "rowwise_split_input",
+        "layers.*.up": "colwise",
+        "layers.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()
@@ -104,8 +116,8 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads, self.key_heads = shape.heads, shape.key_heads
-        keys = shape.dim // shape.heads * shape.key_heads
+        self.size, self.repeats = shape.dim // shape.heads, shape.heads // shape.key_heads
+        keys = self.size * shape.key_heads
         self.attention_norm = RmsNorm(shape.dim)
         self.query = nn.Linear(shape.dim, shape.dim, bias=False)
         self.key = nn.Linear(shape.dim, keys, bias=False)
@@ -118,11 +130,11 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
         normed = self.attention_norm(x)
-        query = _rotated(_split(self.query(normed), self.heads), cosines, sines)
-        key = _rotated(_split(self.key(normed), self.key_heads), cosines, sines)
-        value = _split(self.value(normed), self.key_heads)
-        if self.key_heads < self.heads:
-            key, value = (one.repeat_interleave(self.heads // self.key_heads, dim=1) for one in (key, value))
+        query = _rotated(_split(self.query(normed), self.size), cosines, sines)
+        key = _rotated(_split(self.key(normed), self.size), cosines, sines)
+        value = _split(self.value(normed), self.size)
+        if self.repeats > 1:
+            key, value = (one.repeat_interleave(self.repeats, dim=1) for one in (key, value))
         x = x + self.out(_attend(query, key, value))
         normed = self.mlp_norm(x)
         added: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
@@ -135,8 +147,16 @@ class Llama(nn.Module):
     cosines: torch.Tensor
     sines: torch.Tensor
 
+    tp_plan: ClassVar[dict[str, str]] = {
+        "tokens": "embedding_rowwise",
+        **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value", "gate", "up")},
+        **{f"layers.*.{name}": "rowwise" for name in ("out", "down")},
+        "head": "colwise_gather_output",
+    }
+
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()
+        self.key_heads = shape.key_heads
         self.tokens = nn.Embedding(shape.vocab, shape.dim)
         self.layers = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = RmsNorm(shape.dim)
@@ -158,9 +178,9 @@ class Llama(nn.Module):
         return logits
 
 
-def _split(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(batch, length, dim) to (batch, heads, length, dim / heads)."""
-    parts: torch.Tensor = x.unflatten(-1, (heads, -1))
+def _split(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(batch, length, heads * size) to (batch, heads, length, size), of all heads or of a tensor-parallel rank's."""
+    parts: torch.Tensor = x.unflatten(-1, (-1, size))
     return parts.transpose(1, 2)
 
 
@@ -228,13 +248,39 @@ KNOWN = {
 FAMILIES = frozenset(name.partition(":")[0] for name in KNOWN)
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str, known: Mapping[str, Shape] = KNOWN) -> Shape:
     """Return the shape of this name; another one is a ValueError of one line, with the names that are known."""
-    if name in KNOWN:
-        return KNOWN[name]
-    near = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.7)
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise ValueError(f"no shape is called {name!r}; known are {', '.join(KNOWN)}.{hint}")
+    raise ValueError(f"no shape is called {name!r}; known are {', '.join(known)}.{hint}")
+
+
+#: The fewest elements of a head, and of what the vocabulary and the layers behind attention are a multiple.
+_LEAST_HEAD = _MULTIPLE = 8
+
+
+def resized(shape: Shape, *, layers: int | None, dim: int | None) -> Shape:
+    """Return a shape of the same family with other numbers: ``layers``, and the width with what follows from it.
+
+    The layers behind attention and the vocabulary keep their ratio to the width, rounded up to a multiple of 8. Of
+    heads there are the most that divide the width into heads of an even number of at least 8 elements, at most as many
+    as the shape has; as many of them share a head of keys as there, or else two, or none. A width without such heads is
+    a ValueError of one line.
+    """
+    layers = shape.layers if layers is None else layers
+    if dim is None or dim == shape.dim:
+        return dataclasses.replace(shape, layers=layers)
+    most, shared = min(shape.heads, dim // _LEAST_HEAD), shape.heads // shape.key_heads
+    fitting = ((heads, by) for by in (shared, min(shared, 2), 1) for heads in range(most // by * by, 0, -by))
+    heads, shared = next(((heads, by) for heads, by in fitting if dim % (2 * heads) == 0), (0, 1))
+    if not heads:
+        raise ValueError(f"--dim {dim} has no heads of an even number of at least {_LEAST_HEAD} elements")
+    hidden, vocab = (-(-one * dim // shape.dim // _MULTIPLE) * _MULTIPLE for one in (shape.hidden, shape.vocab))
+    return dataclasses.replace(
+        shape, layers=layers, dim=dim, heads=heads, key_heads=heads // shared, hidden=hidden, vocab=vocab
+    )
 
 
 def build(shape: Shape, length: int) -> nn.Module:

@@ -32,6 +32,7 @@ class Request:
     Attributes:
         model: a known shape, or ``module:function``.
         implementation: the adapter's name.
+        layers: of a known shape, cut down to so many; ``dim`` likewise is its width.
         batch: sequences of a rank's batch.
         sequence: tokens of each; None is the shape's own.
         dtype: of the parameters, and so of shards, gradients and optimizer state.
@@ -46,6 +47,8 @@ class Request:
 
     model: str
     implementation: str
+    layers: int | None = None
+    dim: int | None = None
     batch: int = 1
     sequence: int | None = None
     dtype: torch.dtype = torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from shardproof.harness.adapters.registry import line_of_error
-from shardproof.harness.planning import presets
+from shardproof.harness.planning import packaged, presets
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import map_tensors
 
 _READS = tuple(
     private.take(f"torch._subclasses.fake_tensor.{name}")
@@ -62,20 +64,30 @@ _RETURNS = "return a torch.nn.Module, or a tuple of one, inputs(batch, sequence)
 #: Tokens of a sequence, for models of the user.
 _LENGTH = 2048
 
+_KNOWN = presets.KNOWN | packaged.KNOWN
+_FAMILIES = presets.FAMILIES | {"transformers"}
 
-def subject_of(name: str) -> Subject:
+
+def subject_of(name: str, *, layers: int | None = None, dim: int | None = None) -> Subject:
     """Return what ``name`` stands for, ``family:size`` of a known shape or ``module:function``, which is imported.
+
+    A known shape is cut down to ``layers`` and ``dim`` as :func:`presets.resized` says.
 
     Raises:
         ModelError: there is no such shape, or the module does not import or has no such function, or the function needs
-            arguments. One line.
+            arguments, or sizes are given for it. One line.
     """
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
-        raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(presets.KNOWN)}")
-    if module_name in presets.FAMILIES:
-        shape = presets.shape_of(name)
-        return Subject(shape.like, shape.length, lambda length: _of_tokens(presets.build(shape, length)))
+        raise ModelError(f"--model {name!r}: give module:function, or one of {', '.join(_KNOWN)}")
+    if module_name in _FAMILIES:
+        shape = presets.resized(presets.shape_of(name, _KNOWN), layers=layers, dim=dim)
+        about = shape.like
+        if layers is not None or dim is not None:
+            about += f", cut to {shape.layers} layers of width {shape.dim}"
+        return Subject(about, shape.length, lambda length: _known(name, shape, length))
+    if layers is not None or dim is not None:
+        raise ModelError(f"--model {name!r}: --layers and --dim are for known shapes; this model has its own sizes")
     function = _function(name, module_name, function_name)
     return Subject("", _LENGTH, lambda length: _built(name, function))
 
@@ -85,6 +97,48 @@ def why(error: BaseException) -> str:
     if isinstance(error, _READS):
         return f"it reads values of tensors, and a simulation has none ({error})"
     return line_of_error(error)
+
+
+def microbatch(built: Built, *, step: int, rank: int, index: int, batch: int, sequence: int) -> tuple[Any, ...]:
+    """Draw the arguments of a forward on the CPU by these numbers alone: whoever asks gets the same values.
+
+    They are those of ``built.inputs``, under a seed. Tensors of zeros, which do for a plan, are drawn anew: integers as
+    rows of the model's first embedding, floating-point numbers from a normal distribution.
+
+    Args:
+        rank: the data-parallel rank that reads them.
+        index: the microbatch's in the step.
+        batch: sequences, of ``sequence`` tokens each.
+    """
+    rows = next((one.num_embeddings for one in built.model.modules() if isinstance(one, nn.Embedding)), None)
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.bool or tensor.count_nonzero():
+            return tensor
+        if tensor.is_floating_point():
+            return torch.randn_like(tensor)
+        return tensor if rows is None else torch.randint_like(tensor, rows)
+
+    seed = hashlib.blake2b(f"{step} {rank} {index}".encode(), digest_size=8).digest()
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Not torch.manual_seed: it would seed the generators of devices too.
+        torch.default_generator.manual_seed(int.from_bytes(seed, "big"))
+        values: tuple[Any, ...] = map_tensors(drawn, built.inputs(batch, sequence))
+    return values
+
+
+def _known(name: str, shape: presets.Shape, length: int) -> Built:
+    if shape.family != "transformers":
+        return _of_tokens(presets.build(shape, length))
+    try:
+        model = packaged.build(name, shape, length)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise ModelError(f"--model {name!r}: transformers does not import: {line_of_error(error)}") from error
+        raise ModelError(f"--model {name!r} needs the package transformers: pip install '.[transformers]'") from error
+    if name == "transformers:vit":
+        return Built(model, packaged.image_inputs, packaged.image_loss)
+    return _of_tokens(model)
 
 
 def _of_tokens(model: nn.Module) -> Built:
@@ -128,7 +182,7 @@ def _function(name: str, module_name: str, function_name: str) -> Callable[[], A
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        known = "" if "." in module_name else f"; known families of shapes are {', '.join(sorted(presets.FAMILIES))}"
+        known = "" if "." in module_name else f"; known families of shapes are {', '.join(sorted(_FAMILIES))}"
         raise ModelError(f"--model {name!r}: {module_name!r} does not import: {line_of_error(error)}{known}") from error
     function: Any = getattr(module, function_name, None)
     if function is None:

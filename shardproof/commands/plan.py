@@ -105,6 +105,8 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(
         model=options.model,
         implementation=options.impl,
+        layers=options.layers,
+        dim=options.dim,
         batch=options.batch,
         sequence=options.sequence,
         dtype=DTYPES[options.dtype],
@@ -183,6 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help="a known shape such as llama:8b, or module:function; "
         "an unknown shape prints the known ones")  # fmt: skip
+    add("--layers", type=_positive, metavar="N", help="cut a known shape down to so many layers")
+    add("--dim", type=_positive, metavar="N", help="cut a known shape down to this width; heads, vocabulary and the "
+        "layers behind attention follow")  # fmt: skip
     add("--mesh", required=True, metavar="MESH", help="ranks, as 512, or replicas x shards, as 64x8")
     add("--impl", default="torch.fully_shard", metavar="NAME", help="an implementation of `shardproof implementations` "
         "(default: torch.fully_shard)")  # fmt: skip

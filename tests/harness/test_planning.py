@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import pytest
 import torch
+from torch import nn
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.planning import anatomy, planned, presets, request
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.planning import anatomy, packaged, planned, presets, request, tensor_parallel
 from shardproof.harness.planning.request import Request
-from shardproof.harness.planning.subject import subject_of
+from shardproof.harness.planning.subject import Built, ModelError, microbatch, subject_of
 from shardproof.harness.simulation.memory import Ledger
 from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.tensors import memory
+from shardproof.testing import world
 from tests.harness import planned_models
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
 
@@ -232,3 +238,103 @@ def test_a_known_shape_has_the_parameters_of_its_name(name):
     numel = sum(parameter.numel() for parameter in model.parameters())
     assert float(name.partition(":")[2].removesuffix("b")) == pytest.approx(numel / 1e9, rel=0.04, abs=0.05)
     assert len(anatomy.choose_units(model)) == shape.layers
+
+
+# Shapes that are cut down, models of transformers, their data, and their tensor-parallel plans
+
+
+def built(name, length=16, **sizes):
+    torch.manual_seed(0)
+    return subject_of(name, **sizes).build(length)
+
+
+def loss_of(made, **numbers):
+    given = microbatch(made, batch=2, sequence=16, **{"step": 0, "rank": 0, "index": 0} | numbers)
+    return made.loss(made.model(*given), *given)
+
+
+@pytest.mark.parametrize("name", presets.KNOWN)
+def test_a_shape_of_its_own_width_is_itself(name):
+    shape = presets.shape_of(name)
+    assert presets.resized(shape, layers=None, dim=shape.dim) == shape
+    small = presets.resized(shape, layers=2, dim=64)
+    assert (small.layers, small.dim) == (2, 64)
+    assert small.heads // small.key_heads == shape.heads // shape.key_heads or name == "llama:3.2b"  # 3, for 64
+    assert abs(small.hidden / 64 - shape.hidden / shape.dim) < 8 / 64
+    assert loss_of(built(name, layers=2, dim=64)).isfinite()
+
+
+def test_widths_that_have_no_heads():
+    shape = presets.shape_of("llama:70b")
+    found = [presets.resized(shape, layers=None, dim=dim) for dim in (128, 48, 24)]
+    assert [(one.heads, one.key_heads) for one in found] == [(16, 2), (6, 3), (2, 1)]
+    with pytest.raises(ValueError, match=r"^--dim 7 has no heads of an even number of at least 8 elements$"):
+        presets.resized(shape, layers=None, dim=7)
+
+
+NEEDS_TRANSFORMERS = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers has a tox environment of its own"
+)
+
+
+@NEEDS_TRANSFORMERS
+@pytest.mark.parametrize("name", packaged.KNOWN)
+def test_models_of_transformers(name):
+    made = built(name)
+    assert len(anatomy.choose_units(made.model)) == 2
+    loss_of(made).backward()
+    assert [name for name, one in made.model.named_parameters() if one.grad is None or not one.grad.any()] == []
+    made = built(name, layers=3, dim=32)
+    assert len(anatomy.choose_units(made.model)) == 3
+    made.model.double()
+    assert loss_of(made).isfinite()
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    subject = subject_of("transformers:llama")
+    line = r"^--model 'transformers:llama' needs the package transformers: pip install '.\[transformers\]'$"
+    with pytest.raises(ModelError, match=line):
+        subject.build(16)
+
+
+def test_data_follow_from_their_numbers_alone():
+    made, images = built("gpt:0.1b", layers=1, dim=64), planned_models.one_layer()
+    first = microbatch(made, step=1, rank=2, index=3, batch=2, sequence=16)
+    again = microbatch(built("gpt:0.1b", layers=1, dim=64), step=1, rank=2, index=3, batch=2, sequence=16)
+    assert torch.equal(first[0], again[0]) and first[0].max() < 4192 and first[0].unique().numel() > 16
+    state = torch.get_rng_state()
+    for other in ({"step": 2}, {"rank": 1}, {"index": 0}):
+        numbers = {"step": 1, "rank": 2, "index": 3} | other
+        assert not torch.equal(first[0], microbatch(made, batch=2, sequence=16, **numbers)[0])
+    (drawn,) = microbatch(Built(*images), step=0, rank=0, index=0, batch=2, sequence=16)
+    assert drawn.shape == (2, 8) and drawn.unique().numel() == 16
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@world(2)
+@pytest.mark.parametrize("name", ["gpt:0.1b", "llama:8b", pytest.param("transformers:llama", marks=NEEDS_TRANSFORMERS)])
+def test_a_model_that_tensor_parallel_ranks_share_computes_the_same(rank: Rank, name):
+    whole, shared = (built(name, layers=2, dim=64) for _ in range(2))
+    tied = len(list(whole.model.parameters()))
+    tensor_parallel.split(shared.model, rank.mesh())
+    assert len(list(shared.model.parameters())) == tied
+    for made in (whole, shared):
+        made.model.double()
+        loss_of(made).backward()
+    of_shared = dict(shared.model.named_parameters())
+    cut = sum(one.numel() for one in of_shared.values() if not one.placements[0].is_replicate())
+    assert cut > 0.9 * sum(one.numel() for one in of_shared.values())
+    for name, parameter in whole.model.named_parameters():
+        torch.testing.assert_close(of_shared[name].grad.full_tensor(), parameter.grad, msg=name)
+    nn.utils.clip_grad_norm_(shared.model.parameters(), 1.0)
+
+
+def test_models_without_a_plan():
+    with simulated_world(4) as fake:
+        with pytest.raises(ModelError, match=r"^Sequential brings no tensor-parallel plan$"):
+            tensor_parallel.split(planned_models.one_layer()[0], fake.mesh())
+        with pytest.raises(
+            ModelError, match=r"^Llama has 2 heads of keys, which 4 tensor-parallel ranks do not divide"
+        ):
+            tensor_parallel.split(planned_models.llama(), fake.mesh())
