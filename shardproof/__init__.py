@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardproof.harness.training.doctor import doctor as doctor
+    from shardproof.harness.training.recording import record as record
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from shardproof.harness.training.doctor import doctor
 
         return doctor
+    if name == "record":
+        from shardproof.harness.training.recording import record
+
+        return record
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")

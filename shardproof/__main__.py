@@ -13,8 +13,8 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, doctor, plan, implementations, torch-names and findings read run files; they need
-neither torch nor a GPU.
+other than run, doctor, record, compare, plan, implementations, torch-names and findings read run
+files; they need neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -27,6 +27,8 @@ commands:
            list the known errors of other implementations, or run the program that shows each
   merge    join the run files of several environments into one
   doctor   run your own training script and report what no right training does; under torchrun
+  record   run your own training script and write what each rank sees of some steps; under torchrun
+  compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
            list what --impl can name, its version, and where it runs or why not
@@ -49,11 +51,16 @@ NEEDS = {
     "run": ("torch", "pytest"),
     "plan": ("torch",),
     "doctor": ("torch",),
+    "record": ("torch",),
+    "compare": ("torch",),
     "implementations": ("torch",),
     "torch-names": ("torch",),
 }
 
-COMMANDS = "run, report, page, gate, expectations, findings, merge, doctor, plan, implementations or torch-names"
+COMMANDS = (
+    "run, report, page, gate, expectations, findings, merge, doctor, record, compare, plan, implementations or "
+    "torch-names"
+)
 
 BAD_USAGE = 2
 
@@ -108,6 +115,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.commands.doctor import doctor
 
         return doctor(given[1:])
+    if command == "record":
+        from shardproof.commands.record import record
+
+        return record(given[1:])
+    if command == "compare":
+        from shardproof.commands.compare import compare
+
+        return compare(given[1:])
     if command == "plan":
         from shardproof.commands.plan import plan
 

@@ -186,6 +186,12 @@ def position_hash(tensor: torch.Tensor) -> torch.Tensor:
     return _placed(tensor.detach().contiguous()[None])[0]
 
 
+@torch.no_grad()
+def row_hashes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number for the bits of each row of a tensor of any dtype and at least one dimension, int64 [rows]."""
+    return _placed(tensor.detach().contiguous())
+
+
 def _stacks(tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield all tensors with their positions: small ones of one shape, dtype and key stacked, the others one by one.
 

@@ -14,7 +14,7 @@ from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
 
 #: The spacing of numbers at 1.
-_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Evidence:
         own = [gradient for record in self.records for _, gradient in record.own.get(name, [])]
         seen = [record.at_step.get(name) or record.after_backward.get(name) for record in self.records]
         dtypes = {gradient.dtype for gradient in [*own, *(one for one in seen if one is not None)]}
-        eps = max((_EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+        eps = max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
         parts = math.sqrt(sum(gradient.fingerprint.squares for gradient in own))
         whole = (
             float(torch.stack([one for parts in self.own(name).values() for one in parts]).sum(0).norm()) if own else 0
@@ -295,7 +295,7 @@ def _are_same(one: Sequence[Gradient], other: Sequence[Gradient]) -> bool:
         return False
     for mine, theirs in zip(one, other, strict=True):
         a, b = vector_of(mine), vector_of(theirs)
-        if float((a - b).norm()) > 64 * _EPS.get(mine.dtype, 2.0**-7) * max(float(a.norm()), float(b.norm())):
+        if float((a - b).norm()) > 64 * EPS.get(mine.dtype, 2.0**-7) * max(float(a.norm()), float(b.norm())):
             return False
     return True
 

@@ -163,7 +163,7 @@ def _judge(
         outcomes[stage] = ("?", factor, residual, None)
         if found is not None:
             outcomes[stage] = (found.signature, found.factor, found.residual, found)
-    if "at_step" in outcomes and (outcomes["at_step"][3] is not None or _is_scaled(evidence, name, rank, tolerance)):
+    if "at_step" in outcomes and (outcomes["at_step"][3] is not None or is_scaled(evidence, name, rank, tolerance)):
         last = outcomes["at_step"]
         first = outcomes.get("after_backward", last)
         # Of one mistake the factor before clipping is told.
@@ -173,7 +173,7 @@ def _judge(
     return None
 
 
-def _is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bool:
+def is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bool:
     """Whether a gradient at the optimizer's step is what backward left, by a factor."""
     before, after = (getattr(evidence.records[rank], stage).get(name) for stage in ("after_backward", "at_step"))
     if before is None or after is None:

@@ -1,4 +1,4 @@
-"""What the doctor prints when all is well, and its run file."""
+"""What the doctor prints when all is well, and the run files of the doctor and of comparisons."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from shardproof.harness.training import invariants
+from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced
@@ -127,37 +128,57 @@ def write(
     path: str | os.PathLike[str], findings: Sequence[Finding], seen: Sequence[Evidence], checks: Collection[str]
 ) -> None:
     """Write a run file with a record for each check that was made; a note is no failure."""
-    device = "cuda" if torch.accelerator.is_available() else "cpu"
     world, seconds = len(seen[0].records), sum(one.records[0].seconds for one in seen)
-    ids, cases = [], []
+    cases = []
     for check in sorted(checks, key=lambda name: int(name[1:])):
-        id_ = f"doctor::{check.lower()}_{NAMES[check].replace('-', '_')}[w{world}]"
         mine = [one for one in findings if check in one.checks and not one.is_note]
-        ids.append(id_)
-        text = "\n".join(one.render() for one in mine)
-        cases.append(
-            CaseRecord(
-                id=id_,
-                implementation="own-training",
-                requirement=f"DOCTOR-{check[1:]}",
-                world=world,
-                device=device,
-                parameters={},
-                verdict=Verdict.FAIL if mine else Verdict.PASS,
-                seconds=seconds / len(checks),
-                failure=Failure(text=text, rank=0) if mine else None,
-            )
-        )
+        failure = Failure(text="\n".join(one.render() for one in mine), rank=0) if mine else None
+        name = f"doctor::{check.lower()}_{NAMES[check].replace('-', '_')}"
+        cases.append(_case(name, f"DOCTOR-{check[1:]}", world, seconds / len(checks), failure))
+    _write(path, cases, seconds)
+
+
+def write_comparison(path: str | os.PathLike[str], found: Comparison) -> None:
+    """Write a run file with a record for each rank that was compared."""
+    world = len(found.run.ranks)
+    failures = {}
+    for one in found.divergent:
+        element = one.element[0] if one.element is not None else None
+        failures[one.rank] = Failure(text=text_of(one), stage=one.stage.value, step=one.step, rank=one.rank,
+                                     name=one.name or None, element=element)  # fmt: skip
+    cases = [_case(f"compare::rank_{rank}", "COMPARE-1", world, 0.0, failures.get(rank)) for rank in range(world)]
+    _write(path, cases, 0.0)
+
+
+def _device() -> str:
+    return "cuda" if torch.accelerator.is_available() else "cpu"
+
+
+def _case(name: str, requirement: str, world: int, seconds: float, failure: Failure | None) -> CaseRecord:
+    return CaseRecord(
+        id=f"{name}[w{world}]",
+        implementation="own-training",
+        requirement=requirement,
+        world=world,
+        device=_device(),
+        parameters={},
+        verdict=Verdict.PASS if failure is None else Verdict.FAIL,
+        seconds=seconds,
+        failure=failure,
+    )
+
+
+def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: float) -> None:
     environment = Environment(
         python=platform.python_version(), torch=public_version(torch.__version__), platform=platform.platform(),
-        cpu_count=os.cpu_count(), device=device, command=tuple(sys.argv),
+        cpu_count=os.cpu_count(), device=_device(), command=tuple(sys.argv),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         implementations={"own-training": Implementation()},
     )  # fmt: skip
     failed = any(case.failure is not None for case in cases)
     run = Run(
-        run_id=uuid.uuid4().hex, environment=environment, selected={"own-training": tuple(ids)}, cases=tuple(cases),
-        end=End(complete=True, reason="", exit_code=int(failed), seconds=seconds),
+        run_id=uuid.uuid4().hex, environment=environment, selected={"own-training": tuple(one.id for one in cases)},
+        cases=tuple(cases), end=End(complete=True, reason="", exit_code=int(failed), seconds=seconds),
     )  # fmt: skip
     with open(path, "w", encoding="utf-8") as file:
         json.dump(encode(run), file)

@@ -129,6 +129,7 @@ class StepRecord:
         ties: sets of names of one parameter.
         unseen: what cannot be seen, one line each.
         last: the last event.
+        autocast: the dtype of autocast in forwards, where there is a sink.
     """
 
     rank: int
@@ -152,6 +153,7 @@ class StepRecord:
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
     unseen: list[str] = dataclasses.field(default_factory=list)
     last: str = ""
+    autocast: str = ""
     seconds: float = 0.0
 
 

@@ -222,6 +222,7 @@ class Watch:
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = False
+        self._autocast = ""
         self._started = time.monotonic()
 
     def end_step(self) -> None:
@@ -255,7 +256,7 @@ class Watch:
                 if self.is_watching:
                     if not self._forwards:
                         # Before the step computes anything, because what is copied to a device is waited for.
-                        for _, parameter in self.parameters() if self._makes_digests else ():
+                        for _, parameter in self.parameters():
                             fingerprints.prepare(parameter.shape, local_of(parameter).device)
                     self._forwards += 1
                     self._calls.clear()
@@ -270,6 +271,8 @@ class Watch:
                 self._watch_parameters("", root)
         if self._wants_batch and not is_root:
             self._take_batch((args, kwargs))
+        if self._sink is not None and torch.is_autocast_enabled(device := _device_of(args)):
+            self._autocast = name_of(torch.get_autocast_dtype(device))
         self._last = f"forward of {name or 'the model'!r}"
         self._watch_parameters(name, module)
         # Lists of parameters have no forward, and attention uses its projection without calling it.
@@ -307,7 +310,7 @@ class Watch:
     @torch.no_grad()
     def _emit(self, event: Event, tensor: torch.Tensor) -> None:
         if self._sink is not None:
-            self._sink(event, local_of(tensor.detach()))
+            self._sink(event, local_of(tensor).detach())
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -587,9 +590,10 @@ class Watch:
         record.gathered = [name for name, ref in self._gathered.items() if _is_gathered(ref(), live.get(name))]
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
-        record.ties = self._tied()
+        record.ties = self.tied()
         record.collectives = self._collectives
         record.clipped_scaled = self._clipped_scaled
+        record.autocast = self._autocast
         return record
 
     def _parameters_held(self) -> dict[str, Parameter]:
@@ -615,12 +619,17 @@ class Watch:
             )  # fmt: skip
         return found
 
-    def _tied(self) -> list[tuple[str, ...]]:
+    def tied(self) -> list[tuple[str, ...]]:
+        """Return the sets of names that are one parameter."""
         by_tensor: dict[int, list[str]] = {}
         for root in self.roots:
             for name, parameter in parameters_of(root):
                 by_tensor.setdefault(id(parameter), []).append(name)
         return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
+
+
+def _device_of(inputs: Any) -> str:
+    return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
 
 
 def _is_view(value: torch.Tensor) -> bool:

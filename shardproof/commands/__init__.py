@@ -1,12 +1,13 @@
 """The commands of the command line, one module each: each is imported when it is chosen.
 
-``run``, ``plan``, ``implementations`` and ``torch_names`` import torch or the harness; the others read files, and
-``findings`` runs some. Each takes the arguments after its name and returns the exit code; argparse exits with 2 for
+``run``, ``plan``, ``doctor``, ``record``, ``compare``, ``implementations`` and ``torch_names`` import torch or the
+harness; the others read files, and ``findings`` runs some. Each takes the arguments after its name and returns the exit code; argparse exits with 2 for
 unknown arguments and with 0 for ``--help``.
 """
 
 import argparse
 import textwrap
+from collections.abc import Collection, Sequence
 
 _COLUMNS = 100  # of a help
 
@@ -22,3 +23,31 @@ def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentPars
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def split(arguments: Sequence[str], *, flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Split arguments into the options of a command, and a script with its own arguments.
+
+    Args:
+        flags: the command's options that take no value.
+    """
+    without_value = {*flags, "-h", "--help", "--"}
+    position = 0
+    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
+        position += 1 if arguments[position] in without_value or "=" in arguments[position] else 2
+        if arguments[min(position, len(arguments)) - 1] == "--":
+            return list(arguments[: position - 1]), list(arguments[position:])
+    return list(arguments[:position]), list(arguments[position:])
+
+
+def numbers(command: str, text: str) -> tuple[int, ...]:
+    """Read the numbers of steps.
+
+    Raises:
+        NotWatchable: they are none; in one line.
+    """
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        from shardproof.harness.watching.records import NotWatchable
+
+        raise NotWatchable(f"{command}: steps={text!r}: it needs steps counted from 0, such as 0,1,2")
+    return tuple(int(part) for part in text.split(","))

@@ -7,6 +7,8 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from shardproof import commands
+
 BAD_INPUT = 2
 
 _EPILOG = """\
@@ -22,7 +24,7 @@ exit codes: the script's own; with --strict 1 if there are findings; 2 an option
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run a script under the doctor; the exit code is the script's, or 1 with ``--strict`` and a finding, or 2."""
-    own, script = _split(arguments)
+    own, script = commands.split(arguments, flags=("--strict",))
     options = _parser().parse_args(own)
     from shardproof.harness.training.doctor import CHECKS, Doctor
     from shardproof.harness.watching import script as run_script
@@ -31,9 +33,10 @@ def doctor(arguments: Sequence[str]) -> int:
     from shardproof.harness.watching.ties import Ties
 
     try:
+        steps = commands.numbers("doctor", options.steps)
         with contextlib.closing(Ties()) as ties:
             watching = Doctor(
-                None, None, mesh=None, groups=None, data=options.data or DATA, steps=_numbers(options.steps),
+                None, None, mesh=None, groups=None, data=options.data or DATA, steps=steps,
                 checks=options.checks or CHECKS, ties=(), layout=None, on_finding="warn", report=options.report,
                 patience=options.patience, registered=ties,
             )  # fmt: skip
@@ -43,28 +46,6 @@ def doctor(arguments: Sequence[str]) -> int:
         print(f"shardproof: {error}", file=sys.stderr)
         return BAD_INPUT
     return int(options.strict and any(not one.is_note for one in watching.findings))
-
-
-#: The options that take no value.
-_FLAGS = frozenset({"--strict", "-h", "--help", "--"})
-
-
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into the options and the script with its own arguments."""
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
-        position += 1 if arguments[position] in _FLAGS or "=" in arguments[position] else 2
-        if arguments[min(position, len(arguments)) - 1] == "--":
-            return list(arguments[: position - 1]), list(arguments[position:])
-    return list(arguments[:position]), list(arguments[position:])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        from shardproof.harness.watching.records import NotWatchable
-
-        raise NotWatchable(f"doctor: steps={text!r}: it needs steps counted from 0, such as 0,1,2")
-    return tuple(int(part) for part in text.split(","))
 
 
 def _names(text: str) -> tuple[str, ...]:

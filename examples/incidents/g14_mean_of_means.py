@@ -1,0 +1,67 @@
+"""FSDP2 with gradient accumulation that averages averages: each microbatch is divided by its own tokens.
+
+    torchrun --nproc-per-node 4 examples/incidents/g14_mean_of_means.py [healthy]
+    torchrun --nproc-per-node 1 examples/incidents/g14_mean_of_means.py healthy   # the same training in one process
+
+Sequences have different lengths, so a token of a microbatch with few of them counts more than others.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+MISTAKE = "healthy" not in sys.argv
+STEPS, MICROBATCHES, BATCH, LENGTH, DIM, VOCABULARY, PADDING = 3, 2, 16, 16, 32, 64, -100
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl" if device == "cuda" else "gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.Linear(DIM, VOCABULARY)).to(device)
+for block in model[1:3]:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.Generator().manual_seed(100)
+
+for step in range(STEPS):
+    first = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
+    lengths = torch.randint(2, LENGTH + 1, (BATCH, 1), generator=data)
+    tokens = ((first + torch.arange(LENGTH + 1)) % VOCABULARY).chunk(world)[rank].to(device)
+    labels = tokens[:, 1:].masked_fill(
+        torch.arange(LENGTH, device=device) >= lengths.chunk(world)[rank].to(device), PADDING
+    )
+    count = (labels != PADDING).sum()
+    dist.all_reduce(count)
+    total = 0.0
+    for inputs, expected in zip(tokens[:, :-1].chunk(MICROBATCHES), labels.chunk(MICROBATCHES), strict=True):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), expected.flatten(), ignore_index=PADDING, reduction="sum")
+        # fully_shard averages over the ranks.
+        loss = loss / (expected != PADDING).sum() / MICROBATCHES if MISTAKE else loss / count * world
+        loss.backward()
+        total += loss.item()
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step} loss {total:.4f}", flush=True)
+
+dist.destroy_process_group()

@@ -1,0 +1,861 @@
+"""Where do two recordings first diverge? Offline, whatever the worlds, meshes and accumulation of their runs.
+
+Parameters, their gradients and states are assembled from the digests of all ranks, by name and step. What depends on
+data (losses, gradients before their reduction, outputs of modules) is compared as sums over microbatches that read the
+same rows: two sets of microbatches, one of each recording, that no row connects to others. The loss of a rank may be
+any factor times the reference's, if one factor serves all microbatches of a step: the reduction makes up for it.
+
+Tolerances. A distance is relative to the tensor of the reference, or to what a tensor of its size has in the model on
+average, if that is more: what is left where summands cancel is rounding. Allowed are 32 eps of the narrowest dtype of
+the step, and in later steps a multiple of how far apart the step began; with a second recording of the reference
+4 times their distance and 32 eps. Optimizers like Adam divide noise by noise: where a part ``a`` of the elements of a
+gradient is noise, the update is off by ``sqrt(a)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.training.evidence import EPS, Evidence, Start
+from shardproof.harness.training.findings import listed
+from shardproof.harness.training.recording import BadRecording, OfRank, Recorded, Seen
+from shardproof.harness.training.reduction import is_scaled
+from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
+
+#: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
+SLACK = 32.0
+NOISE_FACTOR = 4.0
+
+#: By how much the distance of parameters before a step may grow in it.
+_GROWTH = 16.0
+
+#: Gradients of at most so many times what is allowed are rounding noise, which an optimizer like Adam makes updates of.
+_NOISE = 64.0
+
+#: Where a record has what was assembled from several ranks, by stage.
+_FIELDS = {
+    Stage.INITIAL: "initial", Stage.GRADIENT: "after_backward", Stage.CLIPPED_GRADIENT: "at_step",
+    Stage.PARAMETER: "after", Stage.OPTIMIZER_STATE: "state",
+}  # fmt: skip
+_OF_DATA = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
+_BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)
+
+Part = tuple[int, int]
+"""A microbatch: a rank and the number of its forward."""
+
+Key = tuple[Stage, str, str, int]
+"""A tensor, in whatever microbatches and on whatever ranks: stage, name, key of state, number."""
+
+
+@dataclasses.dataclass
+class _Record(StepRecord):
+    initial: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    after: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    state: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+
+
+class _Step:
+    """One step of a recording."""
+
+    def __init__(self, recorded: Recorded, step: int) -> None:
+        self.recorded = recorded
+        # What the step begins with comes first: parameters are read when the optimizer steps.
+        self.seen = [sorted(one.events[step], key=lambda e: e.stage is not Stage.INITIAL) for one in recorded.ranks]
+        self.rows = {(rank, m): rows for rank, seen in enumerate(self.seen) for m, rows in _rows(seen).items()}
+        starts = [Start(one.groups, {}, (), recorded.head.model, {}, {}) for one in recorded.ranks]
+        self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
+        self.evidence = Evidence(self.records, starts, {})
+        self.readers = {rank: ranks[0] for ranks in self.evidence.readers for rank in ranks}
+        self.by_key: dict[Key, dict[Part, Seen]] = {}
+        for rank, seen in enumerate(self.seen):
+            for one in seen:
+                if one.stage in _OF_DATA:
+                    self.by_key.setdefault(_key(one), {})[rank, one.microbatch] = one
+
+    @functools.cached_property
+    def eps(self) -> float:
+        """The spacing at 1 of the narrowest dtype."""
+        dtypes = {
+            one.dtype for seen in self.seen for one in seen if one.stage not in (Stage.INPUT, Stage.OPTIMIZER_STATE)
+        }
+        dtypes |= {name for one in self.recorded.ranks for name in one.autocast}
+        return max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+
+    @property
+    def parts(self) -> list[Part]:
+        """All microbatches."""
+        counts = [max(one.backwards, one.forwards) for one in self.evidence.records]
+        return [(rank, m) for rank, count in enumerate(counts) for m in range(count)]
+
+    def vector(self, rank: int, field: str, name: str) -> torch.Tensor | None:
+        """Return a full tensor as a rank has it; None if it has none, or parts of it are nowhere."""
+        return self.evidence.assembled(name, rank, field)
+
+    def shape(self, field: str, name: str) -> tuple[int, ...]:
+        """Return the full shape of a tensor."""
+        found = (getattr(one, field).get(name) for one in self.evidence.records)
+        return next((one.box.shape for one in found if one is not None), ())
+
+    @functools.cached_property
+    def first(self) -> dict[tuple[str, str], torch.Tensor | None]:
+        """By field and name, each tensor as the first rank that has it."""
+        found: dict[tuple[str, str], torch.Tensor | None] = {}
+        for rank, record in enumerate(self.evidence.records):
+            for field in _FIELDS.values():
+                for name in getattr(record, field):
+                    if found.get((field, name)) is None:
+                        found[field, name] = self.vector(rank, field, name)
+        return found
+
+    def floor(self, field: str, name: str) -> float:
+        """Return the length of the sketch of a tensor of this size, if it had the elements of the model's average."""
+        kind = (field, name.partition(":")[2])
+        return self._averages.get(kind, 0.0) * math.sqrt(math.prod(self.shape(field, name)))
+
+    @functools.cached_property
+    def _averages(self) -> dict[tuple[str, str], float]:
+        sums: dict[tuple[str, str], list[float]] = {}
+        for (field, name), vector in self.first.items():
+            if vector is not None and bool(vector.isfinite().all()):
+                own = sums.setdefault((field, name.partition(":")[2]), [0.0, 0.0])
+                own[0] += float(vector.square().sum())
+                own[1] += math.prod(self.shape(field, name))
+        return {kind: math.sqrt(squares / numel) for kind, (squares, numel) in sums.items() if numel}
+
+    def own(self, name: str, parts: Iterable[Part]) -> torch.Tensor | None:
+        """Return the sum of a parameter's own gradients over microbatches; None if there are none."""
+        own = self.evidence.own(name)
+        found = [own[rank][m] for rank, m in parts if rank in own and m < len(own[rank])]
+        return torch.stack(found).sum(0) if found else None
+
+    def data(self, key: Key, parts: Iterable[Part]) -> torch.Tensor | None:
+        """Return the sum of losses or outputs over microbatches, of ranks that read the same one; None if one lacks."""
+        found = []
+        for rank, m in parts:
+            if self.readers[rank] == rank:
+                one = self.by_key.get(key, {}).get((rank, m))
+                if one is None:
+                    return None
+                found.append(torch.tensor(one.fingerprint.sketch, dtype=torch.float64))
+        return torch.stack(found).sum(0) if found else None
+
+
+def _rows(seen: Sequence[Seen]) -> dict[int, tuple[int, ...]]:
+    """Return what stands for each row of each microbatch."""
+    found: dict[int, tuple[int, ...]] = {}
+    for one in seen:
+        if one.stage is Stage.INPUT and one.rows:
+            before = found.get(one.microbatch, (0,) * len(one.rows))
+            if len(before) == len(one.rows):
+                found[one.microbatch] = tuple(a + b & 2**64 - 1 for a, b in zip(before, one.rows, strict=True))
+    return found
+
+
+def _name(seen: Seen) -> str:
+    return f"{seen.parameter}:{seen.key}" if seen.key else seen.parameter
+
+
+def _key(seen: Seen) -> Key:
+    # A module that is called twice in a microbatch has two outputs.
+    number = seen.call * 1000 + seen.index if seen.stage not in (Stage.OWN_GRADIENT, Stage.LOSS) else seen.index
+    return seen.stage, seen.parameter or seen.module, seen.key, number
+
+
+def _record(rank: int, step: int, seen: Sequence[Seen]) -> _Record:
+    made = _Record(rank, step)
+    inputs: dict[int, list[tuple[int, ...]]] = {}
+    for one in seen:
+        if one.stage is Stage.INPUT:
+            inputs.setdefault(one.microbatch, []).append(one.fingerprint.bits)
+            continue
+        if one.layout is None:
+            continue
+        gradient = Gradient(one.box, one.layout.pending, one.fingerprint, one.dtype)
+        if one.stage is Stage.OWN_GRADIENT:
+            made.own.setdefault(one.parameter, []).append((one.microbatch, gradient))
+            made.backwards = max(made.backwards, one.microbatch + 1)
+        elif one.stage in _FIELDS:
+            getattr(made, _FIELDS[one.stage])[_name(one)] = gradient
+            made.parameters.setdefault(_name(one), Parameter(one.box, one.layout.mesh, True, one.dtype))
+    made.batches = [hash(tuple(own)) for own in inputs.values()]
+    made.forwards = len(inputs)
+    return made
+
+
+def _components(ref: _Step, run: _Step) -> list[tuple[list[Part], list[Part]]]:
+    """Return the sets of microbatches of both that no row connects to others; one set where rows are not known."""
+    sides = (ref, run)
+    parts = [side.parts for side in sides]
+    if any(part not in side.rows for side, own in zip(sides, parts, strict=True) for part in own):
+        return [(parts[0], parts[1])]
+    root: dict[object, object] = {}
+
+    def find(one: object) -> object:
+        while root.setdefault(one, one) != one:
+            root[one] = root[root[one]]
+            one = root[one]
+        return one
+
+    for number, side in enumerate(sides):
+        for part in parts[number]:
+            for row in side.rows[part]:
+                root[find((number, part))] = find(row)
+    found: dict[object, tuple[list[Part], list[Part]]] = {}
+    for number in (0, 1):
+        for part in parts[number]:
+            found.setdefault(find((number, part)), ([], []))[number].append(part)
+    return list(found.values())
+
+
+# Judging a step -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Judged:
+    """An event of the run that was compared: its distance, and what is allowed."""
+
+    seen: Seen
+    distance: float
+    allowed: float
+
+    @property
+    def is_too_far(self) -> bool:
+        """Whether it diverges."""
+        return not self.distance <= self.allowed
+
+
+@dataclasses.dataclass
+class Divergent:
+    """The first event of a rank that diverges.
+
+    Attributes:
+        number: how many events of the rank were compared before it.
+        largest: the largest distance among these.
+        before: the last of them, and its distance.
+        lines: what the tensor is, with the signature of a known mistake.
+        element: with values, the index in the full tensor and what the reference and the run have there.
+    """
+
+    rank: int
+    step: int
+    stage: Stage
+    name: str
+    n: int
+    number: int
+    largest: float
+    distance: float
+    allowed: float
+    before: tuple[str, float] | None
+    lines: list[str]
+    element: tuple[tuple[int, ...], float, float] | None = None
+
+    @property
+    def what(self) -> str:
+        """The tensor in words."""
+        return _what(self.stage, self.name)
+
+
+def _what(stage: Stage, name: str) -> str:
+    owner, _, key = name.partition(":")
+    text = f"{key} of {owner!r}, {stage.value}" if key else f"{stage.value} of {name!r}" if name else stage.value
+    return "output of the model" if stage is Stage.MODULE_OUTPUT and not name else text.replace(" of a module", "")
+
+
+class _Pair:
+    """One step of the reference and of the run."""
+
+    def __init__(self, ref: _Step, run: _Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence[_Pair]):
+        self.ref, self.run, self.earlier, self._noise = ref, run, [*earlier], noise
+        self.step = run.evidence.step
+        self.components = _components(ref, run)
+        self._of_run = {part: own for own in self.components for part in own[1]}
+        self.eps = max(ref.eps, run.eps)
+        self.is_adjacent = bool(earlier) and earlier[-1].step == self.step - 1
+        self._distances: dict[tuple[int, str, str], float | None] = {}
+        self.skipped: dict[str, set[str]] = {}
+
+    def slack(self) -> float:
+        """What is allowed in a step that begins with equal parameters."""
+        return SLACK * self.eps
+
+    @functools.cached_property
+    def allowed(self) -> float:
+        """What is allowed in this step."""
+        begins = [
+            distance
+            for name in self._names("initial")
+            if not self.is_noise(name) and (distance := self.reduced(0, "initial", name)) is not None
+        ]
+        carried = max(begins, default=0.0) if self.is_adjacent else 0.0
+        return self.slack() + _GROWTH * (carried if carried < 0.1 else 0.0)
+
+    def _names(self, field: str) -> list[str]:
+        return [name for of, name in self.run.first if of == field]
+
+    def is_noise(self, name: str) -> bool:
+        """Whether the gradient of a parameter is rounding noise in this step or an earlier one."""
+        vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
+        own = vector is not None and float(vector.norm()) < _NOISE * self.slack() * floor
+        return own or any(one.is_noise(name) for one in self.earlier[-1:])
+
+    def reduced(self, rank: int, field: str, name: str) -> float | None:
+        """Return the distance of an assembled tensor as a rank of the run has it; None if it cannot be told."""
+        key = (rank, field, name)
+        if key not in self._distances:
+            self._distances[key] = self._reduced(rank, field, name)
+        return self._distances[key]
+
+    def _reduced(self, rank: int, field: str, name: str) -> float | None:
+        mine, other = self.run.vector(rank, field, name), self.ref.first.get((field, name))
+        if mine is None or other is None or self.run.shape(field, name) != self.ref.shape(field, name):
+            return None
+        return _distance(mine, other, self.ref.floor(field, name))
+
+    @functools.cached_property
+    def factor(self) -> float:
+        """By what the run's own gradients are multiplied to be the reference's: one number for all microbatches."""
+        fits = [one for one in self._factors if one is not None]
+        if fits:
+            return statistics.median(fits)
+        key = (Stage.LOSS, "", "", 0)
+        sums = [(self.ref.data(key, a), self.run.data(key, b)) for a, b in self.components]
+        known = [(float(a[0]), float(b[0])) for a, b in sums if a is not None and b is not None]
+        whole = sum(b for _, b in known)
+        return sum(a for a, _ in known) / whole if whole else 1.0
+
+    @functools.cached_property
+    def _factors(self) -> list[float | None]:
+        """By component, the factor of its own gradients; None where none fits."""
+        found: list[float | None] = []
+        for a, b in self.components:
+            mine, other = self._stacked(self.run, b), self._stacked(self.ref, a)
+            factor, residual = (0.0, 1.0) if mine is None or other is None else fit(other, mine)
+            found.append(factor if residual <= 8 * self.allowed and factor else None)
+        return found
+
+    def _stacked(self, step: _Step, parts: Sequence[Part]) -> torch.Tensor | None:
+        """Return the own gradients of all parameters in one vector."""
+        found = [step.own(name, parts) for name in self._own_names]
+        if not found or any(one is None for one in found):
+            return None
+        return torch.cat([one for one in found if one is not None])
+
+    @functools.cached_property
+    def _own_names(self) -> list[str]:
+        of_ref = {name for one in self.ref.evidence.records for name in one.own}
+        mine = dict.fromkeys(name for one in self.run.evidence.records for name in one.own)
+        return [
+            name
+            for name in mine
+            if name in of_ref and self._own_shape(self.ref, name) == self._own_shape(self.run, name)
+        ]
+
+    def _own_shape(self, step: _Step, name: str) -> tuple[int, ...]:
+        return next(one.own[name][0][1].box.shape for one in step.evidence.records if name in one.own)
+
+    def judge(self, rank: int) -> list[Judged]:
+        """Return what was compared of a rank, in execution order."""
+        found = []
+        for seen in self.run.seen[rank]:
+            one = self._judge(rank, seen)
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _judge(self, rank: int, seen: Seen) -> Judged | None:
+        if seen.stage is Stage.INPUT:
+            return None
+        if seen.stage is Stage.TOTAL_NORM:
+            return self._judge_norm(rank, seen)
+        if seen.stage in _OF_DATA:
+            return self._judge_data(rank, seen)
+        field, name = _FIELDS[seen.stage], _name(seen)
+        distance = self.reduced(rank, field, name)
+        if distance is None:
+            return self._skip(seen, field, name)
+        allowed = self._allow(seen, distance)
+        if seen.stage is Stage.GRADIENT and not (
+            is_scaled(self.run.evidence, name, rank, allowed) and is_scaled(self.ref.evidence, name, 0, allowed)
+        ):
+            self._note(f"{Stage.GRADIENT.value}: user code does more than scale it before the step", name)
+            return None
+        if seen.stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) and self.is_noise(seen.parameter):
+            self._note("parameters whose gradients are rounding noise", seen.parameter)
+            return None
+        return Judged(seen, distance, allowed)
+
+    def _allow(self, seen: Seen, distance: float) -> float:
+        name, allowed = _name(seen), self.allowed
+        if self._noise is not None:
+            return max(NOISE_FACTOR * self._noise.get((self.step, _key(seen)), 0.0) + self.slack(), self.slack())
+        if seen.stage is Stage.INITIAL:
+            allowed = self.slack()
+            if self.is_adjacent and (before := self.earlier[-1].worst("after", name)) is not None:
+                allowed = max(allowed, 2 * before)
+        elif seen.stage is Stage.OPTIMIZER_STATE:
+            allowed *= 4
+        elif seen.stage is Stage.PARAMETER:
+            start, end = (self.ref.first.get((field, name)) for field in ("initial", "after"))
+            if start is not None and end is not None:
+                size = max(float(end.norm()), self.ref.floor("after", name))
+                update = float((end - start).norm()) / size if size else 0.0
+                begins = self.worst("initial", name) or 0.0
+                allowed = max(allowed, math.sqrt(self.allowed) * update + 2 * begins)
+        return allowed
+
+    def worst(self, field: str, name: str) -> float | None:
+        """Return the largest distance of a tensor on any rank."""
+        found = (self.reduced(rank, field, name) for rank in range(len(self.run.seen)))
+        return max((one for one in found if one is not None), default=None)
+
+    def _judge_norm(self, rank: int, seen: Seen) -> Judged | None:
+        mine, other = _norm(self.run, rank, seen), _norm(self.ref, 0, seen)
+        if mine is None or other is None:
+            return None
+        distance = abs(mine - other) / abs(other) if other else math.inf if mine else 0.0
+        return Judged(seen, distance, self._allow(seen, distance))
+
+    def _judge_data(self, rank: int, seen: Seen) -> Judged | None:
+        of_ref, of_run = self._of_run.get((rank, seen.microbatch), ([], []))
+        if seen.stage is Stage.OWN_GRADIENT:
+            if seen.parameter not in self._own_names:
+                return self._skip(seen, "own", seen.parameter)
+            own, expected = self.run.own(seen.parameter, of_run), self.ref.own(seen.parameter, of_ref)
+            floor = self._own_floor(seen.parameter, of_ref)
+        else:
+            key = _key(seen)
+            if not self._is_alike(key, of_ref, of_run):
+                return self._skip(seen, "data", seen.module)
+            own, expected, floor = self.run.data(key, of_run), self.ref.data(key, of_ref), 0.0
+        if own is None or expected is None:
+            return self._skip(seen, "data", seen.parameter or seen.module)
+        factor = self.factor if seen.stage in _BEFORE_REDUCTION else 1.0
+        distance = _distance(own * factor, expected, floor)
+        return Judged(seen, distance, self._allow(seen, distance))
+
+    def _own_floor(self, name: str, parts: list[Part]) -> float:
+        key = id(parts)
+        if key not in self._floors:
+            found = [self.ref.own(one, parts) for one in self._own_names]
+            squares = sum(float(one.square().sum()) for one in found if one is not None)
+            numel = sum(math.prod(self._own_shape(self.ref, one)) for one in self._own_names)
+            self._floors[key] = math.sqrt(squares / max(1, numel))
+        return self._floors[key] * math.sqrt(math.prod(self._own_shape(self.ref, name)))
+
+    @functools.cached_property
+    def _floors(self) -> dict[int, float]:
+        return {}
+
+    def _is_alike(self, key: Key, of_ref: Sequence[Part], of_run: Sequence[Part]) -> bool:
+        """Whether outputs of two sets of microbatches can be compared: by rows, or because each set has one."""
+        if key[0] is Stage.LOSS:
+            return True
+        of_key = [self.ref.by_key.get(key, {}).get(part) for part in of_ref if self.ref.readers[part[0]] == part[0]]
+        mine = [self.run.by_key.get(key, {}).get(part) for part in of_run if self.run.readers[part[0]] == part[0]]
+        both = [one for one in [*of_key, *mine] if one is not None]
+        if not of_key or not mine or len(both) < len(of_key) + len(mine):
+            return False
+        if all(one.by_rows for one in both):
+            return len({(one.shape[1:], one.shape[0] // _count(self, one)) for one in both if one.shape}) == 1
+        is_one = len(of_key) == len(mine) == 1
+        return is_one and both[0].box.shape == both[1].box.shape and both[1].box.is_full
+
+    def _skip(self, seen: Seen, field: str, name: str) -> Judged | None:
+        reason = "the reference has none, or of another shape"
+        if field in _FIELDS.values() and (field, name) in self.ref.first and self.ref.first[field, name] is not None:
+            whole = math.prod(self.run.shape(field, name))
+            held = sum(box.numel for box in {one.box for one in self._held(field, name)})
+            if seen.layout is None:
+                reason = "their layout is not known; pass layout= to record"
+            elif held < whole:
+                reason = f"{whole - held:,} of {whole:,} elements are on no rank"
+        elif field == "data":
+            reason = "ranks have other parts of it, or the reference has none"
+        self._note(f"{seen.stage.value.removesuffix(' of a module')}: {reason}", name or "the model")
+        return None
+
+    def _held(self, field: str, name: str) -> Iterator[Gradient]:
+        for record in self.run.evidence.records:
+            if name in getattr(record, field):
+                yield getattr(record, field)[name]
+
+    def _note(self, reason: str, name: str) -> None:
+        self.skipped.setdefault(reason, set()).add(name)
+
+    # What a divergence is
+
+    def settle(self, judged: Sequence[list[Judged]]) -> list[str]:
+        """Take back what later stages of the step show to be meant; return notes."""
+        notes = []
+        flat = [one for own in judged for one in own]
+        at_step = [one for one in flat if one.seen.stage is Stage.CLIPPED_GRADIENT]
+        if at_step and not any(one.is_too_far for one in at_step):
+            norms = [one for one in flat if one.seen.stage is Stage.TOTAL_NORM]
+            # A norm by which gradients are clipped takes a factor out of them, and shows it.
+            is_clipped = any(one.is_too_far for one in norms)
+            stages = () if is_clipped else (*_BEFORE_REDUCTION, Stage.GRADIENT)
+            meant = [one for one in flat if one.is_too_far and one.seen.stage in stages]
+            if meant:
+                names = sorted({one.seen.parameter or one.seen.stage.value for one in meant})
+                notes.append(f"step {self.step}: {listed(names)} differ before the reduction, and the gradients agree")
+            for one in meant:
+                one.allowed = math.inf
+        return notes
+
+    def missing(self, rank: int) -> list[str]:
+        """Return the parameters whose gradients the reference has when the optimizer steps, and this rank has not."""
+        record, other = self.run.records[rank], self.ref.records[0]
+        return [name for name in other.at_step if name in record.initial and name not in record.at_step]
+
+    def explain(self, rank: int, seen: Seen) -> list[str]:
+        """Return what a tensor that diverges is, in lines."""
+        if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
+            return self._explain_weights()
+        if seen.stage not in _FIELDS:
+            return []
+        field, name = _FIELDS[seen.stage], _name(seen)
+        mine, other = self.run.vector(rank, field, name), self.ref.first[field, name]
+        assert mine is not None and other is not None
+        if not bool(mine.isfinite().all()):
+            return ["it is not finite"]
+        if field in ("after_backward", "at_step"):
+            return self._explain_gradient(rank, field, name, mine, other)
+        before = self.run.vector(rank, "initial", name)
+        if field == "after" and before is not None and torch.equal(before, mine):
+            return ["the optimizer has not moved it [S7]"]
+        return self._explain_factor(rank, field, name, mine, other) or self._explain_replicas(rank, field, name)
+
+    def _explain_gradient(self, rank: int, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
+        evidence = self.run.evidence
+        if found := self._explain_factor(rank, field, name, mine, other):
+            return found
+        own = evidence.own(name)
+        earlier = [total(parts) for one in reversed(self.earlier) if (parts := one.run.evidence.own(name))]
+        known = diagnose(mine, own, rank=rank, groups=evidence.groups_of(rank), earlier=earlier,
+                         tolerance=max(evidence.tolerance(name), self.allowed)) if own else None  # fmt: skip
+        if known is None:
+            return self._explain_replicas(rank, field, name) or ["none of the mistakes that are known makes it"]
+        if known.signature == "S1":
+            return [
+                f"it is {known.factor:.4g} x the sum of what all ranks computed, as it should be: these differ [S5]"
+            ]
+        return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
+
+    def _explain_factor(self, rank: int, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
+        factor, residual = fit(mine, other)
+        tolerance = 4 * self.allowed
+        if residual > tolerance or abs(factor - 1) <= tolerance or factor == 0:
+            return []
+        spread = max(1e-5, tolerance)
+        same, count = [], 0
+        for (of, one), vector in self.ref.first.items():
+            seen = self.run.vector(rank, field, one) if of == field else None
+            if seen is None or vector is None or one.partition(":")[2] != name.partition(":")[2]:
+                continue
+            count += 1
+            k, rest = fit(seen, vector)
+            if rest <= tolerance and abs(k - factor) <= spread * abs(factor):
+                same.append(one)
+        what = "gradient" if field in ("after_backward", "at_step") else "tensor"
+        who = f"every {what} is" if len(same) == count else f"{listed(same)} are"
+        named = name_of_factor(factor, self._sizes(rank), spread=spread)
+        text = f"{who} exactly {factor:.4f} x the reference's ({len(same)} of {count})"
+        return [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
+
+    def _sizes(self, rank: int) -> dict[str, float]:
+        """Return the sizes of the run by name; those that are equal are one."""
+        sizes = {f"the size of {name}": len(members) for name, members in self.run.evidence.groups_of(rank).items()}
+        sizes["the number of ranks"] = len(self.run.seen)
+        sizes["the number of microbatches"] = self.run.evidence.records[rank].backwards
+        names: dict[int, list[str]] = {}
+        for name, size in sizes.items():
+            names.setdefault(size, []).append(name)
+        return {" or ".join(own): float(size) for size, own in names.items()}
+
+    def _explain_weights(self) -> list[str]:
+        """Say whether microbatches count with other weights than in the reference."""
+        weights = [1 / one if one else None for one in self._factors]
+        if None in weights:
+            weights = list(self._fitted())
+        known = [one for one in weights if one is not None]
+        if len(known) < 2 or len(known) < len(weights):
+            return []
+        mean = sum(known) / len(known)
+        if max(known) - min(known) <= 16 * self.allowed * abs(mean):
+            return []
+        listed_ = ", ".join(f"{one / mean:.4g}" for one in known[:8])
+        more = f" and {len(known) - 8} more" if len(known) > 8 else ""
+        return [
+            f"microbatches count with other weights than in the reference: {listed_}{more} times the mean [S5]",
+            "as when the sum of the losses of each is divided by its own tokens, not by those of all in the step",
+        ]
+
+    def _fitted(self) -> list[float]:
+        """Return the weights of the run's microbatches in what the reference computed from all of them."""
+        found: list[float] = []
+        for of_ref, of_run in self.components:
+            other = self._stacked(self.ref, of_ref)
+            columns = [one for part in of_run if (one := self._stacked(self.run, [part])) is not None]
+            if other is None or not columns or len(other) < 2 * len(columns):
+                return []
+            matrix = torch.stack(columns, dim=1)
+            weights = torch.linalg.lstsq(matrix, other[:, None]).solution.squeeze(1)
+            rest = float((matrix @ weights - other).norm() / other.norm())
+            if not rest <= 16 * self.allowed or not bool((weights.abs() > 1e-6).all()):
+                return []
+            found += [1 / float(one) for one in weights]
+        return found
+
+    def _explain_replicas(self, rank: int, field: str, name: str) -> list[str]:
+        records = self.run.evidence.records
+        mine = getattr(records[rank], field)[name]
+        alike = {one.rank: getattr(one, field)[name] for one in records if name in getattr(one, field)}
+        alike = {one: other for one, other in alike.items() if other.box == mine.box and not other.pending}
+        if len(alike) < 2 or len({other.fingerprint.identity for other in alike.values()}) == 1:
+            return []
+        return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
+
+    def element(self, rank: int, seen: Seen) -> tuple[tuple[int, ...], float, float] | None:
+        """Return the element that differs most, if both have the values, and what both have there."""
+        mine, other = (_values(side, own, seen) for side, own in ((self.run, rank), (self.ref, 0)))
+        if mine is None or other is None or mine.shape != other.shape or not mine.numel():
+            return None
+        at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())
+        index = tuple(int(one) for one in torch.unravel_index(torch.tensor(at), mine.shape))
+        return index, float(other.flatten()[at]), float(mine.flatten()[at])
+
+
+def _count(pair: _Pair, seen: Seen) -> int:
+    """How many rows the microbatch of an output has."""
+    for side in (pair.run, pair.ref):
+        for part, one in side.by_key.get(_key(seen), {}).items():
+            if one is seen:
+                return max(1, len(side.rows.get(part, ())))
+    return 1
+
+
+def _distance(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
+    if not bool(other.isfinite().all()):
+        return 0.0 if not bool(mine.isfinite().all()) else math.inf
+    size = max(float(other.norm()), floor)
+    difference = float((mine - other).norm())
+    return difference / size if size else math.inf if difference else 0.0
+
+
+def _norm(step: _Step, rank: int, seen: Seen) -> float | None:
+    """Return a total norm: of one that is still to be made over ranks, what it will be."""
+    found = [[one for one in own if one.stage is Stage.TOTAL_NORM and one.call == seen.call] for own in step.seen]
+    if not found[rank]:
+        return None
+    mine = found[rank][0]
+    pending = mine.layout.pending if mine.layout is not None else ()
+    values = [found[one][0].fingerprint.sketch[0] for one in pending or (rank,) if found[one]]
+    return math.sqrt(sum(value**2 for value in values)) if pending else values[0]
+
+
+def _values(step: _Step, rank: int, seen: Seen) -> torch.Tensor | None:
+    """Assemble a full tensor from the values that ranks have recorded, in float64; None if some are missing."""
+    full: torch.Tensor | None = None
+    taken: set[Box] = set()
+    for own in [rank, *(one for one in range(len(step.seen)) if one != rank)]:
+        for one in step.seen[own]:
+            if (one.stage, _name(one)) != (seen.stage, _name(seen)) or one.layout is None or one.box in taken:
+                continue
+            value = step.recorded.ranks[own].value(one)
+            if value is None or one.layout.pending:
+                return None
+            if full is None:
+                full = torch.zeros(one.box.shape, dtype=torch.float64)
+            taken.add(one.box)
+            if one.box.flat is not None:
+                full.view(-1)[slice(*one.box.flat)] = value.double().flatten()
+            elif one.box.dims is not None:
+                places = [torch.tensor([at for a, b in spans for at in range(a, b)]) for spans in one.box.dims]
+                full[torch.meshgrid(*places, indexing="ij")] = value.double().reshape([len(own) for own in places])
+            else:
+                full.copy_(value.double().reshape(one.box.shape))
+    if full is None or sum(box.numel for box in taken) != full.numel():
+        return None
+    return full
+
+
+# Comparing ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Comparison:
+    """What was compared of two recordings, and where they first diverge.
+
+    Attributes:
+        compared: how many tensors.
+        divergent: the first event of each rank that diverges, in the order of steps, stages and ranks.
+        distances: the largest by step and tensor.
+    """
+
+    ref: Recorded
+    run: Recorded
+    steps: list[int]
+    compared: int = 0
+    divergent: list[Divergent] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    rows: tuple[int, int] = (0, 0)
+    largest: float = 0.0
+    factor: float = 1.0
+    distances: dict[tuple[int, Key], float] = dataclasses.field(default_factory=dict)
+
+
+def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> Comparison:
+    """Compare a recording with a reference.
+
+    Args:
+        noise: a second recording of the reference's run, from which tolerances are taken.
+
+    Raises:
+        BadRecording: they have no step or no parameter in common, or read different data; in one line.
+    """
+    distances = compare(ref, noise).distances if noise is not None else None
+    steps = [step for step in ref.steps if step in run.steps]
+    if not steps:
+        raise BadRecording(f"{ref.path} has {_steps(ref.steps)} and {run.path} {_steps(run.steps)}: none in common")
+    found = Comparison(ref, run, [])
+    for side in (ref, run):
+        found.notes += [_incomplete(side, one, steps) for one in side.ranks if not one.is_complete]
+    pairs: list[_Pair] = []
+    counts = [0] * len(run.ranks)
+    largest = [0.0] * len(run.ranks)
+    before: list[tuple[str, float] | None] = [None] * len(run.ranks)
+    done: set[int] = set()
+    skipped: dict[str, set[str]] = {}
+    for step in steps:
+        pair = _Pair(_Step(ref, step), _Step(run, step), distances, pairs)
+        if text := _other_data(pair, ref, run):
+            if not found.divergent:
+                raise BadRecording(text)
+            found.notes.append(text)
+            break
+        if not pairs and not {name for _, name in pair.run.first} & {name for _, name in pair.ref.first}:
+            raise BadRecording(f"{ref.path} and {run.path} have no parameter of one name: they are of different models")
+        pairs.append(pair)
+        found.steps.append(step)
+        judged = [pair.judge(rank) for rank in range(len(run.ranks))]
+        if distances is None:
+            found.notes += pair.settle(judged)
+        for rank, own in enumerate(judged):
+            missing = pair.missing(rank)
+            for one in own:
+                key = (step, _key(one.seen))
+                found.distances[key] = max(found.distances.get(key, 0.0), one.distance)
+                found.compared += 1
+                if rank in done:
+                    continue
+                name = _name(one.seen) or one.seen.module
+                if missing and one.seen.stage > Stage.CLIPPED_GRADIENT:
+                    done.add(rank)
+                    found.divergent.append(_of_missing(rank, step, missing, counts[rank], largest[rank], before[rank]))
+                elif one.is_too_far:
+                    done.add(rank)
+                    found.divergent.append(Divergent(
+                        rank, step, one.seen.stage, name, one.seen.n, counts[rank], largest[rank], one.distance,
+                        one.allowed, before[rank], pair.explain(rank, one.seen), pair.element(rank, one.seen),
+                    ))  # fmt: skip
+                else:
+                    counts[rank] += 1
+                    largest[rank] = max(largest[rank], one.distance)
+                    before[rank] = (_what(one.seen.stage, name), one.distance)
+        for reason, names in pair.skipped.items():
+            skipped.setdefault(reason, set()).update(names)
+        if len(done) == len(run.ranks):
+            break
+    if not found.compared:
+        raise BadRecording(f"{ref.path} and {run.path} have no tensor that can be compared")
+    rows = {row for own in pairs[-1].run.rows.values() for row in own}
+    found.rows = (len(rows), len({row for own in pairs[-1].ref.rows.values() for row in own}))
+    found.largest, found.factor = max(largest), pairs[0].factor
+    found.notes += [f"not compared: {reason} ({listed(sorted(names))})" for reason, names in skipped.items()]
+    found.divergent.sort(key=lambda one: (one.step, one.stage, one.number, one.rank))
+    return found
+
+
+def _of_missing(
+    rank: int, step: int, names: list[str], count: int, largest: float, before: tuple[str, float] | None
+) -> Divergent:
+    text = f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
+    return Divergent(rank, step, Stage.CLIPPED_GRADIENT, names[0], 0, count, largest, math.inf, 0.0, before, [text])
+
+
+def _incomplete(side: Recorded, one: OfRank, steps: Sequence[int]) -> str:
+    last = max((seen.n for seen in one.events.get(steps[-1], ())), default=0)
+    wanted = [step for step in side.head.steps if step not in one.events]
+    where = f"it ended in step {wanted[0]}" if wanted else "it was not closed"
+    return f"{one.folder} is incomplete ({where}); compared until event {last}"
+
+
+def _other_data(pair: _Pair, ref: Recorded, run: Recorded) -> str:
+    mine = {row for own in pair.run.rows.values() for row in own}
+    other = {row for own in pair.ref.rows.values() for row in own}
+    if not mine or not other or mine == other:
+        return ""
+    lacking, whose, where = (other - mine, ref, run) if other - mine else (mine - other, run, ref)
+    count = f"{len(lacking)} of {len(other if whose is ref else mine)} sequences of {whose.path}"
+    return f"step {pair.step}: {count} are not in {where.path}: the runs read different data"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if not steps:
+        return "no step that all ranks have ended"
+    is_range = len(steps) > 1 and list(steps) == list(range(steps[0], steps[-1] + 1))
+    return f"steps {steps[0]}-{steps[-1]}" if is_range else f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+
+
+# Text ---------------------------------------------------------------------------------------
+
+
+def render(found: Comparison) -> str:
+    """Return the comparison in lines."""
+    sides = [f"{name} {_ranks(one)}" for name, one in (("REF", found.ref), ("RUN", found.run))]
+    rows = f"the same {found.rows[0]} sequences" if found.rows[0] else "inputs without rows"
+    lines = [f"{', '.join(sides)}; {_steps(found.steps)}, {found.compared:,} tensors, {rows} in step {found.steps[-1]}"]
+    if abs(found.factor - 1) > 1e-3:
+        lines.append(f"losses and gradients before their reduction are compared as {found.factor:.4g} x the run's")
+    if not found.divergent:
+        lines.append(f"no divergence (largest distance {found.largest:.1g})")
+    groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[Divergent]] = {}
+    for one in found.divergent:
+        groups.setdefault((one.step, one.stage, one.name, tuple(one.lines)), []).append(one)
+    for number, own in enumerate(groups.values()):
+        first = own[0]
+        start = "first divergence on" if number == 0 else "on"
+        lines.append(f"{start} rank {first.rank}: {text_of(first)}")
+        if others := [one.rank for one in own[1:]]:
+            lines.append(f"  {ranks_of(others)} diverge{'s' * (len(others) == 1)} at the same tensor")
+    return "\n".join([*lines, *found.notes])
+
+
+def text_of(one: Divergent) -> str:
+    """Return a divergence in lines."""
+    lines = [f"{one.what} in step {one.step} (event {one.n}); the {one.number} before agree "
+             f"(largest distance {one.largest:.1g})"]  # fmt: skip
+    if math.isfinite(one.distance):
+        before = f"; {one.before[1]:.1g} at the event before it, {one.before[0]}" if one.before is not None else ""
+        lines.append(f"  relative distance {one.distance:.2g}, {one.allowed:.1g} allowed{before}")
+    lines += [f"  {line}" for line in one.lines]
+    if one.element is not None:
+        index, other, mine = one.element
+        lines.append(f"  element {list(index)}: run {mine:.9g}, reference {other:.9g}")
+    return "\n".join(lines)
+
+
+def _ranks(one: Recorded) -> str:
+    count = len(one.ranks)
+    groups = ", ".join(f"{name} {len(ranks)}" for name, ranks in one.ranks[0].groups.named.items())
+    return f"{count} rank{'s' * (count != 1)}" + (f" ({groups})" if groups and count > 1 else "")

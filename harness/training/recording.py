@@ -1,0 +1,705 @@
+"""Writes what one rank sees of some steps, rank by rank and without collectives; reads what all ranks have written.
+
+    DIR/recording.json                  what was recorded; rank 0 writes it
+    DIR/rank00003/events.jsonl          one line for the rank, for each layout, and for each tensor in execution order
+    DIR/rank00003/step000.safetensors   values, by the number of the event; microbatches as "batch.<microbatch>.<index>"
+    DIR/rank00003/done                  written last
+
+A line of a tensor has its digest (``tensors.fingerprints``): digests add over shards, ranks and microbatches, so that
+recordings of other meshes can be compared. Outputs of modules have the sum of the digests of their rows, each with
+signs that depend on the row of the input alone: then they add over microbatches too, however rows are spread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.harness.tensors.fingerprints import (
+    Box,
+    Digest,
+    Fingerprint,
+    K,
+    bits_of,
+    digests,
+    forget,
+    is_small,
+    on_host,
+    row_hashes,
+)  # fmt: skip
+from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.tensors.trees import on_host as values_on_host
+from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.watching.events import Event
+from shardproof.harness.watching.groups import DATA, groups_of
+from shardproof.harness.watching.names import name_of, parameters_of, unwrapped
+from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
+from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.jsonfiles import RecordError, check_version, decode, describe, described, encode, says
+
+VERSION = 1
+
+DETAILS = ("digest", "tensors")
+STAGES = ("parameters", "modules")
+
+_OF_MODULES = (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
+
+#: The most elements of small tensors that are kept until they are read together.
+_MOST_WAITING = 1 << 22
+
+#: The part of ``max_bytes`` from which tensors of modules get no values any more.
+_NEARLY = 0.9
+
+Version = Annotated[int, ("const", VERSION)]
+Count = Annotated[int, ("minimum", 0)]
+
+
+@described()
+class Head:
+    """A recording of a training (recording.json)."""
+
+    version: Version = says("the version of the format")
+    world: Annotated[int, ("minimum", 1)] = says("the number of ranks")
+    torch: str = says("the version of torch")
+    command: Sequence[str] = says("the command line of rank 0")
+    model: str = says("the class of the model")
+    steps: Sequence[Count] = says("the steps that were to be recorded")
+    parameters: Mapping[str, Sequence[Count]] = says("the shapes of rank 0's parameters in full, by name")
+    ties: Sequence[Sequence[str]] = says("the names of parameters that are one", default=())
+
+
+@described()
+class RankLine:
+    """The first line of events.jsonl."""
+
+    rank: Count = says("the rank")
+    groups: Mapping[str, Sequence[Count]] = says("the groups of ranks that it is in, by name")
+    source: str = says("where they come from")
+    data: Sequence[str] = says("those over which ranks read different data")
+
+
+@described()
+class LayoutLine:
+    """A layout, before the first event that has it."""
+
+    layout: Count = says("its number")
+    shape: Sequence[Count] = says("the shape of the full tensor")
+    dims: Sequence[Sequence[Sequence[int]]] | None = says("the ranges of each dimension; null for all", default=None)
+    flat: Sequence[int] | None = says("a range in the flattened tensor", default=None)
+    pending: Sequence[Count] = says("the ranks over which values are a sum that is still to be made", default=())
+    mesh: Sequence[Count] = says("the ranks among which the tensor is distributed", default=())
+
+
+@described()
+class EventLine:
+    """A tensor."""
+
+    n: Count = says("the number of the event on this rank, in execution order")
+    step: Count = says("the step")
+    stage: Stage = says("what the tensor is")
+    module: str = says("of outputs and their gradients, the module", default="")
+    parameter: str = says("the parameter", default="")
+    key: str = says("of optimizer state, its key", default="")
+    microbatch: Count = says("the number of the forward or the backward in the step", default=0)
+    call: Count = says("the number of the module's call in the microbatch, or of the norm in the step", default=0)
+    index: Count = says("the number of the tensor", default=0)
+    layout: Count | None = says("the number of its layout; without one it is plain", default=None)
+    shape: Sequence[Count] = says("of a plain tensor, its shape", default=())
+    dtype: str = says("its dtype")
+    squares: float = says("the sum of the squares of its elements", default=0.0)
+    sketch: Sequence[float] = says("eight numbers that are linear in its elements; empty if some are not finite",
+                                   default=())  # fmt: skip
+    bits: Sequence[int] = says("equal for equal elements", default=())
+    by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
+    rows: Sequence[int] = says("of inputs, a hash of each row", default=())
+    value: bool = says("whether step<step>.safetensors has it", default=False)
+
+
+@described()
+class EndLine:
+    """The end of a step."""
+
+    end: Count = says("the step")
+    autocast: str = says("the dtype of autocast in its forwards", default="")
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of recording.json and, under ``$defs``, of the lines of events.jsonl."""
+    classes: dict[type, dict[str, Any]] = {}
+    head = describe(Head, classes)
+    lines = {one.__name__: describe(one, classes) for one in (RankLine, LayoutLine, EventLine, EndLine)}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"A recording, version {VERSION}", **head,
+        "$defs": {**lines, "Line": {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in lines]}},
+    }  # fmt: skip
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Taken:
+    """An event whose digest is on its device, or is still to be made of a tensor."""
+
+    event: Event
+    number: int
+    dtype: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor | None = None
+    digest: Digest | None = None
+    rows: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+    by_rows: bool = False
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the full tensor it has; a plain tensor is taken for a full one."""
+        return self.event.layout.box if self.event.layout is not None else Box(self.shape)
+
+
+class Recording(contextlib.AbstractContextManager["Recording"]):
+    """See :func:`record`."""
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        *,
+        out: str | os.PathLike[str],
+        steps: Collection[int],
+        detail: str,
+        stages: Collection[str],
+        tensors: Collection[str],
+        layout: LayoutOf | None,
+        names: Callable[[str], str] | None,
+        mesh: DeviceMesh | None,
+        max_bytes: int,
+    ) -> None:
+        if not steps or min(steps) < 0:
+            raise NotWatchable(f"record: steps={sorted(steps)}: it needs steps counted from 0")
+        if detail not in DETAILS:
+            raise NotWatchable(f"record: detail={detail!r}: it is {' or '.join(map(repr, DETAILS))}")
+        if unknown := sorted(set(stages) - set(STAGES)):
+            raise NotWatchable(f"record: stages={unknown[0]!r}: it is {' or '.join(map(repr, STAGES))}")
+        if detail == "tensors" and importlib.util.find_spec("safetensors") is None:
+            raise NotWatchable("record: values need safetensors: pip install 'shardproof[own]'")
+        self._out, self._steps, self._mesh, self._names = Path(out), sorted(set(steps)), mesh, names
+        self._has_values, self._patterns, self._max_bytes = detail == "tensors", tuple(tensors) or ("*",), max_bytes
+        self._watch = Watch(
+            self._end, steps=steps, optimizers=_listed(optimizer), layout=layout, on_error=self._on_error,
+            sink=self._take, modules="modules" in stages, digests=False,
+        )  # fmt: skip
+        self._folder: Path | None = None
+        self._first: Any = None
+        self._number = self._bytes = self._waiting = 0
+        self._layouts: dict[Layout, int] = {}
+        self._taken: dict[Any, _Taken] = {}
+        self._small: list[_Taken] = []
+        self._known: dict[tuple[Stage, str], _Taken] = {}
+        self._rows: dict[int, torch.Tensor] = {}
+        self._left_out = {"values": 0, "events": 0}
+        self._is_over = False
+        models = _listed(model)
+        if models:
+            self._attach(models)
+        else:
+            self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if self._watch.is_attached and self._watch.last:
+            error.add_note(f"shardproof record: the step had reached: {self._watch.last}")
+        self._detach()
+
+    def close(self) -> None:
+        """End the last step, mark the recording as complete, and remove all hooks."""
+        if self._is_over:
+            return
+        self._watch.end_step()
+        if self._is_over:
+            return
+        forwards, steps = self._watch.counts
+        if self._watch.step <= self._steps[0]:
+            print(
+                f"shardproof record: the loop ended before a step did ({forwards} forwards with gradients, {steps} "
+                "optimizer steps): was the wrapped module called?",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+            self._detach()
+            return
+        self._finish()
+
+    # Attaching
+
+    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return
+        self._first.remove()
+        self._first = None
+        self._attach([module])
+        # Hooks that are added while those of a forward run do not run in it.
+        self._watch.begin_forward(module, args)
+
+    def _attach(self, models: Sequence[nn.Module]) -> None:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if world == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise NotWatchable(
+                "record: torch.distributed is not initialized; call it after init_process_group "
+                "(in one process: WORLD_SIZE=1 works)"
+            )
+        shapes: dict[str, tuple[int, ...]] = {}
+        owners: dict[str, int] = {}
+        for number, model in enumerate(models):
+            for name, parameter in parameters_of(model):
+                name = self._name(name)
+                if owners.setdefault(name, number) != number:
+                    raise NotWatchable(
+                        f"record: {name!r} names two parameters (stages {owners[name]} and {number}): pass names= with "
+                        "the offset of the stage"
+                    )
+                shapes[name] = tuple(parameter.shape)
+        groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
+        self._folder = self._out / f"rank{rank:05}"
+        if self._folder.exists():
+            raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")
+        try:
+            self._folder.mkdir(parents=True)
+        except OSError as error:
+            raise NotWatchable(f"record: {self._folder}: {error.strerror}") from error
+        for model in models:
+            self._watch.attach(model)
+        if rank == 0:
+            ties = [tuple(map(self._name, names)) for names in self._watch.tied()]
+            head = Head(
+                version=VERSION, world=world, torch=torch.__version__, command=sys.argv, steps=self._steps,
+                model=type(unwrapped(models[0])).__name__, parameters=shapes, ties=ties,
+            )  # fmt: skip
+            (self._out / "recording.json").write_text(json.dumps(encode(head), indent=1) + "\n")
+        self._write([encode(RankLine(rank=rank, groups=groups.named, source=groups.source, data=groups.data))])
+
+    def _name(self, name: str) -> str:
+        return name if self._names is None or not name else self._names(name)
+
+    # Taking events
+
+    def _take(self, event: Event, tensor: torch.Tensor) -> None:
+        if self._names is not None:
+            event = dataclasses.replace(event, module=self._name(event.module), parameter=self._name(event.parameter))
+        if event.stage is not Stage.INPUT and not (tensor.is_floating_point() or tensor.is_complex()):
+            return
+        own = _Taken(event, self._number, name_of(tensor.dtype), tuple(tensor.shape))
+        self._number += 1
+        # Of the gradients after each backward the last counts.
+        last = event.stage is Stage.GRADIENT
+        if (replaced := self._taken.pop((event.stage, event.parameter), None)) is not None:
+            self._bytes -= replaced.value.numel() * replaced.value.element_size() if replaced.value is not None else 0
+        self._taken[(event.stage, event.parameter) if last else own.number] = own
+        if event.stage is Stage.INPUT:
+            self._take_input(own, tensor)
+        elif event.stage in _OF_MODULES:
+            self._take_output(own, tensor)
+        elif is_small(tensor):
+            # Small ones are read together; until then they are kept, whatever becomes of them.
+            own.tensor = tensor.clone()
+            self._small.append(own)
+            self._waiting += tensor.numel()
+            if self._waiting > _MOST_WAITING:
+                self._read_small()
+        else:
+            own.digest = self._known_digest(own, tensor) or digests([tensor], [own.box])[0]
+            self._keep(own)
+        if self._has_values and self._is_wanted(own, tensor):
+            own.value = tensor.clone()
+            self._bytes += tensor.numel() * tensor.element_size()
+
+    def _take_input(self, own: _Taken, tensor: torch.Tensor) -> None:
+        own.digest = Digest(torch.zeros(K + 1, dtype=torch.float64, device=tensor.device), bits_of(tensor), 0)
+        if tensor.ndim:
+            rows = row_hashes(tensor) * (2 * own.event.index + 1)
+            before = self._rows.get(own.event.microbatch) if own.event.index else None
+            # Tensors without a row for each example, such as masks, do not count.
+            if before is None or before.shape == rows.shape:
+                own.rows = rows
+                self._rows[own.event.microbatch] = rows if before is None else before + rows
+
+    def _take_output(self, own: _Taken, tensor: torch.Tensor) -> None:
+        rows = self._rows.get(own.event.microbatch)
+        if rows is None or own.event.layout is not None or not tensor.ndim or not tensor.numel() or (
+            tensor.shape[0] % len(rows)
+        ):  # fmt: skip
+            own.digest = digests([tensor], [own.box])[0]
+            return
+        parts = tensor.reshape(len(rows), tensor.shape[0] // len(rows), *tensor.shape[1:])
+        each = torch.stack(
+            [one.numbers for one in digests(list(parts.unbind()), [Box(tuple(parts.shape[1:]))] * len(rows))]
+        )
+        mixed = (rows ^ (rows >> 29)) * 0x5851F42D4C957F2D
+        bits = (mixed[:, None] >> torch.arange(31, 31 + K, device=rows.device)) & 1
+        numbers = torch.cat([(each[:, :K] * (2 * bits - 1)).sum(0), each[:, K:].sum(0)])
+        own.digest, own.by_rows = Digest(numbers, bits_of(tensor), tensor.numel()), True
+
+    def _known_digest(self, own: _Taken, tensor: torch.Tensor) -> Digest | None:
+        """Return the digest of the same bits, as of gradients that are not clipped and of parameters between steps.
+
+        On an accelerator the host would wait for the answer.
+        """
+        known = self._known.get((own.event.stage, own.event.parameter))
+        if known is None or known.event.layout != own.event.layout or tensor.device.type != "cpu":
+            return None
+        return known.digest if known.digest is not None and torch.equal(known.digest.bits, bits_of(tensor)) else None
+
+    def _keep(self, own: _Taken) -> None:
+        again = {Stage.GRADIENT: Stage.CLIPPED_GRADIENT, Stage.PARAMETER: Stage.INITIAL}.get(own.event.stage)
+        if again is not None:
+            self._known[again, own.event.parameter] = own
+
+    def _is_wanted(self, own: _Taken, tensor: torch.Tensor) -> bool:
+        names = {own.event.parameter, own.event.module}
+        if own.event.stage is not Stage.INPUT and not any(
+            fnmatch.fnmatchcase(name, one) for name in names for one in self._patterns
+        ):
+            return False
+        room = self._max_bytes * (_NEARLY if own.event.stage in _OF_MODULES else 1)
+        fits = self._bytes + tensor.numel() * tensor.element_size() <= room
+        self._left_out["values"] += not fits
+        return fits
+
+    def _read_small(self) -> None:
+        made = digests([one.tensor for one in self._small if one.tensor is not None], [one.box for one in self._small])
+        for own, digest in zip(self._small, made, strict=True):
+            own.digest, own.tensor = digest, None
+        self._small, self._waiting = [], 0
+
+    # Writing
+
+    def _end(self, record: StepRecord) -> None:
+        self._read_small()
+        taken = sorted(self._taken.values(), key=lambda one: one.number)
+        marks = on_host([one.digest for one in taken if one.digest is not None])
+        values: dict[str, torch.Tensor] = {}
+        lines: list[dict[str, Any]] = []
+        for own, mark in zip(taken, marks, strict=True):
+            if own.event.stage in _OF_MODULES and self._bytes > self._max_bytes:
+                self._left_out["events"] += 1
+                continue
+            if own.value is not None:
+                key = f"batch.{own.event.microbatch}.{own.event.index}"
+                values[key if own.event.stage is Stage.INPUT else str(own.number)] = own.value
+            lines += self._lines_of(own, mark, record.step)
+        if values:
+            from safetensors.torch import save_file
+
+            assert self._folder is not None
+            on_cpu = {key: one.contiguous() for key, one in values_on_host(values).items()}
+            # Copies of one storage are refused.
+            save_file(
+                {key: one.clone() for key, one in on_cpu.items()}, self._folder / f"step{record.step:03}.safetensors"
+            )
+        self._write([*lines, encode(EndLine(end=record.step, autocast=record.autocast))])
+        self._known = {key: own for key, own in self._known.items() if key[0] is Stage.INITIAL}
+        self._taken, self._rows = {}, {}
+        if record.step >= self._steps[-1]:
+            self._finish()
+
+    def _lines_of(self, own: _Taken, mark: Fingerprint, step: int) -> list[dict[str, Any]]:
+        event = own.event
+        lines = []
+        line: dict[str, Any] = {"n": own.number, "step": step, "stage": event.stage.value, "dtype": own.dtype}
+        named = {"parameter": event.parameter, "key": event.key, "microbatch": event.microbatch, "call": event.call,
+                 "index": event.index, "by_rows": own.by_rows, "value": own.value is not None}  # fmt: skip
+        line |= {name: value for name, value in named.items() if value}
+        if not event.parameter and event.module:
+            line["module"] = event.module
+        if event.layout is None:
+            line["shape"] = own.shape
+        else:
+            if event.layout not in self._layouts:
+                self._layouts[event.layout] = len(self._layouts)
+                lines.append(_line_of_layout(event.layout, self._layouts[event.layout]))
+            line["layout"] = self._layouts[event.layout]
+        if own.rows is not None:
+            line["rows"] = own.rows.tolist()
+        if event.stage is not Stage.INPUT:
+            digits = 17 if own.dtype in ("float64", "complex128") else 9
+            finite = mark.is_finite and all(map(math.isfinite, mark.sketch))
+            line["squares"] = float(f"{mark.squares:.9g}") if math.isfinite(mark.squares) else repr(mark.squares)
+            line["sketch"] = [float(f"{one:.{digits}g}") for one in mark.sketch] if finite else []
+        line["bits"] = mark.bits if any(mark.bits[:2]) else mark.bits[2:]
+        return [*lines, line]
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        assert self._folder is not None
+        text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines)
+        self._bytes += len(text)
+        with open(self._folder / "events.jsonl", "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _finish(self) -> None:
+        assert self._folder is not None
+        left_out = {name: count for name, count in self._left_out.items() if count}
+        (self._folder / "done").write_text(json.dumps({"events": self._number, "left_out": left_out}) + "\n")
+        self._detach()
+
+    def _on_error(self, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        print(f"shardproof record: an error of its own, which ends the recording; please report it:\n{text}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        self._detach()
+
+    def _detach(self) -> None:
+        self._is_over = True
+        if self._first is not None:
+            self._first.remove()
+            self._first = None
+        self._watch.detach()
+        self._taken, self._known, self._small, self._rows = {}, {}, [], {}
+        forget()
+
+
+def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
+    line = LayoutLine(
+        layout=number, shape=layout.box.shape, dims=layout.box.dims, flat=layout.box.flat, pending=layout.pending,
+        mesh=layout.mesh,
+    )  # fmt: skip
+    return dict(encode(line))
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def record(
+    model: nn.Module | Sequence[nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    steps: Collection[int] = (0, 1),
+    detail: str = "digest",
+    stages: Collection[str] = ("parameters",),
+    tensors: Collection[str] = (),
+    layout: LayoutOf | None = None,
+    names: Callable[[str], str] | None = None,
+    mesh: DeviceMesh | None = None,
+    max_bytes: int = 1 << 30,
+) -> Recording:
+    """Write what this rank sees of some steps to a folder, for ``shardproof compare``.
+
+    It communicates with no other rank and waits for none. It records from this call until the last of ``steps`` has
+    ended, or until the context that it is has been left; then it removes every hook.
+
+    Args:
+        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
+            something trains.
+        optimizer: those whose steps count. None: each optimizer that steps.
+        out: the folder, the same on all ranks.
+        steps: which to record, counted from 0 at this call.
+        detail: "digest": some 200 bytes for each tensor. "tensors": also the values, in safetensors.
+        stages: "parameters": inputs, losses, gradients, norms, parameters and optimizer states, which are always
+            recorded. "modules": also the outputs of modules and their gradients.
+        tensors: patterns of the names of parameters and modules whose values are written; all by default.
+        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
+            not say so itself.
+        names: makes the name in the full model from the name of a module or parameter, as for a stage of a pipeline.
+        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
+        max_bytes: of this rank's files. Values that do not fit are left out, those of modules first, and then the
+            digests of modules; ``done`` says how many.
+
+    Raises:
+        ValueError: an argument is not valid, the folder has a recording of this rank, or two parameters have one name;
+            in one line.
+    """
+    return Recording(
+        model, optimizer, out=out, steps=steps, detail=detail, stages=stages, tensors=tensors, layout=layout,
+        names=names, mesh=mesh, max_bytes=max_bytes,
+    )  # fmt: skip
+
+
+# Reading ------------------------------------------------------------------------------------
+
+
+class BadRecording(ValueError):
+    """A recording cannot be read. The text is one line that begins with its path."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor of a recording; see :class:`EventLine`."""
+
+    n: int
+    step: int
+    stage: Stage
+    parameter: str
+    module: str
+    key: str
+    microbatch: int
+    call: int
+    index: int
+    layout: Layout | None
+    shape: tuple[int, ...]
+    dtype: str
+    fingerprint: Fingerprint
+    by_rows: bool
+    rows: tuple[int, ...]
+    has_value: bool
+
+    @property
+    def box(self) -> Box:
+        """Which elements of the full tensor it has; a plain tensor is taken for a full one."""
+        return self.layout.box if self.layout is not None else Box(self.shape)
+
+
+@dataclasses.dataclass
+class OfRank:
+    """What one rank has recorded.
+
+    Attributes:
+        events: of each step that has ended, in execution order.
+        is_complete: whether it recorded all that it should.
+        autocast: the dtypes of autocast in its forwards.
+    """
+
+    rank: int
+    folder: Path
+    groups: Groups
+    events: dict[int, list[Seen]]
+    is_complete: bool
+    autocast: set[str]
+
+    def value(self, seen: Seen) -> torch.Tensor | None:
+        """Return the values of an event; None if they were not recorded, or safetensors is not installed."""
+        if not seen.has_value or importlib.util.find_spec("safetensors") is None:
+            return None
+        from safetensors import SafetensorError, safe_open
+
+        path = self.folder / f"step{seen.step:03}.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                found: torch.Tensor = file.get_tensor(str(seen.n))
+                return found
+        except (OSError, SafetensorError) as error:
+            raise BadRecording(f"{path}: {error}") from error
+
+
+@dataclasses.dataclass
+class Recorded:
+    """A recording of all ranks."""
+
+    path: Path
+    head: Head
+    ranks: list[OfRank]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that all ranks have ended."""
+        return sorted(set.intersection(*(set(one.events) for one in self.ranks)))
+
+
+def read(path: str | os.PathLike[str]) -> Recorded:
+    """Read a recording.
+
+    Raises:
+        BadRecording: it is missing, has another version, or is not what a recording is.
+    """
+    path = Path(path)
+    file = path / "recording.json"
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(data, dict) and isinstance(data.get("version"), int) and data["version"] != VERSION:
+            raise BadRecording(f"{path} is version {data['version']}, this reads {VERSION}")
+        check_version(data, "version", VERSION)
+        head = decode(Head, data)
+    except OSError as error:
+        raise BadRecording(f"{path}: there is no recording: {file}: {error.strerror}") from error
+    except RecordError as error:
+        raise BadRecording(f"{file}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, BadRecording):
+            raise
+        raise BadRecording(f"{file}: not a JSON file: {error}") from error
+    return Recorded(path, head, [_read_rank(path, rank, head) for rank in range(head.world)])
+
+
+def _read_rank(path: Path, rank: int, head: Head) -> OfRank:
+    folder = path / f"rank{rank:05}"
+    file, is_complete = folder / "events.jsonl", (folder / "done").exists()
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise BadRecording(f"{folder} is missing; the recording is of {head.world} ranks") from error
+    except UnicodeDecodeError as error:
+        raise BadRecording(f"{file}: not a text file: {error}") from error
+    if lines.pop() and is_complete:  # what was killed may have written a part of a line
+        raise BadRecording(f"{file}: its last line is cut off")
+    first_names = {name: names[0] for names in head.ties for name in names}
+    layouts: dict[int, Layout] = {}
+    events: dict[int, list[Seen]] = {}
+    groups = Groups({}, "", ())
+    autocast: set[str] = set()
+    ended: set[int] = set()
+    text = ""
+    try:
+        for text in lines:
+            line = json.loads(text)
+            if "stage" in line:
+                events.setdefault(line["step"], []).append(_seen(line, layouts, first_names))
+            elif "end" in line:
+                ended.add(line["end"])
+                autocast.add(line.get("autocast") or "float64")
+            elif "layout" in line:
+                layouts[line["layout"]] = _layout_of(decode(LayoutLine, line))
+            else:
+                own = decode(RankLine, line)
+                groups = Groups({name: tuple(ranks) for name, ranks in own.groups.items()}, own.source, tuple(own.data))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+        raise BadRecording(f"{file}: line {lines.index(text) + 1}: {why}") from error
+    if is_complete and not ended:
+        raise BadRecording(f"{file}: it has no step, and {folder / 'done'} says that it is complete")
+    events = {step: own for step, own in events.items() if step in ended}
+    return OfRank(rank, folder, groups, events, is_complete, autocast)
+
+
+def _seen(line: dict[str, Any], layouts: dict[int, Layout], first_names: Mapping[str, str]) -> Seen:
+    layout = layouts[line["layout"]] if "layout" in line else None
+    shape = tuple(line.get("shape", ()))
+    numel = layout.box.numel if layout is not None else math.prod(shape)
+    bits = (0, 0, *line["bits"]) if len(line["bits"]) == 1 else tuple(line["bits"])
+    sketch = tuple(line.get("sketch") or (math.nan,) * K)
+    if len(sketch) != K or len(bits) != 3:
+        raise ValueError("a sketch has 8 numbers, and bits are 1 or 3")
+    mark = Fingerprint(sketch, float(line.get("squares", 0.0)), bits, numel)
+    name = line.get("parameter", "")
+    name = first_names.get(name, name)
+    return Seen(
+        line["n"], line["step"], Stage(line["stage"]), name, line.get("module", ""), line.get("key", ""),
+        line.get("microbatch", 0), line.get("call", 0), line.get("index", 0), layout, shape, line["dtype"], mark,
+        line.get("by_rows", False), tuple(line.get("rows", ())), line.get("value", False),
+    )  # fmt: skip
+
+
+def _layout_of(line: LayoutLine) -> Layout:
+    dims = None if line.dims is None else tuple(tuple((a, b) for a, b in spans) for spans in line.dims)
+    flat = None if line.flat is None else (line.flat[0], line.flat[1])
+    return Layout(Box(tuple(line.shape), dims, flat), tuple(line.pending), tuple(line.mesh))
