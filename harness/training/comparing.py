@@ -48,6 +48,7 @@ _FIELDS = {
     Stage.PARAMETER: "after", Stage.OPTIMIZER_STATE: "state",
 }  # fmt: skip
 _OF_DATA = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
+_OF_MODULES = (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
 _BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)
 
 Part = tuple[int, int]
@@ -265,10 +266,17 @@ class Divergent:
         return _what(self.stage, self.name)
 
 
+#: What the tensor of a stage is called; others have the stage's name.
+_WORDS = {
+    Stage.MODULE_OUTPUT: "output", Stage.OUTPUT_GRADIENT: "gradient of the output",
+    Stage.CLIPPED_GRADIENT: "gradient at the optimizer's step",
+}  # fmt: skip
+
+
 def _what(stage: Stage, name: str) -> str:
     owner, _, key = name.partition(":")
-    text = f"{key} of {owner!r}, {stage.value}" if key else f"{stage.value} of {name!r}" if name else stage.value
-    return "output of the model" if stage is Stage.MODULE_OUTPUT and not name else text.replace(" of a module", "")
+    text = key or _WORDS.get(stage, stage.value)
+    return f"{text} of {owner!r}" if owner else f"{text} of the model" if stage in _OF_MODULES else text
 
 
 class _Pair:
@@ -291,13 +299,16 @@ class _Pair:
     @functools.cached_property
     def allowed(self) -> float:
         """What is allowed in this step."""
-        begins = [
-            distance
-            for name in self._names("initial")
-            if not self.is_noise(name) and (distance := self.reduced(0, "initial", name)) is not None
-        ]
-        carried = max(begins, default=0.0) if self.is_adjacent else 0.0
-        return self.slack() + _GROWTH * (carried if carried < 0.1 else 0.0)
+        begins = [0.0]
+        for name in self._names("initial") if self.is_adjacent else ():
+            distance = self.reduced(0, "initial", name)
+            if distance is not None and distance <= self._allowed_at_start(name) and not self.is_noise(name):
+                begins.append(distance)
+        return self.slack() + _GROWTH * max(begins)
+
+    def _allowed_at_start(self, name: str) -> float:
+        before = self.earlier[-1].worst("after", name) if self.is_adjacent else None
+        return max(self.slack(), 2 * (before or 0.0))
 
     def _names(self, field: str) -> list[str]:
         return [name for of, name in self.run.first if of == field]
@@ -384,10 +395,10 @@ class _Pair:
         if distance is None:
             return self._skip(seen, field, name)
         allowed = self._allow(seen, distance)
-        if seen.stage is Stage.GRADIENT and not (
-            is_scaled(self.run.evidence, name, rank, allowed) and is_scaled(self.ref.evidence, name, 0, allowed)
-        ):
-            self._note(f"{Stage.GRADIENT.value}: user code does more than scale it before the step", name)
+        both = ((self.run.evidence, rank), (self.ref.evidence, 0))
+        if seen.stage is Stage.GRADIENT and not all(is_scaled(one, name, at, allowed) for one, at in both):
+            # As where user code reduces by hand.
+            self._note("gradient after backward: user code does more than scale it before the step", name)
             return None
         if seen.stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) and self.is_noise(seen.parameter):
             self._note("parameters whose gradients are rounding noise", seen.parameter)
@@ -399,9 +410,7 @@ class _Pair:
         if self._noise is not None:
             return max(NOISE_FACTOR * self._noise.get((self.step, _key(seen)), 0.0) + self.slack(), self.slack())
         if seen.stage is Stage.INITIAL:
-            allowed = self.slack()
-            if self.is_adjacent and (before := self.earlier[-1].worst("after", name)) is not None:
-                allowed = max(allowed, 2 * before)
+            allowed = self._allowed_at_start(name)
         elif seen.stage is Stage.OPTIMIZER_STATE:
             allowed *= 4
         elif seen.stage is Stage.PARAMETER:
@@ -481,7 +490,7 @@ class _Pair:
                 reason = f"{whole - held:,} of {whole:,} elements are on no rank"
         elif field == "data":
             reason = "ranks have other parts of it, or the reference has none"
-        self._note(f"{seen.stage.value.removesuffix(' of a module')}: {reason}", name or "the model")
+        self._note(f"{_WORDS.get(seen.stage, seen.stage.value)}: {reason}", name or "the model")
         return None
 
     def _held(self, field: str, name: str) -> Iterator[Gradient]:
@@ -726,7 +735,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     distances = compare(ref, noise).distances if noise is not None else None
     steps = [step for step in ref.steps if step in run.steps]
     if not steps:
-        raise BadRecording(f"{ref.path} has {_steps(ref.steps)} and {run.path} {_steps(run.steps)}: none in common")
+        raise BadRecording(f"{ref.path} has {_steps(ref.steps)} and {run.path} has {_steps(run.steps)}: none in common")
     found = Comparison(ref, run, [])
     for side in (ref, run):
         found.notes += [_incomplete(side, one, steps) for one in side.ranks if not one.is_complete]

@@ -1,8 +1,8 @@
 """The commands of the command line, one module each: each is imported when it is chosen.
 
 ``run``, ``plan``, ``doctor``, ``record``, ``compare``, ``implementations`` and ``torch_names`` import torch or the
-harness; the others read files, and ``findings`` runs some. Each takes the arguments after its name and returns the exit code; argparse exits with 2 for
-unknown arguments and with 0 for ``--help``.
+harness; the others read files, and ``findings`` runs some. Each takes the arguments after its name and returns the exit
+code; argparse exits with 2 for unknown arguments and with 0 for ``--help``.
 """
 
 import argparse
