@@ -72,7 +72,9 @@ class _Step:
         self.recorded = recorded
         # What the step begins with comes first: parameters are read when the optimizer steps.
         self.seen = [sorted(one.events[step], key=lambda e: e.stage is not Stage.INITIAL) for one in recorded.ranks]
-        self.rows = {(rank, m): rows for rank, seen in enumerate(self.seen) for m, rows in _rows(seen).items()}
+        self.rows = {
+            (rank, one.microbatch): one.rows for rank, seen in enumerate(self.seen) for one in seen if one.rows
+        }
         starts = [Start(one.groups, {}, (), recorded.head.model, {}, {}) for one in recorded.ranks]
         self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
         self.evidence = Evidence(self.records, starts, {})
@@ -149,17 +151,6 @@ class _Step:
                     return None
                 found.append(torch.tensor(one.fingerprint.sketch, dtype=torch.float64))
         return torch.stack(found).sum(0) if found else None
-
-
-def _rows(seen: Sequence[Seen]) -> dict[int, tuple[int, ...]]:
-    """Return what stands for each row of each microbatch."""
-    found: dict[int, tuple[int, ...]] = {}
-    for one in seen:
-        if one.stage is Stage.INPUT and one.rows:
-            before = found.get(one.microbatch, (0,) * len(one.rows))
-            if len(before) == len(one.rows):
-                found[one.microbatch] = tuple(a + b & 2**64 - 1 for a, b in zip(before, one.rows, strict=True))
-    return found
 
 
 def _name(seen: Seen) -> str:

@@ -127,7 +127,7 @@ class EventLine:
                                    default=())  # fmt: skip
     bits: Sequence[int] = says("equal for equal elements", default=())
     by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
-    rows: Sequence[int] = says("of inputs, a hash of each row", default=())
+    rows: Sequence[int] = says("of the first input, a hash of each row", default=())
     value: bool = says("whether step<step>.safetensors has it", default=False)
 
 
@@ -334,13 +334,9 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
 
     def _take_input(self, own: _Taken, tensor: torch.Tensor) -> None:
         own.digest = Digest(torch.zeros(K + 1, dtype=torch.float64, device=tensor.device), bits_of(tensor), 0)
-        if tensor.ndim:
-            rows = row_hashes(tensor) * (2 * own.event.index + 1)
-            before = self._rows.get(own.event.microbatch) if own.event.index else None
-            # Tensors without a row for each example, such as masks, do not count.
-            if before is None or before.shape == rows.shape:
-                own.rows = rows
-                self._rows[own.event.microbatch] = rows if before is None else before + rows
+        # Of a forward in which it attaches itself, it sees what the first module gets: the first tensor alone.
+        if tensor.ndim and not own.event.index:
+            own.rows = self._rows[own.event.microbatch] = row_hashes(tensor)
 
     def _take_output(self, own: _Taken, tensor: torch.Tensor) -> None:
         rows = self._rows.get(own.event.microbatch)

@@ -38,6 +38,8 @@ def train(folder, *, microbatches=1, mistake="", steps=2, seed=0, **options):
             late = mistake if step == 1 else ""
             for number, rows in enumerate(torch.randn(ROWS, 4, generator=made).chunk(microbatches)):
                 loss = model(rows).square().sum() / ROWS
+                if mistake == "scaled by hand":
+                    loss = loss * 4
                 if late == "weights":
                     loss = loss * (1 + number)
                 if late == "zero_grad":
@@ -45,9 +47,9 @@ def train(folder, *, microbatches=1, mistake="", steps=2, seed=0, **options):
                 loss.backward()
                 if late == "killed":
                     raise KeyError("mine")
-            if late == "factor":
+            if late == "factor" or mistake == "scaled by hand":
                 for one in model.parameters():
-                    one.grad *= 4
+                    one.grad *= 4 if late == "factor" else 0.25
             if late == "no gradient":
                 model.head.bias.grad = None
             if late == "not finite":
@@ -95,10 +97,15 @@ def test_each_line_is_as_the_schema_says_and_the_files_are_small(runs):
     assert read(runs / "ref").steps == [0, 1] and (runs / "ref/rank00000/done").exists()
 
 
-def test_values_are_bounded_and_those_of_modules_go_first(tmp_path):
+def size_of_values(folder):
+    return sum(one.stat().st_size for one in (folder / "rank00000").glob("*.safetensors"))
+
+
+def test_values_are_bounded(tmp_path):
     train(tmp_path / "all", detail="tensors")
-    values = sum(one.stat().st_size for one in (tmp_path / "all/rank00000").glob("*.safetensors"))
-    train(tmp_path / "few", detail="tensors", max_bytes=values // 4)
+    most = size_of_values(tmp_path / "all") // 4
+    train(tmp_path / "few", detail="tensors", max_bytes=most)
+    assert 0 < size_of_values(tmp_path / "few") < 2 * most  # with the header of safetensors
     left_out = json.loads((tmp_path / "few/rank00000/done").read_text())["left_out"]
     assert left_out["values"] > 0 and left_out["events"] > 0
     stages = [seen.stage.value for seen in read(tmp_path / "few").ranks[0].events[1]]
@@ -169,6 +176,15 @@ def test_accumulation_does_not_matter(runs, tmp_path, capsys, microbatches):
     assert code == 0 and "no divergence" in text and "the same 8 sequences in step 1" in text, text
     assert "not compared" not in text, text
     assert compared(capsys, tmp_path / "run", runs / "ref")[0] == 0
+
+
+def test_what_is_made_up_for_before_the_step_is_a_note(runs, tmp_path, capsys):
+    train(tmp_path / "run", microbatches=2, mistake="scaled by hand")
+    code, text = compared(capsys, runs / "ref", tmp_path / "run")
+    assert code == 0 and "are compared as 0.25 x the run's" in text, text
+    assert "step 1: 'head.bias', 'head.weight', 'inner.0.bias' and 1 more differ before the reduction, and" in text, (
+        text
+    )
 
 
 SAID = {
