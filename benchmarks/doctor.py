@@ -1,13 +1,14 @@
-"""What the doctor costs: a watched step beside an unwatched one, the steps after the last watched one, memory, import.
+"""What the doctor costs, and a recording: their steps beside one without them, the steps after, memory, import, disk.
 
     python -m benchmarks doctor [--device cpu] [--world 2] [--models ten,ten-wide] [--implementations ddp,fully_shard]
         [--rounds 2] [--steps 4] [--json FILE]
 
 Each implementation trains a model of about 10 M parameters in processes of its own. In each round it trains so many
-steps without the doctor, then so many that it watches, then so many after it has removed its hooks. Times are medians
-over all steps, of the slowest rank; `processor` is the time that its process spent, which other processes of the host
-lengthen less. A watched step may take 1.5 times as long as an unwatched one, and 0.3 s more. `memory` is what a watched
-step holds at its peak beyond an unwatched one; 1 % of the parameters and 64 MiB are allowed.
+steps without the doctor, then so many that it watches, then so many after it has removed its hooks, then so many that
+are recorded. Times are medians over all steps, of the slowest rank; `processor` is the time that its process spent,
+which other processes of the host lengthen less. A watched step may take 1.5 times as long as an unwatched one, and
+0.3 s more; a recorded one 1.3 times as long as a watched one. `memory` is what a watched step holds at its peak beyond
+an unwatched one; 1 % of the parameters and 64 MiB are allowed.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def table(row: dict[str, Any]) -> str:
         f"{first['device']}, torch {first['torch']}",
         f"  {'seconds of a step':<20}{'':>10}{'ratio':>8}{'more':>8}{'processor':>12}{'ratio':>8}{'more':>8}",
     ]
-    for kind in ("unwatched", "watched", "after"):
+    for kind in ("unwatched", "watched", "after", "recorded"):
         line = f"  {kind:<20}"
         for number, width in ((0, 10), (1, 12)):
             plain, own = (statistics.median(seconds(row, one, number)) for one in ("unwatched", kind))
@@ -119,6 +120,12 @@ def table(row: dict[str, Any]) -> str:
         plain, own = (statistics.median(seconds(row, kind, number)) for kind in ("unwatched", "watched"))
         allowed = 1.5 * plain + 0.3
         lines.append(f"  a watched step may take {allowed:.3f} s{what}: {'kept' if own <= allowed else 'NOT KEPT'}")
+        recorded = statistics.median(seconds(row, "recorded", number)) / own
+        lines.append(
+            f"  a recorded step takes {recorded:.2f} of a watched one{what}: {'' if recorded <= 1.3 else 'NOT '}kept"
+        )
+    size, count = max(one["rounds"][0]["bytes"] for one in row["ranks"]), first["parameters"]
+    lines.append(f"  recorded: {size / 1e6:.2f} MB a rank, {count} parameters, {row['steps']} steps")
     attach = statistics.median(one["rounds"][0]["attach"] for one in row["ranks"])
     slowest = max(seconds(row, "watched", 0))
     lines.append(f"  the longest watched step {slowest:.3f} s; attaching {attach:.3f} s")

@@ -1,4 +1,7 @@
-"""The doctor names the mistake of each script of examples/incidents, and says nothing of the same script without it."""
+"""The mistake of each script of examples/incidents is named, and nothing is said of the same script without it.
+
+The doctor names it, or a comparison of recordings does.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,6 +28,18 @@ SAID = {
     "g09_sequence_parallel_norm": ("[D2, S9]", "ranks 0-1 and ranks 2-3 (tp)", "the sum over tp is missing"),
     "g10_detached_router": ("[D5, S10]", "'1.gate.weight', '2.gate.weight' get no gradient on any rank"),
 }
+#: What a comparison with a recording of the healthy script says, and the number of ranks of that recording.
+COMPARED = {
+    "g04_zero_grad": (4, "gradient of '0.norm.weight' in step 0", "it has the last of 4 microbatches only", "[S4]"),
+    "g13_tokens_of_all_ranks": (
+        1, "gradient of '0.weight' in step 0",
+        "every gradient is exactly 0.5000 x the reference's (15 of 15): 1 / the size of dp or the size of tp [S1]",
+    ),
+    "g14_mean_of_means": (1, "loss in step 0", "microbatches count with other weights than in the reference: ", "[S5]"),
+    "g15_stale_reduction": (
+        1, "gradient at the optimizer's step of '0.weight' in step 1", "it is the gradient of the step before", "[S12]",
+    ),
+}  # fmt: skip
 LOOPS = {
     "ddp": ["--accumulate", "2"],
     "fsdp2": ["--accumulate", "2", "--clip", "torch"],
@@ -33,13 +49,19 @@ LOOPS = {
 }
 
 
-def _watched(script: pathlib.Path, *arguments: str) -> tuple[int, str]:
-    """The exit code of four ranks under the doctor, and what they print."""
+def _watched(
+    *arguments: str | pathlib.Path, command: Sequence[str] = ("doctor", "--strict"), ranks: int = 4
+) -> tuple[int, str]:
+    """The exit code of ranks whose script is watched by a command, and what they print."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
-    command += ["-m", "shardproof", "doctor", "--strict", str(script), *arguments]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
+    return _done(*torchrun, "-m", "shardproof", *command, *map(str, arguments))
+
+
+def _done(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
     return done.returncode, done.stdout + done.stderr
@@ -66,7 +88,21 @@ def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> 
 
 def test_each_script_has_what_is_said_of_it() -> None:
     scripts = {path.stem for path in (EXAMPLES / "incidents").glob("*.py")}
-    assert scripts == set(SAID)
+    assert scripts == set(SAID) | set(COMPARED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMPARED)
+def test_a_comparison_with_a_healthy_recording_names_the_mistake(name: str, tmp_path: pathlib.Path) -> None:
+    script, (ranks, first, *said) = EXAMPLES / "incidents" / f"{name}.py", COMPARED[name]
+    for out, count, arguments in (("ref", ranks, ["healthy"]), ("healthy", 4, ["healthy"]), ("mistake", 4, [])):
+        code, text = _watched(script, *arguments, command=["record", "--out", str(tmp_path / out)], ranks=count)
+        assert code == 0, text
+    code, text = _done("-m", "shardproof", "compare", str(tmp_path / "ref"), str(tmp_path / "healthy"))
+    assert code == 0 and "no divergence" in text, text
+    code, text = _done("-m", "shardproof", "compare", str(tmp_path / "ref"), str(tmp_path / "mistake"))
+    missing = [words for words in (f"first divergence on rank 0: {first}", *said) if words not in text]
+    assert code == 1 and not missing, f"{missing} is not in:\n{text}"
 
 
 @pytest.mark.nightly

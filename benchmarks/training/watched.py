@@ -1,11 +1,13 @@
-"""One rank that trains with and without the doctor, and measures both. Its answer is one line of JSON."""
+"""One rank that trains alone, under the doctor and recorded, and measures all. Its answer is one line of JSON."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
+import pathlib
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from shardproof.harness.training.doctor import doctor
+from shardproof.harness.training.recording import record
 from training import models
 from training.implementations import units_of
 from training.models import SPECS, Spec
@@ -59,7 +62,7 @@ class Rank:
         return time.perf_counter() - start, time.process_time() - start_cpu
 
     def round(self, steps: int) -> dict[str, Any]:
-        """Train so many steps without the doctor, watched by it, and after it has seen the last that it wants."""
+        """Train so many steps alone, under the doctor, after it has seen the last that it wants, and recorded."""
         found: dict[str, Any] = {"unwatched": [self.step() for _ in range(steps)]}
         start = time.perf_counter()
         with doctor(self.model, self.optimizer, steps=range(steps), on_finding="collect") as watching:
@@ -67,6 +70,10 @@ class Rank:
             found["watched"] = [self.step() for _ in range(steps)]
             found["after"] = [self.step() for _ in range(steps)]
         found["findings"] = [one.render() for one in watching.findings]
+        with tempfile.TemporaryDirectory() as folder:
+            with record(self.model, self.optimizer, out=folder, steps=range(steps)):
+                found["recorded"] = [self.step() for _ in range(steps)]
+            found["bytes"] = sum(one.stat().st_size for one in pathlib.Path(folder).rglob("*") if one.is_file())
         return found
 
     def peak(self, *, watched: bool) -> int:
@@ -109,7 +116,7 @@ def main() -> None:
         rank.step()
     found: dict[str, Any] = {"rounds": [rank.round(job["steps"]) for _ in range(job["rounds"])]}
     found["peaks"] = {"unwatched": rank.peak(watched=False), "watched": rank.peak(watched=True)}
-    found |= {"nbytes": rank.nbytes, "torch": torch.__version__}
+    found |= {"nbytes": rank.nbytes, "parameters": len(list(rank.model.parameters())), "torch": torch.__version__}
     found["device"] = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     answer(found)
     dist.destroy_process_group()

@@ -39,8 +39,9 @@ NOISE_FACTOR = 4.0
 #: By how much the distance of parameters before a step may grow in it.
 _GROWTH = 16.0
 
-#: Gradients of at most so many times what is allowed are rounding noise, which an optimizer like Adam makes updates of.
-_NOISE = 64.0
+#: Gradients of at most so many eps of the model's average, or of this part of it, are rounding noise, of which an
+#: optimizer like Adam makes updates.
+_NOISE = (64.0, 0.05)
 
 #: Where a record has what was assembled from several ranks, by stage.
 _FIELDS = {
@@ -281,6 +282,7 @@ class _Pair:
         self.eps = max(ref.eps, run.eps)
         self.is_adjacent = bool(earlier) and earlier[-1].step == self.step - 1
         self._distances: dict[tuple[int, str, str], float | None] = {}
+        self._sums: dict[tuple[Key, int], float | None] = {}
         self.skipped: dict[str, set[str]] = {}
 
     def slack(self) -> float:
@@ -307,7 +309,7 @@ class _Pair:
     def is_noise(self, name: str) -> bool:
         """Whether the gradient of a parameter is rounding noise in this step or an earlier one."""
         vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
-        own = vector is not None and float(vector.norm()) < _NOISE * self.slack() * floor
+        own = vector is not None and float(vector.norm()) < min(_NOISE[0] * self.eps, _NOISE[1]) * floor
         return own or any(one.is_noise(name) for one in self.earlier[-1:])
 
     def reduced(self, rank: int, field: str, name: str) -> float | None:
@@ -385,7 +387,7 @@ class _Pair:
         distance = self.reduced(rank, field, name)
         if distance is None:
             return self._skip(seen, field, name)
-        allowed = self._allow(seen, distance)
+        allowed = self._allow(seen)
         both = ((self.run.evidence, rank), (self.ref.evidence, 0))
         if seen.stage is Stage.GRADIENT and not all(is_scaled(one, name, at, allowed) for one, at in both):
             # As where user code reduces by hand.
@@ -396,10 +398,10 @@ class _Pair:
             return None
         return Judged(seen, distance, allowed)
 
-    def _allow(self, seen: Seen, distance: float) -> float:
+    def _allow(self, seen: Seen) -> float:
         name, allowed = _name(seen), self.allowed
         if self._noise is not None:
-            return max(NOISE_FACTOR * self._noise.get((self.step, _key(seen)), 0.0) + self.slack(), self.slack())
+            return NOISE_FACTOR * self._noise.get((self.step, _key(seen)), 0.0) + self.slack()
         if seen.stage is Stage.INITIAL:
             allowed = self._allowed_at_start(name)
         elif seen.stage is Stage.OPTIMIZER_STATE:
@@ -415,60 +417,67 @@ class _Pair:
 
     def worst(self, field: str, name: str) -> float | None:
         """Return the largest distance of a tensor on any rank."""
-        found = (self.reduced(rank, field, name) for rank in range(len(self.run.seen)))
-        return max((one for one in found if one is not None), default=None)
+        key = (-1, field, name)
+        if key not in self._distances:
+            found = (self.reduced(rank, field, name) for rank in range(len(self.run.seen)))
+            self._distances[key] = max((one for one in found if one is not None), default=None)
+        return self._distances[key]
 
     def _judge_norm(self, rank: int, seen: Seen) -> Judged | None:
         mine, other = _norm(self.run, rank, seen), _norm(self.ref, 0, seen)
         if mine is None or other is None:
             return None
         distance = abs(mine - other) / abs(other) if other else math.inf if mine else 0.0
-        return Judged(seen, distance, self._allow(seen, distance))
+        return Judged(seen, distance, self._allow(seen))
 
     def _judge_data(self, rank: int, seen: Seen) -> Judged | None:
-        of_ref, of_run = self._of_run.get((rank, seen.microbatch), ([], []))
-        if seen.stage is Stage.OWN_GRADIENT:
-            if seen.parameter not in self._own_names:
-                return self._skip(seen, "own", seen.parameter)
-            own, expected = self.run.own(seen.parameter, of_run), self.ref.own(seen.parameter, of_ref)
-            floor = self._own_floor(seen.parameter, of_ref)
-        else:
-            key = _key(seen)
-            if not self._is_alike(key, of_ref, of_run):
-                return self._skip(seen, "data", seen.module)
-            own, expected, floor = self.run.data(key, of_run), self.ref.data(key, of_ref), 0.0
-        if own is None or expected is None:
+        component = self._of_run.get((rank, seen.microbatch))
+        if component is None:
             return self._skip(seen, "data", seen.parameter or seen.module)
-        factor = self.factor if seen.stage in _BEFORE_REDUCTION else 1.0
-        distance = _distance(own * factor, expected, floor)
-        return Judged(seen, distance, self._allow(seen, distance))
+        known = (_key(seen), id(component))
+        if known not in self._sums:
+            self._sums[known] = self._distance_of_sums(_key(seen), *component)
+        distance = self._sums[known]
+        if distance is None:
+            return self._skip(seen, "data", seen.parameter or seen.module)
+        return Judged(seen, distance, self._allow(seen))
 
-    def _own_floor(self, name: str, parts: list[Part]) -> float:
-        key = id(parts)
-        if key not in self._floors:
-            found = [self.ref.own(one, parts) for one in self._own_names]
-            squares = sum(float(one.square().sum()) for one in found if one is not None)
-            numel = sum(math.prod(self._own_shape(self.ref, one)) for one in self._own_names)
-            self._floors[key] = math.sqrt(squares / max(1, numel))
-        return self._floors[key] * math.sqrt(math.prod(self._own_shape(self.ref, name)))
+    def _distance_of_sums(self, key: Key, of_ref: Sequence[Part], of_run: Sequence[Part]) -> float | None:
+        stage, name, floor = key[0], key[1], 0.0
+        if stage is Stage.OWN_GRADIENT:
+            if name not in self._own_names:
+                return None
+            mine, other = self.run.own(name, of_run), self.ref.own(name, of_ref)
+            floor = self._own_floor(name, of_ref)
+        elif stage is Stage.LOSS or self._are_alike(key, of_ref, of_run):
+            mine, other = self.run.data(key, of_run), self.ref.data(key, of_ref)
+        else:
+            return None
+        if mine is None or other is None:
+            return None
+        return _distance(mine * (self.factor if stage in _BEFORE_REDUCTION else 1.0), other, floor)
 
-    @functools.cached_property
-    def _floors(self) -> dict[int, float]:
-        return {}
+    def _own_floor(self, name: str, parts: Sequence[Part]) -> float:
+        whole = self._stacked(self.ref, parts)
+        numel = sum(math.prod(self._own_shape(self.ref, one)) for one in self._own_names)
+        average = float(whole.norm()) / math.sqrt(max(1, numel)) if whole is not None else 0.0
+        return average * math.sqrt(math.prod(self._own_shape(self.ref, name)))
 
-    def _is_alike(self, key: Key, of_ref: Sequence[Part], of_run: Sequence[Part]) -> bool:
+    def _are_alike(self, key: Key, of_ref: Sequence[Part], of_run: Sequence[Part]) -> bool:
         """Whether outputs of two sets of microbatches can be compared: by rows, or because each set has one."""
-        if key[0] is Stage.LOSS:
-            return True
-        of_key = [self.ref.by_key.get(key, {}).get(part) for part in of_ref if self.ref.readers[part[0]] == part[0]]
-        mine = [self.run.by_key.get(key, {}).get(part) for part in of_run if self.run.readers[part[0]] == part[0]]
-        both = [one for one in [*of_key, *mine] if one is not None]
-        if not of_key or not mine or len(both) < len(of_key) + len(mine):
+        found = []
+        for side, parts in ((self.ref, of_ref), (self.run, of_run)):
+            mine = [part for part in parts if side.readers[part[0]] == part[0]]
+            seen = [(side, part, side.by_key.get(key, {}).get(part)) for part in mine]
+            if not seen:
+                return False
+            found += seen
+        by_rows = [(one.shape, len(side.rows[part])) for side, part, one in found if one is not None and one.by_rows]
+        rows = {(shape[1:], shape[0] // count) for shape, count in by_rows}
+        boxes = {one.box for _, _, one in found if one is not None and not one.by_rows}
+        if any(one is None for _, _, one in found) or (rows and boxes):
             return False
-        if all(one.by_rows for one in both):
-            return len({(one.shape[1:], one.shape[0] // _count(self, one)) for one in both if one.shape}) == 1
-        is_one = len(of_key) == len(mine) == 1
-        return is_one and both[0].box.shape == both[1].box.shape and both[1].box.is_full
+        return len(rows) == 1 or (len(found) == 2 and len(boxes) == 1 and next(iter(boxes)).is_full)
 
     def _skip(self, seen: Seen, field: str, name: str) -> Judged | None:
         reason = "the reference has none, or of another shape"
@@ -521,6 +530,10 @@ class _Pair:
         """Return what a tensor that diverges is, in lines."""
         if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
             return self._explain_weights()
+        if seen.stage is Stage.TOTAL_NORM:
+            local = math.sqrt(self.run.evidence.squares(rank, "after_backward", local=True))
+            is_local = abs(seen.fingerprint.sketch[0] - local) <= 1e-4 * local
+            return [f"it is the norm of what rank {rank} alone holds [S6]"] if is_local else []
         if seen.stage not in _FIELDS:
             return []
         field, name = _FIELDS[seen.stage], _name(seen)
@@ -546,9 +559,7 @@ class _Pair:
         if known is None:
             return self._explain_replicas(rank, field, name) or ["none of the mistakes that are known makes it"]
         if known.signature == "S1":
-            return [
-                f"it is {known.factor:.4g} x the sum of what all ranks computed, as it should be: these differ [S5]"
-            ]
+            return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
 
     def _explain_factor(self, rank: int, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
@@ -625,6 +636,19 @@ class _Pair:
             return []
         return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
 
+    def scale(self, rank: int, seen: Seen) -> float:
+        """By what the distance to a small tensor is more, if it is relative to the tensor itself."""
+        if seen.stage is Stage.OWN_GRADIENT:
+            parts = self._of_run[rank, seen.microbatch][0]
+            other, floor = self.ref.own(seen.parameter, parts), self._own_floor(seen.parameter, parts)
+        elif seen.stage in _FIELDS:
+            key = (_FIELDS[seen.stage], _name(seen))
+            other, floor = self.ref.first.get(key), self.ref.floor(*key)
+        else:
+            return 1.0
+        size = float(other.norm()) if other is not None else 0.0
+        return max(1.0, floor / size) if size else 1.0
+
     def element(self, rank: int, seen: Seen) -> tuple[tuple[int, ...], float, float] | None:
         """Return the element that differs most, if both have the values, and what both have there."""
         mine, other = (_values(side, own, seen) for side, own in ((self.run, rank), (self.ref, 0)))
@@ -633,15 +657,6 @@ class _Pair:
         at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())
         index = tuple(int(one) for one in torch.unravel_index(torch.tensor(at), mine.shape))
         return index, float(other.flatten()[at]), float(mine.flatten()[at])
-
-
-def _count(pair: _Pair, seen: Seen) -> int:
-    """How many rows the microbatch of an output has."""
-    for side in (pair.run, pair.ref):
-        for part, one in side.by_key.get(_key(seen), {}).items():
-            if one is seen:
-                return max(1, len(side.rows.get(part, ())))
-    return 1
 
 
 def _distance(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
@@ -764,9 +779,11 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
                     found.divergent.append(_of_missing(rank, step, missing, counts[rank], largest[rank], before[rank]))
                 elif one.is_too_far:
                     done.add(rank)
+                    scale = pair.scale(rank, one.seen)
                     found.divergent.append(Divergent(
-                        rank, step, one.seen.stage, name, one.seen.n, counts[rank], largest[rank], one.distance,
-                        one.allowed, before[rank], pair.explain(rank, one.seen), pair.element(rank, one.seen),
+                        rank, step, one.seen.stage, name, one.seen.n, counts[rank], largest[rank],
+                        one.distance * scale, one.allowed * scale, before[rank],
+                        pair.explain(rank, one.seen), pair.element(rank, one.seen),
                     ))  # fmt: skip
                 else:
                     counts[rank] += 1
