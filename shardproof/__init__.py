@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardproof.commands.check import check_functions as check  # noqa: F401
     from shardproof.harness.training.doctor import doctor as doctor
     from shardproof.harness.training.recording import record as record
 
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from shardproof.harness.training.recording import record
 
         return record
+    if name == "check":
+        from shardproof.commands.check import check_functions
+
+        return check_functions
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")

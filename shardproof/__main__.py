@@ -13,8 +13,8 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, doctor, record, compare, plan, implementations, torch-names and findings read run
-files; they need neither torch nor a GPU.
+other than run, doctor, record, compare, check, plan, implementations, torch-names and findings
+read run files; they need neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -29,6 +29,7 @@ commands:
   doctor   run your own training script and report what no right training does; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
   compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
+  check    train your own model on several ranks and in one process, and compare every stage
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
            list what --impl can name, its version, and where it runs or why not
@@ -53,12 +54,13 @@ NEEDS = {
     "doctor": ("torch",),
     "record": ("torch",),
     "compare": ("torch",),
+    "check": ("torch", "pytest"),
     "implementations": ("torch",),
     "torch-names": ("torch",),
 }
 
 COMMANDS = (
-    "run, report, page, gate, expectations, findings, merge, doctor, record, compare, plan, implementations or "
+    "run, report, page, gate, expectations, findings, merge, doctor, record, compare, check, plan, implementations or "
     "torch-names"
 )
 
@@ -123,6 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from shardproof.commands.compare import compare
 
         return compare(given[1:])
+    if command == "check":
+        from shardproof.commands.check import check
+
+        return check(given[1:])
     if command == "plan":
         from shardproof.commands.plan import plan
 

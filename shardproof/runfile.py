@@ -186,6 +186,29 @@ class Distance:
 
 
 @described()
+class ModuleDistance(Distance):
+    """The distance of a module's tensor of one stage and step that used most of what is allowed."""
+
+    module: str = says("the name of the module; empty for the root")
+
+
+@described()
+class Own:
+    """What `shardproof check` has found of the user's own training."""
+
+    model: str = says("the model")
+    mesh: Mapping[str, Positive] = says("the names and the sizes of the mesh's dimensions")
+    data: Sequence[str] = says("the dimensions over which ranks read different data")
+    factor: Number | None = says("the gradients over those of the reference; missing if no one factor", default=None)
+    loss_factor: Number | None = says("the losses over those of the reference", default=None)
+    signature: str = says("the number of the mistake that it looks like, such as S1; empty for none", default="")
+    lines: Sequence[str] = says("what the first stage that diverges shows as a whole", default=())
+    compared: Count = says("the number of tensors that were compared")
+    distances: Sequence[ModuleDistance] = says("the worst distances by module, stage and step", default=())
+    notes: Sequence[str] = says("what was not judged, and why", default=())
+
+
+@described()
 class Trace:
     """The collectives that some ranks issued, all in the same order."""
 
@@ -232,6 +255,7 @@ class CaseRecord:
     peak_bytes: Sequence[Count] = says("on CUDA, by rank, the most bytes of a step beyond those before it", default=())
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)
+    own: Own | None = says("of a check of the user's own training, what it found", default=None)
     shortened: Sequence[str] = says("the fields that were emptied because the record was too large", default=())
     attempt: Positive = says("more than 1 if the case was run again", default=1)
 

@@ -603,3 +603,29 @@ class NoAdapter(Adapter):
     @classmethod
     def version(cls) -> str:
         return cls.name
+
+
+class OwnTraining(NoAdapter):
+    """Stands for the user's own training in a check; it is never made. The code may leave in a process what it will."""
+
+    name = "own"
+    traits = Traits(process_groups="abandoned", frees_models=False, isolation="case")
+
+    @classmethod
+    def availability(cls, device_type: str) -> str | None:
+        return None
+
+    @classmethod
+    def version(cls) -> str:
+        return torch.__version__
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        raise AssertionError("the user's own training has no adapter")
+
+    def gradients(self) -> dict[str, Piece | None]:
+        """Nothing: it is never made."""
+        return {}
+
+    def parameters(self) -> dict[str, Piece]:
+        """Nothing: it is never made."""
+        return {}

@@ -75,6 +75,9 @@ BUILT_IN = {
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""
 
+OWN_TRAINING = {"own": "shardproof.harness.adapters.base:OwnTraining"}
+"""The name under which the user's own training is checked; it is no implementation that could run a case."""
+
 CONTROLS = frozenset({"ddp", "torch.replicate", "torch.replicate_with_fsdp"})
 """The built-in adapters that shard nothing on purpose, by name: what is asked of them holds without sharding too."""
 
@@ -152,7 +155,7 @@ def target_of(name: str) -> tuple[str, str]:
     if len(several) > 1:
         packages = " and ".join(one.package for one in several)
         raise ValueError(f"implementation {name!r} is registered by {packages}: uninstall one, or pass module:Class")
-    target = several[0].target if several else BUILT_IN.get(name, name)
+    target = several[0].target if several else (BUILT_IN | OWN_TRAINING).get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")

@@ -22,6 +22,7 @@ MARKER_LINES = (
     "meaningful_from(size): on fewer ranks this value of a parameter means what another one does, or the case less",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
     "each_value(*names): the values of these parameters name different things; --effort quick keeps an item of each",
+    "reproduced_by(command): the words that repeat the case, which a command has made of its own options",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 

@@ -15,7 +15,7 @@ from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
 from shardproof.jsonfiles import ASIDE, decode, encode
-from shardproof.runfile import CaseRecord, Distance, Failure, Trace, Verdict
+from shardproof.runfile import CaseRecord, Distance, Failure, Own, Trace, Verdict
 
 #: Bytes of JSON that a record may have. The largest of the published runs have 61 kB, nearly all of it traces.
 MOST_BYTES = 1 << 18
@@ -112,6 +112,7 @@ class MadeRecord(CaseRecord):
             self.fail_if(f"collectives differ between ranks: {difference}")
             self.location = Location(stage=Stage.COLLECTIVES)
         self.losses = results[0].observations.losses
+        self.own = decode(Own, own) if (own := results[0].observations.own) is not None else None
         self.distances = _worst(results)
         self.collectives = _shared_traces(results)
         self.spent = _mean_spent(results)

@@ -57,6 +57,8 @@ class Invocation:
 
     def command(self, item: pytest.Function, made: MadeRecord, selection: Selection) -> str:
         """Return the command that repeats a case of this run."""
+        if (mark := item.get_closest_marker("reproduced_by")) is not None and mark.args[0]:
+            return f"(cd {shlex.quote(self.directory)} && {mark.args[0]})"
         if made.examples is not None and selection.fuzz is not None:
             return PASTE
         impl, device, isolate = (self.names[name] for name in ("impl", "device", "isolate"))

@@ -316,5 +316,6 @@ def _adapters(text: str | None, device: str) -> tuple[dict[str, type[Adapter]], 
         except registry.NotImported as error:
             adapters[name], not_imported[name] = base.NoAdapter, str(error)  # type: ignore[type-abstract]
         else:
-            declarations.check(name, adapters[name], device)
+            if name not in registry.OWN_TRAINING:
+                declarations.check(name, adapters[name], device)
     return adapters, not_imported

@@ -71,6 +71,30 @@ def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int,
     return tuple(sorted(mesh.mesh[index].flatten().tolist()))
 
 
+def part_of(full: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the elements of a full tensor that a box has, in their order: a view where they are one block."""
+    if box.flat is not None:
+        return full.reshape(-1)[slice(*box.flat)]
+    return full if box.dims is None else full[_index(box.dims, full.device)]
+
+
+def put_into(full: torch.Tensor, box: Box, part: torch.Tensor) -> None:
+    """Write what :func:`part_of` returns to its places in a full, contiguous tensor."""
+    if box.flat is not None:
+        full.view(-1)[slice(*box.flat)] = part.reshape(-1)
+    elif box.dims is None:
+        full.copy_(part.view(full.shape))
+    else:
+        full[_index(box.dims, full.device)] = part.to(full.dtype)
+
+
+def _index(dims: tuple[Spans, ...], device: torch.device) -> tuple[Any, ...]:
+    if all(len(spans) <= 1 for spans in dims):
+        return tuple(slice(*spans[0]) if spans else slice(0, 0) for spans in dims)
+    held = [torch.cat([torch.arange(*one, device=device) for one in spans] or [torch.arange(0)]) for spans in dims]
+    return tuple(torch.meshgrid(*held, indexing="ij"))
+
+
 def span_text(spans: Spans) -> str:
     """Return spans for a message: "0-3, 8-11"."""
     return ", ".join(f"{start}-{stop - 1}" for start, stop in spans)

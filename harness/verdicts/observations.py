@@ -60,6 +60,8 @@ class Observations:
     # The most bytes that a step of the implementation held at a time, beyond those before it; None where the device
     # does not count them.
     peak_bytes: int | None = None
+    # Of a check of the user's own training, what the run file stores of it.
+    own: dict[str, Any] | None = None
 
     def add_peak(self, nbytes: int) -> None:
         """Keep the highest peak of all steps: bytes beyond those held before the step."""

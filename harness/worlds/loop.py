@@ -27,7 +27,7 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.base import Adapter, OwnTraining
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.collectives.recorder import UnknownCollective
@@ -242,6 +242,8 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
             if result.verdict == Verdict.PASS:
                 _finish_queued(state.device)
     result.observations = rank.record
+    if issubclass(implementation, OwnTraining):
+        return result  # user code, in processes of its own
     with state.stopwatch.during("leftovers"):
         _examine(result, state, rank.driven, before=before, groups=len(groups))
     rank.record.spent = state.stopwatch.stop()

@@ -1,0 +1,172 @@
+"""Checks a training on the ranks of a world: each trains a step and writes what it saw, and the reference judges it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardproof.harness.training.reference import Answer, Reference, file_of
+from shardproof.harness.training.request import NotCheckable, Request, functions_of
+from shardproof.harness.training.trainee import Trainee, digest_of, save
+from shardproof.harness.verdicts.finding import Divergence, Location, Stage, step_label
+from shardproof.harness.verdicts.observations import Measured
+from shardproof.harness.verdicts.texts import ranks_of
+
+Exchange = Callable[[Any], list[Any]]
+"""Gathers one value from every rank, in rank order."""
+
+
+@dataclasses.dataclass
+class Checked:
+    """What is known of a training after its check: equal on all ranks.
+
+    Attributes:
+        own: what the run file stores of it.
+        measured: the distances of each step and stage.
+        answers: what the reference said, by step.
+    """
+
+    own: dict[str, Any]
+    measured: list[Measured]
+    answers: list[Answer]
+
+
+def check(
+    request: Request, *, rank: int, mesh: DeviceMesh, device: torch.device, backend: str, folder: str,
+    exchange: Exchange, explains: bool = False, note: Callable[[Checked], None],
+) -> None:  # fmt: skip
+    """Train the steps of a request, and judge each before the next one begins (collective).
+
+    Args:
+        folder: for the files of all ranks.
+        note: takes what is known, also before this raises.
+
+    Raises:
+        Divergence: on every rank, with the text of what diverges first, or of what cannot be checked.
+    """
+    with contextlib.ExitStack() as stack:
+        reference = None
+        if rank == 0:
+            reference = Reference(request, folder, device=device, backend=backend, explains=explains)
+            stack.callback(reference.close)
+        functions = functions_of(request)
+        trainee = _together(exchange, lambda: Trainee(request, functions, "run", mesh, device, explains=explains))
+        stack.callback(trainee.close)
+        _refuse(exchange(_shapes(trainee)), exchange(_random(trainee.model)))
+        save(file_of(folder, rank, -1), trainee.state())
+        answers: list[Answer] = []
+        for step in range(request.steps):
+            microbatches = _together(exchange, lambda: trainee.data(step, request.data_rank(rank)))  # noqa: B023
+            generator = torch.get_rng_state()
+            seen = trainee.step(microbatches)
+            digests = [digest_of(one) for one in microbatches]
+            more = {"data": digests, "forwards": seen.forwards, "norm_types": seen.norm_types}
+            save(file_of(folder, rank, step, "events"), seen.events, **more)
+            save(file_of(folder, rank, step), seen.state)
+            draws = not torch.equal(generator, torch.get_rng_state())
+            if any(exchange(draws)):  # all files are there
+                raise Divergence("check: the model or step() draws random numbers, other ones in the reference",
+                                 Location(stage=Stage.SHARDING))  # fmt: skip
+            (answer,) = [one for one in exchange(reference.judge(step) if reference is not None else None) if one]
+            if rank == 0 and not request.keep:
+                _remove(folder, request.size, step)
+            if "refused" in answer:
+                raise Divergence(answer["refused"], Location(stage=Stage.SHARDING, step=step))
+            if "failed" in answer:
+                raise RuntimeError(f"the reference failed:\n{answer['failed']}")
+            answers.append(answer)
+            note(_checked(request, answers))
+            if answer["found"]:
+                raise Divergence(_text(request, step, answer), _location(answer["found"][0], step))
+
+
+def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
+    """Make something on every rank; one that cannot be checked raises on all of them."""
+    made, refused = None, ""
+    try:
+        made = make()
+    except NotCheckable as error:
+        refused = str(error)
+    if told := [one for one in exchange(refused) if one]:
+        raise Divergence(told[0], Location(stage=Stage.SHARDING))
+    return made
+
+
+def _shapes(trainee: Trainee) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in trainee.watch.parameters()}
+
+
+def _random(model: nn.Module) -> str:
+    """Return the name of a module that draws random numbers, or of one with statistics of a batch; else nothing."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+            return f"draws random numbers in forward (dropout in {name!r}): eval(), or p=0"
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            return f"has statistics of a batch in {name!r}, which depend on how data are divided: eval()"
+    return ""
+
+
+def _refuse(shapes: list[dict[str, tuple[int, ...]]], random: list[str]) -> None:
+    """Raise on all ranks if the model cannot be checked."""
+    told = next((f"check: the model {one}" for one in random if one), "")
+    for rank, mine in enumerate(shapes):
+        for name in dict.fromkeys([*shapes[0], *mine]):
+            if shapes[0].get(name) != mine.get(name):
+                told = (f"check: parallelize() gave {name!r} {shapes[0].get(name, 'to no module')} on rank 0 and "
+                        f"{mine.get(name, 'to no module')} on rank {rank}")  # fmt: skip
+    if told:
+        raise Divergence(told, Location(stage=Stage.SHARDING))
+
+
+def _remove(folder: str, size: int, step: int) -> None:
+    for rank in range(size):
+        os.remove(file_of(folder, rank, step - 1))
+        os.remove(file_of(folder, rank, step, "events"))
+
+
+def _checked(request: Request, answers: list[Answer]) -> Checked:
+    """Put together what the steps showed."""
+    last = answers[-1]
+    distances, measured = [], []
+    for step, answer in enumerate(answers):
+        for one in answer["measured"]:
+            fields = {name: one[name] for name in ("name", "sharded_ulps", "baseline_ulps", "allowed_ulps")}
+            stage = next(stage for stage in Stage if stage.value == one["stage"])
+            measured.append(Measured(stage, step, **fields))
+            distances.append({"module": one["module"], "stage": one["stage"], "step": step, **fields})
+    notes: dict[str, int] = {}
+    for answer in answers:
+        for text, count in answer["notes"].items():
+            notes[text] = notes.get(text, 0) + count
+    own = {
+        "model": request.model, "mesh": dict(request.mesh), "data": list(request.data_dims), "factor": last["factor"],
+        "loss_factor": last["loss_factor"], "signature": last["signature"], "lines": last["lines"],
+        "compared": sum(answer["compared"] for answer in answers), "distances": distances,
+        "notes": [f"{text} ({count})" if count > 1 else text for text, count in notes.items()],
+    }  # fmt: skip
+    return Checked(own, measured, answers)
+
+
+def _location(found: Mapping[str, Any], step: int) -> Location:
+    element = tuple(found["element"]) if found["element"] else None
+    return Location(stage=Stage[found["stage"]], step=step, rank=found["rank"], name=found["name"], element=element)
+
+
+def _text(request: Request, step: int, answer: Answer) -> str:
+    """Return what diverges first, and what that looks like."""
+    first = answer["found"][0]
+    lines = [f"{request.model}, {request.implementation}, mesh {request.mesh_text}: {_location(first, step)}"]
+    lines += [f"  {line.strip()}" for line in first["text"].splitlines()]
+    lines += [f"  {line}" for line in answer["lines"]]
+    ranks, size = answer["ranks"], request.size
+    where = "every rank" if len(ranks) == size else ranks_of(ranks)
+    lines.append(f"  in {step_label(step)} {answer['count']} tensors of this stage diverge, on {where}; "
+                 f"{answer['compared']} tensors were compared until then")  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,601 @@
+"""Compares one step of a run with the baseline and the oracle that began it from the run's own state.
+
+Stage by stage, in the order in which a step makes them; the first that diverges is the answer. From the gradient on
+nothing but equality within the tolerance counts: 4 times the baseline's error plus 8 ulps, as in the suites. Before it,
+losses and own gradients may have one factor in common, because a step that divides by the number of its own
+microbatches has another loss in the reference and the same gradient. The optimizer's step is judged from equal
+gradients: the reference's takes the run's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardproof.harness.judging.elements import numbers_of
+from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
+from shardproof.harness.judging.signatures import Diagnosis, diagnose, guess_from_values, name_of_factor
+from shardproof.harness.tensors.fingerprints import Box, K, digest
+from shardproof.harness.tensors.layouts import part_of, put_into
+from shardproof.harness.training.findings import listed
+from shardproof.harness.training.request import Request, products
+from shardproof.harness.training.trainee import Key, Seen
+from shardproof.harness.verdicts.finding import Location, Stage
+from shardproof.harness.verdicts.observations import Measured
+from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.events import Event
+
+#: Errors of the baseline, in ulps of the narrowest dtype of the step, above which a tensor judges nothing.
+ILL_CONDITIONED_ULPS = 4096.0
+
+#: How far sketches may be apart beyond 4 times the baseline's distance, in eps of the narrowest dtype.
+_SKETCH_EPS = 64.0
+
+_OF_PARAMETERS = (Stage.GRADIENT, Stage.CLIPPED_GRADIENT, Stage.PARAMETER, Stage.OPTIMIZER_STATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfRank:
+    """What one rank of the run has seen of a step.
+
+    Attributes:
+        state: after the step.
+        forwards: how many there were.
+        norm_types: of the calls that computed a norm.
+        data_rank: which data it reads.
+    """
+
+    rank: int
+    events: Seen
+    state: Seen
+    forwards: int
+    norm_types: Sequence[float]
+    data_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class OfReference:
+    """What the baseline or the oracle has seen of the step: full tensors."""
+
+    tensors: Mapping[Key, torch.Tensor]
+    forwards: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergent:
+    """A tensor that is too far from the oracle on a rank."""
+
+    location: Location
+    module: str
+    text: str
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What is said of one step.
+
+    Attributes:
+        found: the tensors of the first stage that diverges.
+        lines: what the stage as a whole shows: a factor, a signature.
+        signature: of the mistake that it looks like; empty if it looks like none.
+        factor: the gradients of the run over the oracle's; None where they have no common one.
+        loss_factor: the same of losses.
+        measured: of each module and stage the distance that used most of what is allowed.
+        notes: what was not judged, and why.
+    """
+
+    step: int
+    found: list[Divergent] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+    signature: str = ""
+    factor: float | None = None
+    loss_factor: float | None = None
+    compared: int = 0
+    measured: dict[tuple[str, Stage], Measured] = dataclasses.field(default_factory=dict)
+    notes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Count one more tensor that was not judged for a reason."""
+        self.notes[text] = self.notes.get(text, 0) + 1
+
+
+def full_of(parts: Sequence[tuple[Event, torch.Tensor]]) -> torch.Tensor | None:
+    """Assemble a full tensor of what ranks hold of it; None where that is not known or leaves elements out."""
+    boxes: dict[Box, torch.Tensor] = {}
+    for event, tensor in parts:
+        if event.layout is None or event.layout.pending:
+            return None
+        boxes.setdefault(event.layout.box, tensor)
+    first = next(iter(boxes))
+    if first.is_full:
+        return boxes[first].reshape(first.shape)
+    if sum(box.numel for box in boxes) != math.prod(first.shape):
+        return None
+    full = torch.empty(first.shape, dtype=boxes[first].dtype)
+    for box, tensor in boxes.items():
+        put_into(full, box, tensor)
+    return full
+
+
+def state_of(ranks: Sequence[Seen]) -> dict[Key, torch.Tensor]:
+    """Assemble the state of a run from that of its ranks."""
+    keys = dict.fromkeys(key for seen in ranks for key in seen)
+    found = {key: full_of([seen[key] for seen in ranks if key in seen]) for key in keys}
+    return {key: full for key, full in found.items() if full is not None}
+
+
+def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
+    """Compare the parameters before the first step with those that the baseline was made with, bit for bit."""
+    outcome = Outcome(0)
+    full = {key: one for key, one in state_of([expected]).items() if key[0] == Stage.PARAMETER}
+    moved: set[tuple[int, int]] = set()
+    for (rank, seen), (key, whole) in itertools.product(enumerate(starts), full.items()):
+        if key not in seen or (layout := seen[key][0].layout) is None:
+            outcome.note("initial parameters of which it is not known where their elements belong")
+            continue
+        event, tensor = seen[key]
+        outcome.compared += 1
+        mine = part_of(whole, layout.box).reshape(tensor.shape)
+        if torch.equal(tensor, mine):
+            continue
+        for other, there in enumerate(starts):
+            its = there[key][0].layout if key in there else None
+            if its is not None and its.box != layout.box and its.box.numel == tensor.numel() and torch.equal(
+                part_of(whole, its.box).reshape(tensor.shape), tensor
+            ):  # fmt: skip
+                moved.add((rank, other))
+                break
+        index = int((tensor != mine).flatten().nonzero()[0])
+        text = f"run {float(tensor.flatten()[index]):.9g}, reference {float(mine.flatten()[index]):.9g}"
+        location = _location(Stage.INITIAL, event, 0, rank, index)
+        outcome.found.append(Divergent(location, event.module, f"{text}: initial values must be equal"))
+    if moved:
+        outcome.signature = "S12"
+        names = len({one.location.name for one in outcome.found})
+        told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(moved)[:4]]
+        outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [S12]",
+                         "as when shards are loaded in another order of ranks than that of the mesh"]  # fmt: skip
+    return outcome
+
+
+class Judge:
+    """Judges one step.
+
+    Args:
+        ranks: what each rank of the run has seen, in the order of ranks.
+        counts: the number of microbatches of each data rank.
+        narrow: the narrowest dtype in which the baseline computes.
+        tokens: by data rank and microbatch, the number of labels that count; 0 where there are none.
+    """
+
+    def __init__(
+        self, request: Request, step: int, ranks: Sequence[OfRank], baseline: OfReference, oracle: OfReference, *,
+        counts: Sequence[int], narrow: torch.dtype, tokens: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        self._request, self._ranks, self._baseline, self._oracle = request, ranks, baseline, oracle
+        self._counts, self._narrow, self._tokens = counts, narrow, tokens
+        self._offsets = [0, *itertools.accumulate(counts)]
+        self._eps = float(torch.finfo(narrow).eps)
+        self.outcome = Outcome(step)
+
+    def judge(self) -> Outcome:
+        """Return what the first stage that diverges shows."""
+        for stage in (self._outputs, self._losses, self._own_gradients, self._gradients, self._norms, self._clipped,
+                      self._parameters, self._states):  # fmt: skip
+            found = list(stage())
+            if found:
+                self.outcome.found = found
+                return self.outcome
+        return self.outcome
+
+    # Stages ---------------------------------------------------------------------------------
+
+    def _outputs(self) -> Iterator[Divergent]:
+        for rank, (key, (event, tensor)) in self._events(Stage.MODULE_OUTPUT):
+            if rank.forwards != self._counts[rank.data_rank] or self._oracle.forwards != self._offsets[-1]:
+                self.outcome.note("outputs: the forwards of a step are not one for each microbatch")
+                continue
+            if event.module or tensor.ndim == 0:
+                continue  # with --explain; a scalar is a loss
+            there = self._there(key, rank)
+            pair = self._pair(there)
+            if pair is None or (event.layout is None and pair[0].shape != tensor.shape):
+                self.outcome.note("outputs of another shape or place than the reference's")
+                continue
+            if event.layout is not None and event.layout.pending:
+                self.outcome.note("outputs that are sums still to be made")
+                continue
+            box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
+            yield from self._compared(Stage.OUTPUT, event, rank.rank, tensor, pair, box, name=f"microbatch {key[3]}")
+
+    def _losses(self) -> Iterator[Divergent]:
+        found, places = [], []
+        for rank, (key, (event, tensor)) in self._events(Stage.LOSS):
+            pair = self._pair(self._there(key, rank))
+            count = sum(one[0] == Stage.LOSS for one in self._oracle.tensors)
+            if pair is None or count != self._offsets[-1] or (event.layout is not None and event.layout.pending):
+                self.outcome.note("losses: the backward passes of a step are not one for each microbatch")
+                continue
+            values = float(tensor), float(pair[0]), float(pair[1])
+            if not all(map(math.isfinite, values)):
+                yield self._divergent(Stage.LOSS, event, rank.rank, _values(*values), name=f"microbatch {key[3]}")
+            found.append(values)
+            places.append((rank, key, event))
+        if not found:
+            return
+        runs, bases, exact = (torch.tensor(one, dtype=torch.float64) for one in zip(*found, strict=True))
+        factor = _middle(runs, exact)
+        self.outcome.loss_factor = self._named(factor)[0]
+        unit = ulp(float(exact.abs().max()), self._narrow)
+        allowed = abs(factor) * 2 * (float((bases - exact).abs().max()) + SLACK_ULPS * unit)
+        self.outcome.compared += len(found)
+        errors = (runs - factor * exact).abs()
+        worst = int(errors.argmax())
+        rank, key, event = places[worst]
+        self._measure(Stage.LOSS, event, "", float(errors[worst]) / unit, float((bases - exact).abs().max()) / unit,
+                      allowed / unit)  # fmt: skip
+        if not bool((errors > allowed).any()):
+            return
+        self._say_of_losses(runs / exact, places)
+        for (rank, key, event), values, error in zip(places, found, errors.tolist(), strict=True):
+            if error > allowed:
+                text = f"{_values(*values)}; no factor is common to the losses of all microbatches"
+                yield self._divergent(Stage.LOSS, event, rank.rank, text, name=f"microbatch {key[3]}")
+
+    def _say_of_losses(self, ratios: torch.Tensor, places: Sequence[tuple[OfRank, Key, Event]]) -> None:
+        own = torch.tensor([float(self._tokens[rank.data_rank][key[3]]) for rank, key, _ in places])
+        sums = torch.tensor([float(sum(self._tokens[rank.data_rank])) for rank, _, _ in places])
+        total, count = sum(map(sum, self._tokens)), self._offsets[-1]
+        spread = 64 * self._eps
+        readers = self._request.data_size
+        alike = [
+            (who, tokens, parts)
+            for who, tokens, parts in (("microbatch", own, count), ("rank", sums, readers))
+            if bool((tokens > 0).all()) and not bool((tokens == tokens[0]).all())
+            and float((ratios * tokens / (ratios * tokens)[0] - 1).abs().max()) <= spread
+        ]  # fmt: skip
+        for who, tokens, parts in sorted(alike, key=lambda one: abs(float((ratios * one[1])[0]) / total - 1))[:1]:
+            values = ", ".join(f"{one:.4g}" for one in _once((total / (parts * tokens)).tolist())[:6])
+            counted = ", ".join(f"{one:.0f}" for one in _once(tokens.tolist())[:6])
+            plural = "microbatches" if who == "microbatch" else "ranks"
+            self.outcome.signature = "S5"
+            self.outcome.lines += [
+                f"losses have no common factor: {values}, and these are (tokens of all {plural}) / ({plural} x tokens "
+                "of this one)",
+                f"each {who} counts alike [S5]: the sum of its losses is divided by its own tokens ({counted}), not by "
+                f"those of the step ({total})",
+            ]
+            return
+        shown_ = ", ".join(f"{one:.4g}" for one in _once(ratios.tolist())[:6])
+        self.outcome.lines.append(f"losses have no common factor: they are {shown_} times the reference's")
+
+    def _own_gradients(self) -> Iterator[Divergent]:
+        if self.outcome.loss_factor is None:
+            return
+        others = any(size > 1 for name, size in self._request.mesh if name not in self._request.data_dims)
+        for rank, (key, (event, sketch)) in self._events(Stage.OWN_GRADIENT):
+            pair = self._pair(self._there(key, rank))
+            layout = event.layout
+            if (
+                pair is None
+                or layout is None
+                or layout.pending
+                or not layout.box.is_full
+                or (others and not layout.mesh)
+            ):
+                self.outcome.note("gradients before their reduction of which this rank has a part")
+                continue
+            base, exact = pair[0].double(), pair[1].double() * self.outcome.loss_factor
+            size = float(exact.norm())
+            if size == 0:
+                continue
+            apart = float((base * self.outcome.loss_factor - exact).norm()) / size
+            if apart > ILL_CONDITIONED_ULPS * self._eps:
+                self.outcome.note("ill-conditioned: gradients before their reduction")
+                continue
+            self.outcome.compared += 1
+            residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
+            if residual > allowed:
+                text = (f"a relative distance of {residual:.2g} from the oracle's, the baseline's is {apart:.2g} and "
+                        f"{allowed:.2g} are allowed")  # fmt: skip
+                yield self._divergent(Stage.OWN_GRADIENT, event, rank.rank, f"microbatch {key[3]}: {text}")
+
+    def _gradients(self) -> Iterator[Divergent]:
+        found = list(self._of_parameters(Stage.GRADIENT))
+        factors = self._diagnosed()
+        if found and factors and self._is_scaled_later():
+            self.outcome.note("user code scales gradients between backward and the optimizer's step")
+            return
+        yield from found
+
+    def _norms(self) -> Iterator[Divergent]:
+        for rank, (key, (event, tensor)) in self._events(Stage.TOTAL_NORM):
+            pair = self._pair(key)
+            value = tensor.double()
+            if pair is None:
+                self.outcome.note("norms that the reference does not compute")
+                continue
+            if event.layout is not None and event.layout.pending:
+                mine = self._ranks[rank.rank].norm_types
+                kind = mine[min(key[4], len(mine) - 1)] if mine else 2.0
+                parts = [self._ranks[one].events[key][1].double() for one in event.layout.pending
+                         if key in self._ranks[one].events]  # fmt: skip
+                value = torch.linalg.vector_norm(torch.stack(parts), kind)
+            yield from self._compared(Stage.TOTAL_NORM, event, rank.rank, value.to(tensor.dtype), pair, Box(()))
+
+    def _clipped(self) -> Iterator[Divergent]:
+        yield from self._of_parameters(Stage.CLIPPED_GRADIENT)
+
+    def _parameters(self) -> Iterator[Divergent]:
+        yield from self._of_parameters(Stage.PARAMETER)
+
+    def _states(self) -> Iterator[Divergent]:
+        yield from self._of_parameters(Stage.OPTIMIZER_STATE)
+
+    # Comparisons ----------------------------------------------------------------------------
+
+    def _of_parameters(self, stage: Stage) -> Iterator[Divergent]:
+        """Compare a stage's tensor of each parameter on each rank; ranks with the same elements and bits once."""
+        known: dict[tuple[Key, Box], torch.Tensor] = {}
+        expected = [key for key in self._oracle.tensors if key[0] == stage]
+        for rank in self._ranks:
+            mine = rank.state if stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) else rank.events
+            for key in dict.fromkeys([*expected, *(key for key in mine if key[0] == stage)]):
+                pair, here = self._pair(key), mine.get(key)
+                if here is None or pair is None:
+                    yield from self._absent(stage, key, rank, here, pair)
+                    continue
+                event, tensor = here
+                if event.layout is None or event.layout.pending:
+                    self.outcome.note(f"{stage.value}s of which it is not known where their elements belong")
+                    continue
+                box = event.layout.box
+                if (before := known.get((key, box))) is not None and torch.equal(before, tensor):
+                    continue
+                known.setdefault((key, box), tensor)
+                name = event.parameter + (f": {event.key}" if event.key else "")
+                yield from self._compared(stage, event, rank.rank, tensor, pair, box, name=name)
+
+    def _absent(
+        self, stage: Stage, key: Key, rank: OfRank, here: tuple[Event, torch.Tensor] | None,
+        pair: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Iterator[Divergent]:  # fmt: skip
+        held = rank.state.get((Stage.PARAMETER, *key[1:-1], ""))
+        is_empty = held is None or held[1].numel() == 0
+        if (here is None and (pair is None or is_empty)) or (here is not None and not bool(here[1].any())):
+            return
+        text = "there is none; the reference has one" if here is None else "there is one; the reference has none"
+        event = here[0] if here is not None else Event.of(stage, key[2], None, key=key[6])
+        yield self._divergent(stage, event, rank.rank, text)
+
+    def _compared(
+        self, stage: Stage, event: Event, rank: int, tensor: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor],
+        box: Box, *, name: str = "",
+    ) -> Iterator[Divergent]:  # fmt: skip
+        if not tensor.is_floating_point():
+            return
+        if tuple(box.shape) != tuple(pair[1].shape) or box.numel != tensor.numel():
+            yield self._divergent(
+                stage, event, rank, f"has shape {box.shape}; the reference's is {tuple(pair[1].shape)}"
+            )
+            return
+        base, exact = (part_of(one, box).reshape(tensor.shape) for one in pair)
+        exact = exact.double()
+        self.outcome.compared += 1
+        runs = {"the run": tensor, "the baseline": base, "the oracle": exact}
+        if (text := not_finite(runs)) is not None:
+            yield self._divergent(stage, event, rank, text, name=name)
+            return
+        magnitude = float(pair[1].abs().max()) if pair[1].numel() else 0.0
+        apart = distance(tensor, base, exact, magnitude=magnitude)
+        slack = ulp(magnitude, self._narrow) / apart.unit if stage < Stage.PARAMETER else 1.0
+        if tensor.numel() == 1 and slack > 1:
+            # One sample of rounding has no largest of many to be compared with.
+            unit = apart.unit * slack
+            apart = Distance(apart.sharded_ulps / slack, apart.baseline_ulps / slack, apart.index, unit, is_scalar=True)
+            slack = 1.0
+        if apart.baseline_ulps > ILL_CONDITIONED_ULPS * slack:
+            self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}, of which the baseline "
+                              f"is {apart.baseline_ulps:.2g} ulps off")  # fmt: skip
+            return
+        self._measure(stage, event, name, apart.sharded_ulps, apart.baseline_ulps, apart.allowed_ulps)
+        if not apart.is_too_far:
+            return
+        text, _ = numbers_of(apart, {"run": tensor, "baseline": base, "oracle": exact})
+        guess = guess_from_values(tensor, exact, magnitude=magnitude)
+        text += f"\n{guess.seen}" if guess is not None else ""
+        yield self._divergent(stage, event, rank, text, name=name, index=apart.index, box=box)
+
+    def _measure(self, stage: Stage, event: Event, name: str, own: float, base: float, allowed: float) -> None:
+        made = Measured(stage, self.outcome.step, name or event.parameter or event.module, own, base, allowed)
+        before = self.outcome.measured.get((event.module, stage))
+        if before is None or made.used > before.used:
+            self.outcome.measured[event.module, stage] = made
+
+    # Signatures -----------------------------------------------------------------------------
+
+    def _diagnosed(self) -> dict[str, float]:
+        """Say what the gradients of all parameters are, and return their factors if they are the sum of all parts."""
+        own = self._own_of_oracle()
+        seen: dict[str, list[tuple[int, Diagnosis]]] = {}
+        unknown: list[str] = []
+        for name, parts in own.items():
+            key = (Stage.GRADIENT, name.rpartition(".")[0], name, 0, 0, 0, "")
+            for rank in self._ranks:
+                vector = self._assembled(key, rank)
+                if vector is None:
+                    continue
+                made = diagnose(
+                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=self._tolerance
+                )
+                if made is None:
+                    unknown.append(name)
+                else:
+                    seen.setdefault(name, []).append((rank.rank, made))
+        found = [(name, rank, made) for name, ones in seen.items() for rank, made in ones]
+        others = [one for one in found if one[2].signature != "S1"]
+        if not found or unknown:
+            return {}
+        if not others:
+            factors = {name: ones[0][1].factor for name, ones in seen.items()}
+            self._say_of_factor(factors)
+            return factors
+        made = others[0][2]
+        names, ranks = _once(one for one, _, _ in others), _once(one for _, one, _ in others)
+        if self.outcome.signature:
+            return {}
+        who = "every rank" if len(ranks) == len(self._ranks) else ranks_of(ranks)
+        self.outcome.signature = made.signature
+        self.outcome.lines.append(f"each gradient of {who} {made.text} (c = {made.factor:.4f}, residual "
+                                  f"{made.residual:.0e}; {len(names)} of {len(own)} parameters: "
+                                  f"{listed(names)})")  # fmt: skip
+        return {}
+
+    @property
+    def _tolerance(self) -> float:
+        return 64 * self._eps
+
+    def _say_of_factor(self, factors: Mapping[str, float]) -> None:
+        values = torch.tensor(list(factors.values()), dtype=torch.float64)
+        factor = float(values.median())
+        spread = float((values / factor - 1).abs().max()) if factor else math.inf
+        exact, name = self._named(factor)
+        if spread > self._tolerance:
+            return
+        self.outcome.factor = exact
+        if exact == 1:
+            return
+        self.outcome.signature = "S1"
+        told = f": {exact:.4g} is {name}" if name else ""
+        if name.startswith("1 / "):
+            told = f": 1/{1 / exact:.4g} is {name}"
+        lines = [f"every gradient is exactly {factor:.4f} x the reference's ({len(factors)} of {len(factors)} "
+                 f"parameters, spread {spread:.0e}){told}"]  # fmt: skip
+        loss = self.outcome.loss_factor
+        if loss is not None:
+            lines.append(f"losses and own gradients agree (factor {loss:.4g}): the mistake lies between backward and "
+                         "the gradients")  # fmt: skip
+        size = self._request.data_size
+        if loss == 1 and abs(factor * size - 1) < self._tolerance:
+            lines.append(f"as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
+                         f"multiply it by {size}, or set_gradient_divide_factor(1)")  # fmt: skip
+        lines += self._hidden()
+        self.outcome.lines += lines
+
+    def _hidden(self) -> list[str]:
+        """Say what does not show the factor, and what does."""
+        norms = [(float(tensor), float(self._oracle.tensors[key])) for key, (_, tensor) in self._ranks[0].events.items()
+                 if key[0] == Stage.TOTAL_NORM and key in self._oracle.tensors]  # fmt: skip
+        if self._request.optimizer != "adamw" and not any(
+            key[0] == Stage.OPTIMIZER_STATE and key[6] == "exp_avg_sq" for key in self._oracle.tensors
+        ):
+            return []
+        told = f" ({norms[0][0]:.3g} for {norms[0][1]:.3g} on rank 0)" if norms else ""
+        return [f"Adam hides it, as it divides by the size of the gradient; the norm{told} and clipping do not"]
+
+    def _is_scaled_later(self) -> bool:
+        """Whether what the optimizer gets is right although gradients after backward have a factor."""
+        before, self.outcome.signature, lines = self.outcome.signature, "", self.outcome.lines
+        later = [*self._norms(), *self._of_parameters(Stage.CLIPPED_GRADIENT)]
+        if later:
+            self.outcome.signature = before
+            return False
+        self.outcome.lines = lines[: -len(lines)]
+        return True
+
+    def _own_of_oracle(self) -> dict[str, dict[int, list[torch.Tensor]]]:
+        """Return the sketches of what each microbatch contributes to each gradient, by data rank."""
+        found: dict[str, dict[int, list[torch.Tensor]]] = {}
+        for key, vector in self._oracle.tensors.items():
+            if key[0] == Stage.OWN_GRADIENT:
+                reader = sum(key[3] >= offset for offset in self._offsets[1:])
+                if reader < len(self._counts):
+                    found.setdefault(key[2], {}).setdefault(reader, []).append(vector.double())
+        return found
+
+    def _assembled(self, key: Key, rank: OfRank) -> torch.Tensor | None:
+        """Return the sketch of a full gradient, of this rank's part and of those of others that it lacks."""
+        boxes: dict[Box, torch.Tensor] = {}
+        for one in sorted(self._ranks, key=lambda other: abs(other.rank - rank.rank)):
+            if key in one.events:
+                event, tensor = one.events[key]
+                if event.layout is None or event.layout.pending:
+                    return None
+                boxes.setdefault(event.layout.box, tensor)
+        if not boxes or (not next(iter(boxes)).is_full and sum(box.numel for box in boxes) != math.prod(
+            next(iter(boxes)).shape
+        )):  # fmt: skip
+            return None
+        if next(iter(boxes)).is_full:
+            boxes = dict(list(boxes.items())[:1])
+        return torch.stack([digest(tensor, box).numbers[:K] for box, tensor in boxes.items()]).sum(0)
+
+    def _groups(self, rank: OfRank) -> dict[str, list[int]]:
+        """The data ranks that share each single dimension of the data with a rank."""
+        dims = [(name, size) for name, size in self._request.mesh if name in self._request.data_dims]
+        found, stride = {}, self._request.data_size
+        for name, size in dims:
+            stride //= size
+            at = rank.data_rank // stride % size
+            found[name] = [rank.data_rank + (other - at) * stride for other in range(size)]
+        return found if len(dims) > 1 else {}
+
+    def _named(self, factor: float) -> tuple[float, str]:
+        """Return a factor and its name; one that is a product of sizes is exactly that."""
+        sizes = products(dict(self._request.mesh)) | {"the number of microbatches": float(self._counts[0])}
+        for text, value in [("1", 1.0)] + [(f"the size of {n}", float(s)) for n, s in self._request.mesh]:
+            if abs(factor - value) <= self._tolerance * value:
+                return value, text
+        name = name_of_factor(factor, sizes, spread=self._tolerance)
+        return (float(f"{factor:.6g}"), name)
+
+    # Access ---------------------------------------------------------------------------------
+
+    def _events(self, stage: Stage) -> Iterator[tuple[OfRank, tuple[Key, tuple[Event, torch.Tensor]]]]:
+        for rank in self._ranks:
+            for key, seen in rank.events.items():
+                if key[0] == stage:
+                    yield rank, (key, seen)
+
+    def _there(self, key: Key, rank: OfRank) -> Key:
+        """Return the key of the same microbatch in the reference."""
+        return (*key[:3], self._offsets[rank.data_rank] + key[3], *key[4:])
+
+    def _pair(self, key: Key) -> tuple[torch.Tensor, torch.Tensor] | None:
+        base, exact = self._baseline.tensors.get(key), self._oracle.tensors.get(key)
+        return None if base is None or exact is None else (base, exact)
+
+    def _divergent(self, stage: Stage, event: Event, rank: int, text: str, *, name: str = "", index: int = -1,
+                   box: Box | None = None) -> Divergent:  # fmt: skip
+        location = _location(stage, event, self.outcome.step, rank, index, name=name, box=box)
+        return Divergent(location, event.module, text)
+
+
+def _location(
+    stage: Stage, event: Event, step: int, rank: int, index: int = -1, *, name: str = "", box: Box | None = None
+) -> Location:
+    box = box or (event.layout.box if event.layout is not None else None)
+    element = None
+    if box is not None and index >= 0 and box.shape:
+        position = part_of(torch.arange(math.prod(box.shape)).view(box.shape), box).flatten()[index]
+        element = tuple(int(one) for one in torch.unravel_index(position, box.shape))
+    return Location(stage=stage, step=step, rank=rank, name=name or event.parameter or None, element=element)
+
+
+def _middle(runs: torch.Tensor, exact: torch.Tensor) -> float:
+    """The factor between two lists that the median pair has."""
+    usable = exact != 0
+    return float((runs[usable] / exact[usable]).median()) if bool(usable.any()) else 1.0
+
+
+def _values(run: float, base: float, exact: float) -> str:
+    return f"run {run:.6g}, baseline {base:.6g}, oracle {exact:.6g}"
+
+
+def _once(values: Any) -> list[Any]:
+    return list(dict.fromkeys(values))

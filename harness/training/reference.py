@@ -1,0 +1,222 @@
+"""The reference of a check: a process that is a world of one rank, trains on all microbatches, and judges the run.
+
+It is a process of its own, so that a module of the user is imported anew, and what a step counts begins at zero. Rank 0
+of the run starts it, tells it by its standard input which step's files are complete, and reads its answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardproof.harness.adapters.registry import line_of_error
+from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.training import judge
+from shardproof.harness.training.request import NotCheckable, Request, functions_of
+from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
+from shardproof.harness.verdicts.finding import Stage
+
+Answer = dict[str, Any]
+"""What the reference says of one step: "refused" and a line, "failed" and a traceback, or the fields of an outcome."""
+
+
+class Reference:
+    """The process of the reference, as rank 0 has it."""
+
+    def __init__(self, request: Request, folder: str, *, device: torch.device, backend: str, explains: bool) -> None:
+        answers, theirs = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+            if name in environment:
+                environment[name] = value
+        told = {"request": request.dumps(), "folder": folder, "device": str(device), "backend": backend,
+                "explains": explains, "answers": theirs}  # fmt: skip
+        command = [sys.executable, "-m", "shardproof.harness.training.reference", json.dumps(told)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(theirs,), env=environment, text=True)
+        os.close(theirs)
+        self._answers = os.fdopen(answers)
+
+    def judge(self, step: int) -> Answer:
+        """Let it train a step, of which all ranks have written their files, and return what it says."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{step}\n")
+            self._process.stdin.flush()
+        line = self._answers.readline()
+        if not line:
+            code = self._process.wait()
+            why = "it was killed, as for want of memory" if code == -9 else f"it ended with exit code {code}"
+            return {"refused": f"check: the process of the reference has no answer for step {step}: {why}"}
+        answer: Answer = json.loads(line)
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._answers.close()
+
+
+def main(told: dict[str, Any]) -> None:
+    """Answer for each step until the standard input ends."""
+    request = Request.loads(told["request"])
+    out = os.fdopen(told["answers"], "w")
+    torch.set_num_threads(1)
+    worker: _Worker | None = None
+    for line in sys.stdin:
+        try:
+            if worker is None:
+                worker = _Worker(request, told)
+            answer = worker.step(int(line))
+        except NotCheckable as error:
+            answer = {"refused": str(error)}
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+class _Worker:
+    def __init__(self, request: Request, told: dict[str, Any]) -> None:
+        self._request, self._folder, self._explains = request, told["folder"], told["explains"]
+        device = torch.device(told["device"])
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index or 0)
+        dist.init_process_group(told["backend"], store=dist.HashStore(), rank=0, world_size=1)
+        names = tuple(name for name, _ in request.mesh)
+        mesh = init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
+        functions = functions_of(request)
+        with self._users("parallelize()", 0):
+            self._baseline = Trainee(request, functions, "baseline", mesh, device, explains=self._explains)
+        self._expected = self._baseline.state()
+        self._oracle: Trainee | None = None
+        if request.oracle != "none":
+            self._oracle = Trainee(request, functions, "oracle", mesh, device, explains=self._explains,
+                                   baseline=self._baseline)  # fmt: skip
+
+    def step(self, number: int) -> Answer:
+        request = self._request
+        before = [read(self._file(rank, number - 1))[0] for rank in range(request.size)]
+        outcome = judge.Outcome(number)
+        if number == 0 and not self._baseline.is_deferred:
+            outcome = judge.compare_initial(before, self._expected)
+        if not outcome.found:
+            outcome = self._judged(number, before, outcome)
+        return outcome_as_json(outcome)
+
+    def _judged(self, number: int, before: list[Seen], initial: judge.Outcome) -> judge.Outcome:
+        request = self._request
+        seen = [read(self._file(rank, number, "events")) for rank in range(request.size)]
+        after = [read(self._file(rank, number))[0] for rank in range(request.size)]
+        by_reader: dict[int, int] = {}
+        for rank in range(request.size):
+            by_reader.setdefault(request.data_rank(rank), rank)
+        microbatches = []
+        for reader in range(request.data_size):
+            mine = self._baseline.data(number, reader)
+            if [digest_of(one) for one in mine] != seen[by_reader[reader]][1]["data"]:
+                raise NotCheckable(f"check: data(step={number}, rank={reader}) returned other values in the reference: "
+                                   "seed it by its arguments")  # fmt: skip
+            microbatches.append(mine)
+        state = judge.state_of(before)
+        clipped = judge.state_of([{key: one for key, one in events.items() if key[0] == Stage.CLIPPED_GRADIENT}
+                                  for events, _ in seen])  # fmt: skip
+        given = {key[2]: full for key, full in clipped.items()}
+        everything = [one for mine in microbatches for one in mine]
+        base = self._trained(self._baseline, everything, state, given)
+        oracle = base if self._oracle is None else self._trained(self._oracle, everything, state, given)
+        forwards = sum(seen[rank][1]["forwards"] for rank in by_reader.values())
+        for one in (base, oracle):
+            if one.forwards < forwards:
+                raise NotCheckable(f"check: step() used {one.forwards} of the {forwards} microbatches of the "
+                                   "reference: it must train on all that it is given")  # fmt: skip
+        ranks = [
+            judge.OfRank(rank, events, after[rank], more["forwards"], more["norm_types"], request.data_rank(rank))
+            for rank, (events, more) in enumerate(seen)
+        ]
+        made = judge.Judge(
+            request, number, ranks, _full(base), _full(oracle), counts=[len(one) for one in microbatches],
+            narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
+            tokens=[[_labels(one) for one in mine] for mine in microbatches],
+        ).judge()  # fmt: skip
+        made.compared += initial.compared
+        made.notes |= initial.notes
+        return made
+
+    def _trained(
+        self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]
+    ) -> StepSeen:
+        trainee.load(state)
+        trainee.given = given
+        with self._users("step()", len(microbatches), trainee):
+            return trainee.step(microbatches)
+
+    @contextlib.contextmanager
+    def _users(self, function: str, microbatches: int, trainee: Trainee | None = None) -> Iterator[None]:
+        """Turn what the user's code raises into one line."""
+        try:
+            yield
+        except NotCheckable:
+            raise
+        except Exception as error:
+            text = line_of_error(error)
+            if "not implemented for 'Double'" in text:
+                raise NotCheckable(f"check: the oracle cannot run: {text}; use --oracle float32") from error
+            is_oracle = trainee is not None and trainee is self._oracle
+            hint = ": offer it by --plain module:function" if isinstance(error, AttributeError) and is_oracle else ""
+            of = f", {microbatches} microbatches" if microbatches else ""
+            raise NotCheckable(f"check: {function} raised in the reference (1 rank{of}): {text}{hint}") from error
+
+    def _file(self, rank: int, step: int, what: str = "state") -> str:
+        return file_of(self._folder, rank, step, what)
+
+
+def file_of(folder: str, rank: int, step: int, what: str = "state") -> str:
+    """Return the file of what a rank has seen of a step, or of its state after it; that of step -1 is the first."""
+    return os.path.join(folder, f"rank{rank}-step{step}-{what}.pt")
+
+
+def _full(seen: StepSeen) -> judge.OfReference:
+    made = {**seen.events, **seen.state}
+    full = {
+        key: one[1] if one[0].layout is None or key[0] == Stage.OWN_GRADIENT else judge.full_of([one])
+        for key, one in made.items()
+    }
+    return judge.OfReference({key: one for key, one in full.items() if one is not None}, seen.forwards)
+
+
+def _floats(seen: StepSeen) -> list[torch.Tensor]:
+    return [one for key, (_, one) in seen.events.items() if key[0] != Stage.OWN_GRADIENT and one.is_floating_point()]
+
+
+def _labels(microbatch: Any) -> int:
+    """Return how many labels of a microbatch count: those of its last integers that are not negative."""
+    integers = [one for one in tensors_of(microbatch) if one.dtype == torch.int64]
+    return int((integers[-1] >= 0).sum()) if integers else 0
+
+
+def outcome_as_json(outcome: judge.Outcome) -> Answer:
+    """Return an outcome as plain values."""
+    found = [one.location.as_record() | {"stage": one.location.stage.name, "module": one.module, "text": one.text}
+             for one in outcome.found[:64]]  # fmt: skip
+    measured = [{"module": module, **one.as_record()} for (module, _), one in outcome.measured.items()]
+    return {
+        "found": found, "ranks": sorted({one.location.rank or 0 for one in outcome.found}), "lines": outcome.lines,
+        "count": len(outcome.found), "signature": outcome.signature, "factor": outcome.factor,
+        "loss_factor": outcome.loss_factor, "compared": outcome.compared, "measured": measured, "notes": outcome.notes,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

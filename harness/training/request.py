@@ -1,0 +1,301 @@
+"""What a check is asked for: the user's functions by their names, the mesh, the dtypes, and the data."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardproof.harness.adapters import registry
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.planning.request import DTYPES, names_of, parse
+from shardproof.harness.planning.subject import ModelError, Subject, subject_of
+from shardproof.harness.watching.groups import DATA
+
+#: The name of the implementation that is the user's own ``parallelize``.
+OWN = "own"
+
+ORACLES = ("float64", "float32", "none")
+
+#: Where the command leaves its request for the packaged case, and its own words for the line that repeats it.
+VARIABLE, COMMAND = "SHARDPROOF_OWN", "SHARDPROOF_OWN_COMMAND"
+
+
+class NotCheckable(ValueError):
+    """What was asked for cannot be checked. The text is one line that begins with "check: "."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A training that is to be checked, in plain values.
+
+    Attributes:
+        model: a known shape, or ``module:function``.
+        mesh: the names and the sizes of its dimensions.
+        implementation: the name of an adapter, or "own" for ``parallelize``.
+        parallelize: ``module:function``, as are ``optimizer``, ``data``, ``step`` and ``plain``; empty for none. An
+            optimizer may also be "adamw" or "sgd".
+        plain: a function that gives the model of the reference methods that its wrapper would have.
+        data_dims: the dimensions over which ranks read different data.
+        batch: sequences of a microbatch of the default data, of ``sequence`` tokens.
+        param_dtype: of gathered parameters and activations; empty for that of the parameters.
+        max_norm: to which the default step clips; 0 for no clipping.
+        axes: keyword arguments of ``parallelize``.
+        keep: a folder in which all that was compared stays; empty for none.
+    """
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    implementation: str = OWN
+    parallelize: str = ""
+    optimizer: str = "adamw"
+    data: str = ""
+    step: str = ""
+    plain: str = ""
+    data_dims: tuple[str, ...] = ()
+    steps: int = 3
+    microbatches: int = 2
+    batch: int = 2
+    sequence: int = 32
+    dtype: str = "float32"
+    param_dtype: str = ""
+    reduce_dtype: str = ""
+    oracle: str = "float64"
+    max_norm: float = 1.0
+    axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    keep: str = ""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's function parallelizes the model."""
+        return self.implementation == OWN
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that read different data."""
+        return math.prod(size for name, size in self.mesh if name in self.data_dims)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as an option takes it: "dp=2,tp=2"."""
+        return ",".join(f"{name}={size}" for name, size in self.mesh)
+
+    def data_rank(self, rank: int) -> int:
+        """Return which data a global rank reads; the mesh has the ranks in order, the last dimension first."""
+        position, found = rank, []
+        for name, size in reversed(self.mesh):
+            position, at = divmod(position, size)
+            found += [(at, size)] if name in self.data_dims else []
+        number = 0
+        for at, size in reversed(found):
+            number = number * size + at
+        return number
+
+    def dumps(self) -> str:
+        """Return the request as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> Request:
+        """Read a request from JSON."""
+        fields = json.loads(text)
+        fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
+        return cls(**fields | {"data_dims": tuple(fields["data_dims"])})
+
+
+def asked() -> Request | None:
+    """Return the request that the command has left in the environment, or None."""
+    text = os.environ.get(VARIABLE)
+    return Request.loads(text) if text else None
+
+
+def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """Read a mesh: ``8``, ``2x4`` for replicas x shards, or ``dp=2,tp=2``; anything else is NotCheckable."""
+    if "=" not in text:
+        try:
+            sizes = parse(text)
+        except ValueError as error:
+            raise NotCheckable(f"check: {error}, or names, as dp=2,tp=2") from None
+        return tuple(zip(("dp",) if len(sizes) == 1 else names_of(sizes), sizes, strict=True))
+    found = re.findall(r"(?:^|,)([A-Za-z_]\w*)=(0*[1-9]\d{0,4})(?=,|$)", text)
+    if ",".join(f"{name}={size}" for name, size in found) != text:
+        raise NotCheckable(f"check: --mesh {text!r} is no mesh: give ranks, as 8, replicas x shards, as 2x4, or names, "
+                           "as dp=2,tp=2")  # fmt: skip
+    if len({name for name, _ in found}) < len(found):
+        raise NotCheckable(f"check: --mesh {text!r} has two dimensions of one name")
+    return tuple((name, int(size)) for name, size in found)
+
+
+def data_dims_of(mesh: tuple[tuple[str, int], ...], wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the dimensions over which ranks read different data: those wanted, or those with a known name."""
+    names = [name for name, _ in mesh]
+    if unknown := [name for name in wanted if name not in names]:
+        raise NotCheckable(
+            f"check: --data-dims {unknown[0]}: no mesh dimension of this name; known: {', '.join(names)}"
+        )
+    found = wanted or tuple(name for name in names if name in DATA and name != "cp")
+    if not found:
+        raise NotCheckable(f"check: --data-dims: name the dimensions of {', '.join(names)} over which data differ")
+    return found
+
+
+# The user's functions.
+
+
+def importable(name: str) -> str:
+    """Return ``module:function`` for it, or for ``path.py:function``, whose file is imported under its stem."""
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        return name
+    path = os.path.abspath(path)
+    stem = os.path.splitext(os.path.basename(path))[0]
+    known = sys.modules.get(stem)
+    if known is not None and os.path.abspath(getattr(known, "__file__", None) or "") == path:
+        return f"{stem}:{function}"
+    if not os.path.isfile(path):
+        raise NotCheckable(f"check: {name}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[stem] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[stem]
+        raise NotCheckable(f"check: {name}: the file does not import: {registry.line_of_error(error)}") from error
+    return f"{stem}:{function}"
+
+
+def function_of(option: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """Import a function of the user that can be called with as many arguments; anything else is NotCheckable."""
+    module_name, colon, function_name = importable(name).partition(":")
+    given = f"check: --{option} {name}"
+    if not colon or not function_name:
+        raise NotCheckable(f"{given}: give module:function or file.py:function")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), function_name, None)
+    except BaseException as error:
+        raise NotCheckable(f"{given}: {module_name!r} does not import: {registry.line_of_error(error)}") from error
+    if not callable(function):
+        raise NotCheckable(f"{given}: {module_name!r} has no function {function_name!r}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise NotCheckable(f"{given}: it is called as {function_name}({', '.join(arguments)}): {error}") from None
+    except ValueError:  # written in C
+        pass
+    return function  # type: ignore[no-any-return]
+
+
+ARGUMENTS = {
+    "parallelize": ("model", "mesh"),
+    "optimizer": ("model",),
+    "data": ("step", "rank"),
+    "step": ("model", "optimizer", "microbatches", "mesh"),
+    "plain": ("model",),
+}
+"""With what the user's functions are called, by the option that names them."""
+
+_BY_NAME = ("adamw", "sgd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """The user's functions of a request; None for those that are left to the defaults."""
+
+    subject: Subject
+    adapter: type[Adapter] | None
+    parallelize: Callable[..., Any] | None
+    optimizer: Callable[..., Any] | None
+    data: Callable[..., Any] | None
+    step: Callable[..., Any] | None
+    plain: Callable[..., Any] | None
+
+
+def functions_of(request: Request) -> Functions:
+    """Import what a request names, and refuse what cannot be as NotCheckable."""
+    found = {}
+    for option, arguments in ARGUMENTS.items():
+        name = getattr(request, option)
+        is_named = name and name not in _BY_NAME
+        found[option] = function_of(option, name, arguments) if is_named else None
+    try:
+        subject = subject_of(importable(request.model))
+        adapter = None if request.is_own else _adapter(request)
+    except NotCheckable:
+        raise
+    except (ModelError, ValueError) as error:
+        raise NotCheckable(f"check: {error}") from error
+    if request.is_own:
+        if found["parallelize"] is None:
+            raise NotCheckable("check: --impl own needs --parallelize module:function")
+        takes = _keywords(found["parallelize"])
+        given = {*request.axes, *(name for name in ("param_dtype", "reduce_dtype") if getattr(request, name))}
+        if takes is not None and (unknown := sorted(given - takes)):
+            known = f"it has {', '.join(sorted(takes))}" if takes else "it has none"
+            raise NotCheckable(f"check: parallelize() has no keyword argument {unknown[0]!r}; {known}")
+    return Functions(subject, adapter, **found)
+
+
+def axes_of(request: Request) -> dict[str, Any]:
+    """Return the keyword arguments with which ``parallelize`` is called."""
+    dtypes = {name: DTYPES[value] for name in ("param_dtype", "reduce_dtype") if (value := getattr(request, name))}
+    return dict(request.axes) | dtypes
+
+
+def _keywords(function: Callable[..., Any]) -> set[str] | None:
+    """The names of the keyword-only arguments of a function; None if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+def _adapter(request: Request) -> type[Adapter]:
+    adapter = registry.load(request.implementation)
+    needs = [
+        (len(request.mesh) > 1, Capability.HYBRID, "a mesh of replicas and shards"),
+        (request.param_dtype or request.reduce_dtype, Capability.MIXED_PRECISION, "--param-dtype and --reduce-dtype"),
+        (request.optimizer == "adamw", Capability.ADAM, "--optimizer adamw"),
+    ]
+    for is_needed, capability, what in needs:
+        if is_needed and capability not in adapter.capabilities() and not registry.is_control(adapter):
+            raise ValueError(f"{request.implementation} lacks the capability {capability}, for {what}")
+    if request.param_dtype and Capability.MIXED_PRECISION not in adapter.capabilities():
+        raise ValueError(
+            f"{request.implementation} has no --param-dtype; --dtype {request.param_dtype} has it all in it"
+        )
+    others = [name for name, size in request.mesh if name not in request.data_dims and size > 1]
+    if others:
+        raise ValueError(f"{request.implementation} divides over data alone; for {others[0]!r} give --parallelize")
+    return adapter
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return the dtype of an option; None for an empty one."""
+    return DTYPES[name] if name else None
+
+
+def products(sizes: Mapping[str, int]) -> dict[str, float]:
+    """Name the products of the sizes of several dimensions: "the size of dp x the size of tp"."""
+    found = {f"the size of {name}": float(size) for name, size in sizes.items()}
+    for one, other in itertools.combinations(sizes, 2):
+        found[f"the size of {one} x the size of {other}"] = float(sizes[one] * sizes[other])
+    return found

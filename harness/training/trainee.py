@@ -1,0 +1,435 @@
+"""The training that is checked, in one process: a rank of the run, or the reference that trains on all microbatches.
+
+The reference is made twice in a world of one rank. The *baseline* is what the user's ``parallelize`` makes of a mesh of
+one rank: it has the casts of the run and no sharding. The *oracle* is the model in float64 without ``parallelize``;
+what its wrapper's methods would do is nothing there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardproof.harness.adapters.base import Adapter
+from shardproof.harness.adapters.config import Clip, Config, Precision
+from shardproof.harness.adapters.replicas import class_and_options
+from shardproof.harness.planning.anatomy import choose_units
+from shardproof.harness.planning.request import DTYPES
+from shardproof.harness.tensors.fingerprints import Box, K, digest
+from shardproof.harness.tensors.layouts import Layout, layout_of, part_of
+from shardproof.harness.tensors.memory import raw_bytes
+from shardproof.harness.tensors.private import TorchDispatchMode
+from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
+from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of, dtype_of
+from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.watching.events import Event
+from shardproof.harness.watching.names import parameters_of
+from shardproof.harness.watching.records import StepRecord
+from shardproof.harness.watching.watch import Watch
+
+Role = Literal["run", "baseline", "oracle"]
+
+Key = tuple[Stage, str, str, int, int, int, str]
+"""What tells the tensors of a step apart: stage, module, parameter, microbatch, call, index, and the key of a state."""
+
+Seen = dict[Key, tuple[Event, torch.Tensor]]
+"""What was seen of a step: local tensors on the host, of own gradients their sketches."""
+
+_NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Methods that wrappers add to the root, and that have nothing to do in a world of one.
+_NOTHING = (
+    "set_requires_gradient_sync", "set_is_last_backward", "set_requires_all_reduce", "set_reshard_after_backward",
+    "set_reshard_after_forward", "set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "reshard",
+    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_unshard_in_backward",
+    "set_post_optim_event", "register_comm_hook",
+)  # fmt: skip
+
+
+class KeepDouble(TorchDispatchMode):
+    """Leaves float64 alone where user code says ``.float()`` or asks an operator for a narrower dtype."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in _NARROW and any(one.dtype is torch.float64 for one in tensors_of((args, kwargs))):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+class Narrowest(TorchDispatchMode):
+    """Notes the floating-point dtype with the fewest bits in which anything is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in tensors_of(made):
+            if one.is_floating_point() and torch.finfo(one.dtype).eps > torch.finfo(self.dtype).eps:
+                self.dtype = one.dtype
+        return made
+
+
+def plain_root(model: nn.Module) -> None:
+    """Give the modules of a model that nothing wraps the methods of wrappers, which do nothing."""
+
+    class _Handle:
+        def wait(self) -> None: ...
+
+    for module in model.modules():
+        own: dict[str, Any] = {name: lambda *args, **kwargs: None for name in _NOTHING}
+        own |= {"no_sync": contextlib.nullcontext, "unshard": lambda *args, **kwargs: _Handle()}
+        if module is model:
+            own["module"] = model
+            own["clip_grad_norm_"] = lambda max_norm, norm_type=2.0: nn.utils.clip_grad_norm_(
+                model.parameters(), max_norm, norm_type
+            )
+        # Not by setattr, which would make the root a child of its own.
+        vars(module).update({name: value for name, value in own.items() if not hasattr(module, name)})
+
+
+@dataclasses.dataclass
+class StepSeen:
+    """One step as this process saw it: events, the state after it, and what else its judge needs."""
+
+    events: Seen
+    state: Seen
+    forwards: int
+    norm_types: list[float]
+    narrowest: torch.dtype
+
+
+class Trainee:
+    """A model that trains by a request's functions.
+
+    Args:
+        mesh: of the run's ranks, or of one rank with the same names.
+        explains: whether the outputs of all modules and their gradients are seen too.
+        baseline: for the oracle, the baseline, whose ``parallelize`` may have made the optimizer.
+    """
+
+    def __init__(
+        self, request: Request, functions: Functions, role: Role, mesh: DeviceMesh, device: torch.device, *,
+        explains: bool = False, baseline: Trainee | None = None,
+    ) -> None:  # fmt: skip
+        self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
+        self._device, self._explains = device, explains
+        self._adapter: Adapter | None = None
+        self._baseline, self._has_own_optimizer = baseline, False
+        torch.manual_seed(request.seed)
+        self.built = functions.subject.build(request.sequence)
+        self.is_deferred = any(one.is_meta for one in self.built.model.parameters())
+        self._vocabulary = vocabulary_of(self.built.model)
+        self.model, self.optimizer = self._made(self.built.model)
+        self._events: Seen = {}
+        self._records: list[StepRecord] = []
+        self._errors: list[Exception] = []
+        self.watch = Watch(
+            self._records.append, steps=range(request.steps + 1), optimizers=[self.optimizer], sink=self._see,
+            on_error=self._errors.append, modules=True, digests=False,
+        )  # fmt: skip
+        self.watch.attach(self.model)
+        #: Gradients that the optimizer is given in place of its own, so that its step is judged from equal ones.
+        self.given: Mapping[str, torch.Tensor] | None = None
+        if role != "run":
+            self.optimizer.register_step_pre_hook(self._give)
+
+    # Making it ------------------------------------------------------------------------------
+
+    def _made(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        request, functions = self.request, self.functions
+        if not self.is_deferred:
+            model.to(self._device, dtype=DTYPES[request.dtype])
+        if self.role == "oracle":
+            if self.is_deferred:
+                model.to_empty(device=self._device)
+            model = model.to(DTYPES[request.oracle])
+            plain_root(model)
+            if functions.plain is not None:
+                functions.plain(model)
+            if self._baseline is not None and self._baseline._has_own_optimizer:
+                return model, self._like(self._baseline, model)
+            return model, self._optimizer(model)
+        if functions.adapter is not None:
+            return self._adapted(functions.adapter, model)
+        assert functions.parallelize is not None
+        made = functions.parallelize(model, self.mesh, **axes_of(request))
+        root, optimizer = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(root, nn.Module):
+            raise NotCheckable(f"check: parallelize() returned {type(root).__name__}: return the model, or the model "
+                               "and its optimizer")  # fmt: skip
+        self._has_own_optimizer = optimizer is not None
+        return root, optimizer or self._optimizer(root)
+
+    def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        request, own = self.request, self.functions.optimizer
+        count = request.microbatches * (1 if self.role == "run" else request.data_size)
+        config = Config(
+            mesh=self.mesh, units=tuple((name,) for name in choose_units(model)), microbatches=count,
+            precision=Precision(compute=dtype_of(request.param_dtype), reduce=dtype_of(request.reduce_dtype)),
+            clip=Clip(request.max_norm) if request.max_norm else None,
+        )  # fmt: skip
+        adapter = kind(model, optimizer=None if own else self._by_name, config=config)
+        if own is not None:
+            adapter.optimizer = own(adapter.module)
+        if adapter.optimizer is None:
+            raise NotCheckable(f"check: {kind.name} hides its optimizer, so that nothing of its step can be seen")
+        self._adapter = adapter
+        return adapter.module, adapter.optimizer
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.functions.optimizer is None:
+            return self._by_name(model.parameters())
+        made = self.functions.optimizer(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise NotCheckable(f"check: optimizer() returned {type(made).__name__}, no torch.optim.Optimizer")
+        return made
+
+    def _by_name(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.request.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+    def _like(self, other: Trainee, model: nn.Module) -> torch.optim.Optimizer:
+        """Make the optimizer that another trainee's ``parallelize`` has returned, for this model."""
+        kind, options = class_and_options(other.optimizer)
+        names = {id(one): name for name, one in parameters_of(other.model)}
+        mine = dict(parameters_of(model))
+        groups = [
+            group | {"params": [mine[names[id(one)]] for one in group["params"]]}
+            for group in other.optimizer.param_groups
+        ]
+        return kind(groups, **options)
+
+    def close(self) -> None:
+        """Remove all hooks, and tear down what an adapter keeps."""
+        self.watch.detach()
+        if self._adapter is not None:
+            self._adapter.teardown()
+
+    # Data -----------------------------------------------------------------------------------
+
+    def data(self, step: int, rank: int) -> list[Any]:
+        """Return the microbatches of a data rank, on the device; those of the oracle are float64."""
+        if self.functions.data is not None:
+            made = self.functions.data(step, rank)
+            if not isinstance(made, list) or not made:
+                raise NotCheckable("check: data(step, rank) returned no list of microbatches")
+        else:
+            made = [self._drawn(step, rank, number) for number in range(self.request.microbatches)]
+        return [map_tensors(lambda one: one.to(self._device), microbatch) for microbatch in made]
+
+    def _drawn(self, step: int, rank: int, number: int) -> Any:
+        """Draw the arguments of a forward: integers that the model's function leaves alike become random tokens."""
+        seed = hash((self.request.seed, step, rank, number)) & 0x7FFF_FFFF
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = self.built.inputs(self.request.batch, self.request.sequence)
+
+            def tokens(one: torch.Tensor) -> torch.Tensor:
+                alike = one.numel() > 0 and bool((one == one.flatten()[0]).all())
+                if not alike or one.dtype != torch.int64:
+                    return one
+                return torch.randint(self._vocabulary, one.shape)
+
+            return map_tensors(tokens, made)
+
+    def cast(self, microbatches: list[Any]) -> list[Any]:
+        """Copy microbatches; for the oracle in its dtype."""
+        wide = DTYPES[self.request.oracle] if self.role == "oracle" else None
+
+        def one(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(wide, copy=True) if wide and tensor.is_floating_point() else tensor.clone()
+
+        return [map_tensors(one, microbatch) for microbatch in microbatches]
+
+    # A step ---------------------------------------------------------------------------------
+
+    def step(self, microbatches: list[Any]) -> StepSeen:
+        """Train one step, and return what was seen of it."""
+        self._events = {}
+        self.watch.forget()  # calls of torch's functions that it has seen another trainee make
+        narrow = Narrowest() if self.role == "baseline" else None
+        keeps = self.role == "oracle" and self.request.oracle == "float64"
+        double = KeepDouble() if keeps else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+        mode = narrow or double
+        before = self.watch.step
+        with mode:
+            self._call(self.cast(microbatches))
+        self.watch.end_step()
+        if self._errors:
+            raise self._errors[0]
+        if (steps := self.watch.step - before) != 1 or not self._records:
+            raise NotCheckable(f"check: step() made {steps} optimizer steps that count: it must make one")
+        record = self._records.pop()
+        events, self._events = self._events, {}
+        return StepSeen(
+            events, self.state(), record.forwards, [one.norm_type for one in record.norms],
+            narrow.dtype if narrow is not None else torch.float64,
+        )  # fmt: skip
+
+    def _call(self, microbatches: list[Any]) -> None:
+        if self.functions.step is not None:
+            self.functions.step(self.model, self.optimizer, microbatches, self.mesh)
+        elif self._adapter is not None:
+            self._driven(self._adapter, microbatches)
+        else:
+            for microbatch in microbatches:
+                (self._loss(self.model, microbatch) / len(microbatches)).backward()
+            if self.request.max_norm:
+                own = getattr(self.model, "clip_grad_norm_", None)
+                if own is not None:
+                    own(self.request.max_norm)
+                else:
+                    nn.utils.clip_grad_norm_(self.model.parameters(), self.request.max_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _driven(self, adapter: Adapter, microbatches: list[Any]) -> None:
+        """Train as an implementation's documentation says, through its adapter."""
+        count = 1 if adapter.traits.divides_by_microbatches else len(microbatches)
+        for number, microbatch in enumerate(microbatches):
+            with adapter.microbatch(is_last=number == len(microbatches) - 1):
+                adapter.backward(self._loss(adapter.forward, microbatch) / count)
+        if self.request.max_norm and adapter.traits.clips == "call":
+            adapter.clip()
+        adapter.step()
+        adapter.zero_grad(set_to_none=True)
+
+    def _loss(self, forward: Callable[..., Any], microbatch: Any) -> torch.Tensor:
+        if isinstance(microbatch, Mapping):
+            output = forward(**microbatch)
+            loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+            return loss  # type: ignore[no-any-return]
+        given = microbatch if isinstance(microbatch, (tuple, list)) else (microbatch,)
+        return self.built.loss(forward(*given), *given)
+
+    # What is seen ---------------------------------------------------------------------------
+
+    def _see(self, event: Event, tensor: torch.Tensor) -> None:
+        stage = event.stage
+        if stage in (Stage.INPUT, Stage.INITIAL, Stage.PARAMETER, Stage.OPTIMIZER_STATE):
+            return  # read between steps
+        if stage in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT) and not self._explains and (
+            event.module or event.call or stage == Stage.OUTPUT_GRADIENT
+        ):  # fmt: skip
+            return
+        if stage == Stage.OWN_GRADIENT:
+            # Eight numbers stand for it, because it is not sharded.
+            box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
+            self._add(event, digest(tensor, box).numbers[:K])
+        elif stage in (Stage.GRADIENT, Stage.CLIPPED_GRADIENT):
+            self._add(dataclasses.replace(event, microbatch=0), tensor)  # those after the last backward count
+        else:
+            self._add(event, tensor)
+
+    def _add(self, event: Event, tensor: torch.Tensor) -> None:
+        self._events[key_of(event)] = event, tensor.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def state(self) -> Seen:
+        """Return copies of the parameters, the optimizer's state and the buffers."""
+        found: Seen = {}
+
+        def add(event: Event, tensor: torch.Tensor) -> None:
+            found[key_of(event)] = event, local_of(tensor.detach()).to("cpu", copy=True)
+
+        for name, parameter in self.watch.parameters():
+            place = self.watch.place(name, parameter)
+            add(Event.of(Stage.PARAMETER, name, place), parameter)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    its = place if value.ndim and not isinstance(value, DTensor) else layout_of(value)
+                    add(Event.of(Stage.OPTIMIZER_STATE, name, its, key=str(key)), value)
+        for name, buffer in self.model.named_buffers():
+            add(Event.of(Stage.BUFFER, name, layout_of(buffer)), buffer)
+        return found
+
+    @torch.no_grad()
+    def load(self, full: Mapping[Key, torch.Tensor]) -> None:
+        """Take the state of the run: full tensors by the keys of :meth:`state`."""
+        for name, parameter in self.watch.parameters():
+            self._fill(parameter, full.get(key_of(Event.of(Stage.PARAMETER, name, None))), name, parameter)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    state = full.get(key_of(Event.of(Stage.OPTIMIZER_STATE, name, None, key=str(key))))
+                    self._fill(value, state, name, parameter)
+        for name, buffer in self.model.named_buffers():
+            self._fill(buffer, full.get(key_of(Event.of(Stage.BUFFER, name, None))), name, buffer)
+
+    def _fill(self, tensor: torch.Tensor, full: torch.Tensor | None, name: str, parameter: torch.Tensor) -> None:
+        if full is None:
+            return
+        local = local_of(tensor)
+        place = self.watch.place(name, parameter) if tensor.ndim else layout_of(tensor)
+        local.copy_(full if place is None else part_of(full, place.box).view(local.shape))
+
+    @torch.no_grad()
+    def _give(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self.given is None:
+            return
+        for name, parameter in self.watch.parameters():
+            full = self.given.get(name)
+            if full is None:
+                parameter.grad = None
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._fill(parameter.grad, full, name, parameter)
+
+
+def key_of(event: Event) -> Key:
+    """Return what the tensor is called in every run of the request."""
+    return event.stage, event.module, event.parameter, event.microbatch, event.call, event.index, event.key
+
+
+def digest_of(microbatch: Any) -> int:
+    """Return what is equal for equal microbatches."""
+    return zlib.crc32(b"".join(raw_bytes(one.detach().cpu()) for one in tensors_of(microbatch)))
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """Return how many tokens the first embedding of a model knows; 2 where it has none."""
+    return next((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), 2)
+
+
+# What was seen, in a file.
+
+_Place = tuple[Any, ...]
+
+
+def save(path: str, seen: Seen, **more: Any) -> None:
+    """Write what was seen to a file that holds tensors and plain values alone."""
+    events = [(event.stage.name, event.module, event.parameter, event.microbatch, event.call, event.index, event.key,
+               _place_of(event.layout)) for event, _ in seen.values()]  # fmt: skip
+    torch.save({"events": events, "tensors": [tensor for _, tensor in seen.values()], **more}, path)
+
+
+def read(path: str) -> tuple[Seen, dict[str, Any]]:
+    """Read what :func:`save` wrote; tensors are read when they are used."""
+    made = torch.load(path, mmap=True, weights_only=True)
+    found: Seen = {}
+    for (stage, module, parameter, microbatch, call, index, key, place), tensor in zip(
+        made.pop("events"), made.pop("tensors"), strict=True
+    ):
+        layout = None if place is None else Layout(Box(*place[:3]), place[3], place[4])
+        event = Event(Stage[stage], module, parameter, microbatch, call, index, layout, key)
+        found[key_of(event)] = event, tensor
+    return found, made
+
+
+def _place_of(layout: Layout | None) -> _Place | None:
+    return None if layout is None else (*dataclasses.astuple(layout.box), layout.pending, layout.mesh)

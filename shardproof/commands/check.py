@@ -1,0 +1,258 @@
+"""The command ``shardproof check``: the user's own training on several ranks, and the same steps in one process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import pathlib
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardproof import commands
+from shardproof.runfile import CaseRecord, Run, RunFileError, Verdict, load_run
+
+if TYPE_CHECKING:
+    from shardproof.harness.training.request import Request
+
+BAD_INPUT = 2
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+
+_EPILOG = """\
+examples:
+  shardproof check --model gpt:0.1b --mesh 2
+  shardproof check --model llama:0.9b --mesh 2x2 --impl torch.fully_shard --param-dtype bfloat16
+  shardproof check --model my.py:model --parallelize my.py:parallelize --step my.py:step --mesh dp=2,tp=2
+
+The functions are called as model(), parallelize(model, mesh), optimizer(model), data(step, rank) and
+step(model, optimizer, microbatches, mesh). docs/check.md describes them and what is compared.
+
+exit codes: 0 all steps agree; 1 one diverges, or the training fails; 2 an option or a function is not valid"""
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Check a training, print what diverges first, and return the exit code."""
+    options = _parser().parse_args(arguments)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    from shardproof.harness.training.request import COMMAND, VARIABLE, NotCheckable, functions_of
+
+    try:
+        request = _request(options)
+        functions_of(request)
+        _fits(request, options.device)
+    except NotCheckable as error:
+        print(f"shardproof {error}", file=sys.stderr)
+        return BAD_INPUT
+    words = ["python", "-m", "shardproof", "check", *arguments]
+    os.environ |= {VARIABLE: request.dumps(), COMMAND: shlex.join(words)}
+    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
+        report = options.report or os.path.join(folder, "run.json")
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = _run(request, options, report)
+        record = _record(report)
+    if record is None:
+        # Ranks of torchrun besides the first have none.
+        print(said.getvalue() if code else "", end="", file=sys.stderr)
+        return code
+    return _say(request, record)
+
+
+def _run(request: Request, options: argparse.Namespace, report: str) -> int:
+    """Run pytest on the packaged case."""
+    import pytest
+
+    plugins = filter(None, [os.environ.get("PYTEST_PLUGINS"), "shardproof.plugin"])
+    os.environ["PYTEST_PLUGINS"] = ",".join(plugins)
+    given = [f"--rootdir={_PACKAGE}", "-c", str(_PACKAGE / "suites.ini"), f"--confcutdir={_PACKAGE / 'own'}",
+             "--import-mode=importlib", "-p", "no:cacheprovider", "-q", str(_PACKAGE / "own" / "test_check.py"),
+             "--impl", request.implementation, "--device", options.device, "--report", report,
+             "--deadline", f"{options.deadline:g}", *(["--explain"] if options.explain else [])]  # fmt: skip
+    return int(pytest.main(given))
+
+
+def _record(report: str) -> CaseRecord | None:
+    with contextlib.suppress(RunFileError):
+        run: Run = load_run(report)
+        return next(iter(run.cases), None)
+    return None
+
+
+def _say(request: Request, record: CaseRecord) -> int:
+    """Print the verdict, and return the exit code."""
+    own = record.own
+    title = f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
+    if record.verdict is Verdict.PASS and own is not None:
+        print(
+            f"pass  {title}: {request.steps} steps agree with one process that trains on the microbatches of all ranks"
+        )
+        for line in _facts(record):
+            print(f"  {line}")
+        return 0
+    text = record.failure.text if record.failure is not None else "; ".join(record.missing)
+    if text.startswith("check: "):
+        print(f"shardproof {text.splitlines()[0]}", file=sys.stderr)
+        return BAD_INPUT
+    print(f"{record.verdict}  {text}\nreproduce: {record.reproduction}")
+    return 1
+
+
+def _facts(record: CaseRecord) -> list[str]:
+    own = record.own
+    assert own is not None
+    facts = [f"compared  {own.compared} tensors in {record.seconds:.0f} s"]
+    if own.loss_factor is not None:
+        facts[0] += f"; losses are {own.loss_factor:.6g} x the reference's, gradients 1 x"
+    used = [(one.sharded_ulps / one.allowed_ulps, one) for one in own.distances if one.allowed_ulps]
+    if used:
+        part, worst = max(used, key=lambda one: one[0])
+        facts.append(f"farthest  {part:.2f} of what is allowed: {worst.stage} of {worst.name!r} in step {worst.step}")
+    return facts + [f"not seen  {text}" for text in own.notes]
+
+
+def _fits(request: Request, device: str) -> None:
+    """Refuse more ranks than there are devices."""
+    import torch
+
+    from shardproof.harness.training.request import NotCheckable
+
+    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if (device == "cuda" or count > 1) and request.size > count:
+        raise NotCheckable(f"check: --mesh {request.mesh_text} has {request.size} ranks, this host {count} devices; "
+                           "CPU: --device cpu")  # fmt: skip
+
+
+def _request(options: argparse.Namespace) -> Request:
+    from shardproof.harness.training.request import OWN, Request, data_dims_of, parse_mesh
+
+    mesh = parse_mesh(options.mesh)
+    return Request(
+        model=options.model, mesh=mesh, parallelize=options.parallelize, optimizer=options.optimizer, data=options.data,
+        implementation=options.impl or (OWN if options.parallelize else "torch.fully_shard"), step=options.step,
+        plain=options.plain, data_dims=data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
+        steps=options.steps, microbatches=options.microbatches, batch=options.batch, sequence=options.sequence,
+        dtype=options.dtype, param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, oracle=options.oracle,
+        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), seed=options.seed,
+        keep=os.path.abspath(options.keep) if options.keep else "",
+    )  # fmt: skip
+
+
+def _axis(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    with contextlib.suppress(ValueError):
+        return name, json.loads(value)
+    return name, {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = commands.parser(
+        "shardproof check",
+        description="Train your model for a few steps on several ranks, and the same steps in one process with the "
+        "microbatches of all ranks, in float64 and in the run's own precision; compare every stage of each step.",
+        epilog=_EPILOG,
+    )
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    add = parser.add_argument
+    add("--model", required=True, metavar="NAME", help="a known shape such as gpt:0.1b, module:function or "
+        "file.py:function, as for `shardproof plan`")  # fmt: skip
+    add("--mesh", required=True, metavar="MESH", help="ranks, as 4, replicas x shards, as 2x2, or names, as dp=2,tp=2")
+    add("--parallelize", default="", metavar="NAME", help="your function that shards the model; it may return its "
+        "optimizer too")  # fmt: skip
+    add("--impl", metavar="NAME", help="shard by an implementation of `shardproof implementations` (default: own with "
+        "--parallelize, else torch.fully_shard)")  # fmt: skip
+    add("--optimizer", default="adamw", metavar="NAME", help="adamw, sgd, or your function (default: adamw)")
+    add("--data", default="", metavar="NAME", help="your function that returns the microbatches of a data rank "
+        "(default: seeded random tokens)")  # fmt: skip
+    add("--step", default="", metavar="NAME", help="your function that trains one step (default: mean of the losses, "
+        "clipping, step, zero_grad)")  # fmt: skip
+    add("--plain", default="", metavar="NAME", help="your function that gives the unsharded model the methods of its "
+        "wrapper")  # fmt: skip
+    add("--axis", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument of --parallelize")
+    add("--data-dims", default="", metavar="DIMS", help="mesh dimensions over which ranks read other data (default: "
+        "those with names such as dp)")  # fmt: skip
+    add("--steps", type=_positive, default=3, metavar="N", help="steps to train (default: 3)")
+    add("--microbatches", type=_positive, default=2, metavar="N", help="of the default data, per step (default: 2)")
+    add("--batch", type=_positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")
+    add("--sequence", type=_positive, default=32, metavar="N", help="tokens of a sequence (default: 32)")
+    add("--max-norm", type=float, default=1.0, metavar="X", help="to which the default step clips; 0: not (default: 1)")
+    add("--dtype", choices=dtypes, default="float32", help="of the parameters (default: float32)")
+    add("--param-dtype", choices=dtypes, default="", help="in which parameters are gathered and computed with")
+    add("--reduce-dtype", choices=dtypes, default="", help="in which gradients are reduced")
+    add("--oracle", choices=("float64", "float32", "none"), default="float64", help="the dtype of the reference "
+        "without sharding; none: the run is compared with the baseline alone (default: float64)")  # fmt: skip
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device type (default: auto)")
+    add("--seed", type=int, default=0, metavar="N", help="of the model and the default data (default: 0)")
+    add("--explain", action="store_true", help="train a step that diverges once more, and name the first module")
+    add("--keep", default="", metavar="DIR", help="leave the tensors that were compared in this folder")
+    add("--report", metavar="FILE", help="write a run file, which the page and the gate read")
+    add("--deadline", type=float, default=900.0, metavar="SECONDS", help="for the whole check (default: 900)")
+    return parser
+
+
+def check_functions(
+    model: Any, *, mesh: str, report: str | os.PathLike[str] | None = None, **options: Any
+) -> CaseRecord:
+    """Check a training, as ``shardproof check`` does, and return the record of its run file.
+
+    Args:
+        model: as the option ``--model``, or a function that can be imported; so are ``parallelize``, ``optimizer``,
+            ``data``, ``step`` and ``plain``.
+        mesh: as the option ``--mesh``.
+        report: where the run file stays.
+        **options: the other options of the command, with underscores.
+
+    Raises:
+        ValueError: what cannot be checked, in one line.
+    """
+    import subprocess
+
+    words = ["--mesh", mesh]
+    for name, value in {"model": model, **options}.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif name == "axis":
+            words += [word for key, one in dict(value).items() for word in (option, f"{key}={json.dumps(one)}")]
+        elif value is not None:
+            words += [option, name_of(value) if callable(value) else str(value)]
+    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
+        path = str(report or os.path.join(folder, "run.json"))
+        command = [sys.executable, "-m", "shardproof", "check", *words, "--report", path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+        record = _record(path) if done.returncode != BAD_INPUT else None
+    if record is None:
+        raise ValueError(
+            (done.stderr.strip().splitlines() or ["check: there is no record"])[-1].removeprefix("shardproof ")
+        )
+    return record
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return ``module:function`` or ``file.py:function`` for a function; a ValueError for one that has no such name."""
+    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" and file is None:
+        raise ValueError(f"check: {name}() is defined in a cell of a notebook: write the cell to a file by %%writefile "
+                         "my.py and import it")  # fmt: skip
+    if not name.isidentifier() or not module:
+        raise ValueError(f"check: {name or function!r} is no function of a module: give one that can be imported")
+    if module == "__main__":
+        return f"{os.path.abspath(str(file))}:{name}"
+    if getattr(importlib.import_module(module), name, None) is not function:
+        raise ValueError(f"check: {module}:{name} is another function: give one that can be imported")
+    return f"{module}:{name}"

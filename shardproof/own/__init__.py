@@ -1,0 +1,1 @@
+"""The case of `shardproof check`: pytest runs it on the training that the command was asked for."""
