@@ -60,6 +60,7 @@ def check(
         trainee = _together(exchange, lambda: Trainee(request, functions, "run", mesh, device, explains=explains))
         stack.callback(trainee.close)
         _refuse(exchange(_shapes(trainee)), exchange(_random(trainee.model)))
+        trainee.know(exchange(trainee.flat), rank)
         save(file_of(folder, rank, -1), trainee.state())
         answers: list[Answer] = []
         for step in range(request.steps):
@@ -84,7 +85,7 @@ def check(
             answers.append(answer)
             note(_checked(request, answers))
             if answer["found"]:
-                raise Divergence(_text(request, step, answer), _location(answer["found"][0], step))
+                raise Divergence(_text(request, step, answer), location_of(answer["found"][0], step))
 
 
 def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
@@ -100,7 +101,8 @@ def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
 
 
 def _shapes(trainee: Trainee) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in trainee.watch.parameters()}
+    named = trainee.watch.parameters()
+    return {name: () if name in trainee.flat else tuple(parameter.shape) for name, parameter in named}
 
 
 def _random(model: nn.Module) -> str:
@@ -154,7 +156,7 @@ def _checked(request: Request, answers: list[Answer]) -> Checked:
     return Checked(own, measured, answers)
 
 
-def _location(found: Mapping[str, Any], step: int) -> Location:
+def location_of(found: Mapping[str, Any], step: int) -> Location:
     element = tuple(found["element"]) if found["element"] else None
     return Location(stage=Stage[found["stage"]], step=step, rank=found["rank"], name=found["name"], element=element)
 
@@ -162,7 +164,7 @@ def _location(found: Mapping[str, Any], step: int) -> Location:
 def _text(request: Request, step: int, answer: Answer) -> str:
     """Return what diverges first, and what that looks like."""
     first = answer["found"][0]
-    lines = [f"{request.model}, {request.implementation}, mesh {request.mesh_text}: {_location(first, step)}"]
+    lines = [f"{request.model}, {request.implementation}, mesh {request.mesh_text}: {location_of(first, step)}"]
     lines += [f"  {line.strip()}" for line in first["text"].splitlines()]
     lines += [f"  {line}" for line in answer["lines"]]
     ranks, size = answer["ranks"], request.size

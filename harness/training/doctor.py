@@ -160,7 +160,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         self._starts = self._exchange.all(self._start(models))
         for problem in _wrong_starts(self._starts):
             raise NotWatchable(f"doctor: {problem}")
-        self._watch.flat_places = flat_places(self._starts, self._exchange.rank)
+        self._watch.flat_places = flat_places([start.flat for start in self._starts], self._exchange.rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
 

@@ -274,11 +274,14 @@ def _tensor_parallel(start: Start) -> tuple[int, ...]:
     return tuple(rank for name, members in start.groups.named.items() if name.startswith("tp") for rank in members)
 
 
-def flat_places(starts: Sequence[Start], rank: int) -> dict[str, tuple[int, int]]:
-    """Return where a rank's part of each parameter in a flat one begins, and how many elements its group holds."""
+def flat_places(flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> dict[str, tuple[int, int]]:
+    """Return where a rank's part of each parameter in a flat one begins, and how many elements its group holds.
+
+    ``flat`` has the same as :attr:`Start.flat` of each rank.
+    """
     found = {}
-    for name, (_, members) in starts[rank].flat.items():
-        sizes = [(one, starts[one].flat[name][0]) for one in members if name in starts[one].flat]
+    for name, (_, members) in flat[rank].items():
+        sizes = [(one, flat[one][name][0]) for one in members if name in flat[one]]
         begin = sum(size for one, size in sizes if members.index(one) < members.index(rank))
         found[name] = (begin, sum(size for _, size in sizes))
     return found

@@ -33,10 +33,14 @@ from shardproof.harness.watching.events import Event
 #: Errors of the baseline, in ulps of the narrowest dtype of the step, above which a tensor judges nothing.
 ILL_CONDITIONED_ULPS = 4096.0
 
+#: By how many ulps of the narrowest dtype an element that was chosen may be below the one that should have been.
+ROUTING_ULPS = 64.0
+
 #: How far sketches may be apart beyond 4 times the baseline's distance, in eps of the narrowest dtype.
 _SKETCH_EPS = 64.0
 
-_OF_PARAMETERS = (Stage.GRADIENT, Stage.CLIPPED_GRADIENT, Stage.PARAMETER, Stage.OPTIMIZER_STATE)
+#: The most that a factor may be off its name, and a gradient off what it is said to be, however narrow the dtypes.
+_NEAR, _LIKE = 2.0**-8, 2.0**-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Outcome:
         loss_factor: the same of losses.
         measured: of each module and stage the distance that used most of what is allowed.
         notes: what was not judged, and why.
+        shown: with capture on, the first tensor of a module that diverges.
     """
 
     step: int
@@ -98,6 +103,7 @@ class Outcome:
     compared: int = 0
     measured: dict[tuple[str, Stage], Measured] = dataclasses.field(default_factory=dict)
     notes: dict[str, int] = dataclasses.field(default_factory=dict)
+    shown: Divergent | None = None
 
     def note(self, text: str) -> None:
         """Count one more tensor that was not judged for a reason."""
@@ -181,10 +187,18 @@ class Judge:
         self._counts, self._narrow, self._tokens = counts, narrow, tokens
         self._offsets = [0, *itertools.accumulate(counts)]
         self._eps = float(torch.finfo(narrow).eps)
+        #: Ranks that compute parts of one forward round otherwise than one rank does, and a scalar shows all of it.
+        self._looser = 8.0 if any(size > 1 for name, size in request.mesh if name not in request.data_dims) else 1.0
+        #: Within which a factor is a name's.
+        self._near = min(64 * self._eps, _NEAR)
+        self._is_routed_otherwise = False
         self.outcome = Outcome(step)
 
     def judge(self) -> Outcome:
         """Return what the first stage that diverges shows."""
+        if (found := list(self._routing())) or self._is_routed_otherwise:
+            self.outcome.found = found
+            return self.outcome
         for stage in (self._outputs, self._losses, self._own_gradients, self._gradients, self._norms, self._clipped,
                       self._parameters, self._states):  # fmt: skip
             found = list(stage())
@@ -195,23 +209,74 @@ class Judge:
 
     # Stages ---------------------------------------------------------------------------------
 
+    def _routing(self) -> Iterator[Divergent]:
+        """Compare which elements were chosen; a choice between almost equal ones judges nothing after it."""
+        for rank, (key, (event, chosen)) in self._events(Stage.ROUTING):
+            there = self._there(key, rank)
+            exact, values = self._oracle.tensors.get(there), self._oracle.tensors.get((*there[:6], "values"))
+            if exact is None or values is None or exact.shape != chosen.shape or chosen.ndim < 1:
+                self.outcome.note("choices of another shape or number than the reference's")
+                continue
+            self.outcome.compared += 1
+            width = values.shape[-1]
+            mine, its = ((one.view(-1, one.shape[-1]) if one.ndim == values.ndim else one.view(-1, 1))
+                         for one in (chosen, exact))  # fmt: skip
+            if len(mine) * width != values.numel():
+                continue  # along another dimension than the last
+            differ = (mine.sort(-1).values != its.sort(-1).values).any(-1)
+            if not bool(differ.any()):
+                continue
+            rows = values.double().reshape(-1, width)[differ]
+            lost = rows.gather(-1, its[differ]).min(-1).values - rows.gather(-1, mine[differ]).min(-1).values
+            margin = float(lost.max()) / ulp(float(values.abs().max()), self._narrow)
+            text = f"{int(differ.sum())} of {len(differ)} choices differ, by a margin of {margin:.3g} ulps at most"
+            if margin > ROUTING_ULPS:
+                yield self._divergent(Stage.ROUTING, event, rank.rank, f"{text}; {ROUTING_ULPS:g} are allowed",
+                                      name=f"choice {key[4]} of microbatch {key[3]}")  # fmt: skip
+            elif not self._is_routed_otherwise:
+                self._is_routed_otherwise = True
+                self.outcome.note(f"routing: {text}, so that step {self.outcome.step} is judged no further")
+
+    def shown(self) -> Divergent | None:
+        """Return the first tensor of a module that diverges, in execution order, of all that were seen."""
+        firsts = []
+        for rank in self._ranks:
+            for position, (key, (event, tensor)) in enumerate(rank.events.items()):
+                if event.stage == Stage.OWN_GRADIENT:
+                    found = next(self._own_gradient(rank, key, event, tensor), None)
+                else:
+                    found = next(self._of_module(rank, key, event, tensor), None)
+                if found is not None:
+                    firsts.append((position, rank.rank, found))
+                    break
+        return min(firsts, key=lambda one: one[:2])[2] if firsts else None
+
     def _outputs(self) -> Iterator[Divergent]:
         for rank, (key, (event, tensor)) in self._events(Stage.MODULE_OUTPUT):
-            if rank.forwards != self._counts[rank.data_rank] or self._oracle.forwards != self._offsets[-1]:
-                self.outcome.note("outputs: the forwards of a step are not one for each microbatch")
-                continue
-            if event.module or tensor.ndim == 0:
-                continue  # with --explain; a scalar is a loss
-            there = self._there(key, rank)
-            pair = self._pair(there)
-            if pair is None or (event.layout is None and pair[0].shape != tensor.shape):
-                self.outcome.note("outputs of another shape or place than the reference's")
-                continue
-            if event.layout is not None and event.layout.pending:
-                self.outcome.note("outputs that are sums still to be made")
-                continue
-            box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
-            yield from self._compared(Stage.OUTPUT, event, rank.rank, tensor, pair, box, name=f"microbatch {key[3]}")
+            if not event.module and not event.call and tensor.ndim:  # a scalar is a loss
+                yield from self._of_module(rank, key, event, tensor)
+
+    def _of_module(self, rank: OfRank, key: Key, event: Event, tensor: torch.Tensor) -> Iterator[Divergent]:
+        """Compare what a module returned, or the gradient of that."""
+        if event.stage not in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT):
+            return
+        if rank.forwards != self._counts[rank.data_rank] or self._oracle.forwards != self._offsets[-1]:
+            self.outcome.note("outputs: the forwards of a step are not one for each microbatch")
+            return
+        pair = self._pair(self._there(key, rank))
+        if pair is None or (event.layout is None and pair[0].shape != tensor.shape):
+            self.outcome.note("outputs of another shape or place than the reference's")
+            return
+        if event.layout is not None and event.layout.pending:
+            self.outcome.note("outputs that are sums still to be made")
+            return
+        if event.stage == Stage.OUTPUT_GRADIENT:
+            factor = self.outcome.loss_factor or 1.0
+            pair = pair[0] * factor, pair[1] * factor
+        box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
+        stage = Stage.OUTPUT if event.stage == Stage.MODULE_OUTPUT and not event.module else event.stage
+        name = f"{event.module}, microbatch {key[3]}" if event.module else f"microbatch {key[3]}"
+        yield from self._compared(stage, event, rank.rank, tensor, pair, box, name=name)
 
     def _losses(self) -> Iterator[Divergent]:
         found, places = [], []
@@ -229,16 +294,18 @@ class Judge:
         if not found:
             return
         runs, bases, exact = (torch.tensor(one, dtype=torch.float64) for one in zip(*found, strict=True))
-        factor = _middle(runs, exact)
+        factor = _middle(runs, bases)  # of one precision: what rounding has in common cancels
         self.outcome.loss_factor = self._named(factor)[0]
         unit = ulp(float(exact.abs().max()), self._narrow)
-        allowed = abs(factor) * 2 * (float((bases - exact).abs().max()) + SLACK_ULPS * unit)
+        slack = SLACK_ULPS * unit * self._looser
+        allowed = abs(factor) * 2 * (float((bases - exact).abs().max()) + slack)
         self.outcome.compared += len(found)
         errors = (runs - factor * exact).abs()
         worst = int(errors.argmax())
         rank, key, event = places[worst]
-        self._measure(Stage.LOSS, event, "", float(errors[worst]) / unit, float((bases - exact).abs().max()) / unit,
-                      allowed / unit)  # fmt: skip
+        scale = unit * abs(factor) or 1.0
+        self._measure(Stage.LOSS, event, f"microbatch {key[3]}", float(errors[worst]) / scale,
+                      float((bases - exact).abs().max()) / unit, allowed / scale)  # fmt: skip
         if not bool((errors > allowed).any()):
             return
         self._say_of_losses(runs / exact, places)
@@ -251,7 +318,7 @@ class Judge:
         own = torch.tensor([float(self._tokens[rank.data_rank][key[3]]) for rank, key, _ in places])
         sums = torch.tensor([float(sum(self._tokens[rank.data_rank])) for rank, _, _ in places])
         total, count = sum(map(sum, self._tokens)), self._offsets[-1]
-        spread = 64 * self._eps
+        spread = self._near
         readers = self._request.data_size
         alike = [
             (who, tokens, parts)
@@ -275,42 +342,47 @@ class Judge:
         self.outcome.lines.append(f"losses have no common factor: they are {shown_} times the reference's")
 
     def _own_gradients(self) -> Iterator[Divergent]:
-        if self.outcome.loss_factor is None:
-            return
-        others = any(size > 1 for name, size in self._request.mesh if name not in self._request.data_dims)
         for rank, (key, (event, sketch)) in self._events(Stage.OWN_GRADIENT):
-            pair = self._pair(self._there(key, rank))
-            layout = event.layout
-            if (
-                pair is None
-                or layout is None
-                or layout.pending
-                or not layout.box.is_full
-                or (others and not layout.mesh)
-            ):
-                self.outcome.note("gradients before their reduction of which this rank has a part")
-                continue
-            base, exact = pair[0].double(), pair[1].double() * self.outcome.loss_factor
-            size = float(exact.norm())
-            if size == 0:
-                continue
-            apart = float((base * self.outcome.loss_factor - exact).norm()) / size
-            if apart > ILL_CONDITIONED_ULPS * self._eps:
-                self.outcome.note("ill-conditioned: gradients before their reduction")
-                continue
-            self.outcome.compared += 1
-            residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
-            if residual > allowed:
-                text = (f"a relative distance of {residual:.2g} from the oracle's, the baseline's is {apart:.2g} and "
-                        f"{allowed:.2g} are allowed")  # fmt: skip
-                yield self._divergent(Stage.OWN_GRADIENT, event, rank.rank, f"microbatch {key[3]}: {text}")
+            yield from self._own_gradient(rank, key, event, sketch)
+
+    def _own_gradient(self, rank: OfRank, key: Key, event: Event, sketch: torch.Tensor) -> Iterator[Divergent]:
+        pair, layout, factor = self._pair(self._there(key, rank)), event.layout, self.outcome.loss_factor
+        if factor is None:
+            return
+        is_divided = self._looser > 1 and layout is not None and not layout.mesh
+        is_part = layout is None or layout.pending or not layout.box.is_full or is_divided
+        if pair is None or is_part:
+            self.outcome.note("gradients before their reduction of which a rank has a part")
+            return
+        base, exact = (one.double() * factor for one in pair)
+        size = float(exact.norm())
+        apart = float((base - exact).norm()) / size if size else math.inf
+        if apart > ILL_CONDITIONED_ULPS * self._eps:
+            self.outcome.note("ill-conditioned: gradients before their reduction")
+            return
+        self.outcome.compared += 1
+        residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
+        if residual > allowed:
+            text = (f"microbatch {key[3]}: a relative distance of {residual:.2g} from the oracle's; the baseline's is "
+                    f"{apart:.2g}, and {allowed:.2g} are allowed")  # fmt: skip
+            yield self._divergent(Stage.OWN_GRADIENT, event, rank.rank, text)
 
     def _gradients(self) -> Iterator[Divergent]:
-        found = list(self._of_parameters(Stage.GRADIENT))
-        factors = self._diagnosed()
-        if found and factors and self._is_scaled_later():
-            self.outcome.note("user code scales gradients between backward and the optimizer's step")
+        found, made = list(self._of_parameters(Stage.GRADIENT)), self._diagnosed(Stage.GRADIENT)
+        clipped = list(self._clipped()) if found else []
+        if not clipped and not any(self._norms()):
+            self.outcome.factor = 1.0
+        if not found:
             return
+        if self.outcome.factor is not None:
+            self.outcome.note("gradients after backward, which user code reduces or scales before the optimizer's step")
+            return
+        if any(one.signature != "S1" for _, one in made.values()):
+            # What is reduced by hand after backward is judged as the optimizer gets it.
+            at_step = self._diagnosed(Stage.CLIPPED_GRADIENT)
+            if at_step and all(one.signature == "S1" for _, one in at_step.values()):
+                found, made = clipped or found, at_step
+        self._say(made)
         yield from found
 
     def _norms(self) -> Iterator[Divergent]:
@@ -394,6 +466,7 @@ class Judge:
         magnitude = float(pair[1].abs().max()) if pair[1].numel() else 0.0
         apart = distance(tensor, base, exact, magnitude=magnitude)
         slack = ulp(magnitude, self._narrow) / apart.unit if stage < Stage.PARAMETER else 1.0
+        slack *= self._looser if tensor.ndim == 0 else 1.0
         if tensor.numel() == 1 and slack > 1:
             # One sample of rounding has no largest of many to be compared with.
             unit = apart.unit * slack
@@ -419,73 +492,68 @@ class Judge:
 
     # Signatures -----------------------------------------------------------------------------
 
-    def _diagnosed(self) -> dict[str, float]:
-        """Say what the gradients of all parameters are, and return their factors if they are the sum of all parts."""
-        own = self._own_of_oracle()
-        seen: dict[str, list[tuple[int, Diagnosis]]] = {}
-        unknown: list[str] = []
-        for name, parts in own.items():
-            key = (Stage.GRADIENT, name.rpartition(".")[0], name, 0, 0, 0, "")
+    def _diagnosed(self, stage: Stage) -> dict[str, tuple[list[int], Diagnosis]]:
+        """Return what each gradient is, and on which ranks; of those where it is several things, the worst."""
+        found: dict[str, tuple[list[int], Diagnosis]] = {}
+        for name, parts in self._parts().items():
+            key: Key = (stage, name.rpartition(".")[0], name, 0, 0, 0, "")
+            mine: dict[str, tuple[list[int], Diagnosis]] = {}
             for rank in self._ranks:
                 vector = self._assembled(key, rank)
                 if vector is None:
                     continue
                 made = diagnose(
-                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=self._tolerance
+                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=min(64 * self._eps, _LIKE)
                 )
-                if made is None:
-                    unknown.append(name)
-                else:
-                    seen.setdefault(name, []).append((rank.rank, made))
-        found = [(name, rank, made) for name, ones in seen.items() for rank, made in ones]
-        others = [one for one in found if one[2].signature != "S1"]
-        if not found or unknown:
-            return {}
+                if made is not None:
+                    mine.setdefault(made.signature, ([], made))[0].append(rank.rank)
+            if mine:
+                found[name] = mine[max(mine)]
+        return found
+
+    def _say(self, made: Mapping[str, tuple[list[int], Diagnosis]]) -> None:
+        """Say what the gradients of a stage are, if it is one thing."""
+        others = {name: one for name, one in made.items() if one[1].signature != "S1"}
+        count = len({key[2] for key in self._oracle.tensors if key[0] == Stage.GRADIENT})
+        if not made or 2 * len(made) < count:
+            return
         if not others:
-            factors = {name: ones[0][1].factor for name, ones in seen.items()}
-            self._say_of_factor(factors)
-            return factors
-        made = others[0][2]
-        names, ranks = _once(one for one, _, _ in others), _once(one for _, one, _ in others)
-        if self.outcome.signature:
-            return {}
+            self._say_of_factor({name: one.factor for name, (_, one) in made.items()}, count)
+            return
+        ranks, first = next(iter(others.values()))
         who = "every rank" if len(ranks) == len(self._ranks) else ranks_of(ranks)
-        self.outcome.signature = made.signature
-        self.outcome.lines.append(f"each gradient of {who} {made.text} (c = {made.factor:.4f}, residual "
-                                  f"{made.residual:.0e}; {len(names)} of {len(own)} parameters: "
-                                  f"{listed(names)})")  # fmt: skip
-        return {}
+        self.outcome.signature = first.signature
+        self.outcome.lines.append(f"each gradient of {who} {first.text} [{first.signature}] (c = {first.factor:.4f}, "
+                                  f"residual {first.residual:.0e}; {len(others)} of {count} parameters: "
+                                  f"{listed(list(others))})")  # fmt: skip
 
-    @property
-    def _tolerance(self) -> float:
-        return 64 * self._eps
-
-    def _say_of_factor(self, factors: Mapping[str, float]) -> None:
-        values = torch.tensor(list(factors.values()), dtype=torch.float64)
+    def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
+        wrong = {name: one for name, one in factors.items() if abs(one - 1) > self._near}
+        if not wrong:
+            return
+        values = torch.tensor(list(wrong.values()), dtype=torch.float64)
         factor = float(values.median())
         spread = float((values / factor - 1).abs().max()) if factor else math.inf
+        if spread > self._near:
+            return
         exact, name = self._named(factor)
-        if spread > self._tolerance:
-            return
-        self.outcome.factor = exact
-        if exact == 1:
-            return
-        self.outcome.signature = "S1"
+        self.outcome.factor, self.outcome.signature = exact, "S1"
         told = f": {exact:.4g} is {name}" if name else ""
         if name.startswith("1 / "):
             told = f": 1/{1 / exact:.4g} is {name}"
-        lines = [f"every gradient is exactly {factor:.4f} x the reference's ({len(factors)} of {len(factors)} "
-                 f"parameters, spread {spread:.0e}){told}"]  # fmt: skip
+        everything = len(wrong) == len(factors)
+        which = "every gradient is" if everything else f"the gradients of {listed(list(wrong))} are"
+        lines = [f"{which} exactly {factor:.4f} x the reference's ({len(wrong)} of {count} parameters, spread "
+                 f"{spread:.0e}){told} [S1]"]  # fmt: skip
         loss = self.outcome.loss_factor
         if loss is not None:
             lines.append(f"losses and own gradients agree (factor {loss:.4g}): the mistake lies between backward and "
                          "the gradients")  # fmt: skip
         size = self._request.data_size
-        if loss == 1 and abs(factor * size - 1) < self._tolerance:
+        if loss == 1 and everything and abs(factor * size - 1) < self._near:
             lines.append(f"as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
                          f"multiply it by {size}, or set_gradient_divide_factor(1)")  # fmt: skip
-        lines += self._hidden()
-        self.outcome.lines += lines
+        self.outcome.lines += lines + (self._hidden() if everything else [])
 
     def _hidden(self) -> list[str]:
         """Say what does not show the factor, and what does."""
@@ -498,20 +566,10 @@ class Judge:
         told = f" ({norms[0][0]:.3g} for {norms[0][1]:.3g} on rank 0)" if norms else ""
         return [f"Adam hides it, as it divides by the size of the gradient; the norm{told} and clipping do not"]
 
-    def _is_scaled_later(self) -> bool:
-        """Whether what the optimizer gets is right although gradients after backward have a factor."""
-        before, self.outcome.signature, lines = self.outcome.signature, "", self.outcome.lines
-        later = [*self._norms(), *self._of_parameters(Stage.CLIPPED_GRADIENT)]
-        if later:
-            self.outcome.signature = before
-            return False
-        self.outcome.lines = lines[: -len(lines)]
-        return True
-
-    def _own_of_oracle(self) -> dict[str, dict[int, list[torch.Tensor]]]:
-        """Return the sketches of what each microbatch contributes to each gradient, by data rank."""
+    def _parts(self) -> dict[str, dict[int, list[torch.Tensor]]]:
+        """Return the sketches of what each microbatch contributes to each of the baseline's gradients, by data rank."""
         found: dict[str, dict[int, list[torch.Tensor]]] = {}
-        for key, vector in self._oracle.tensors.items():
+        for key, vector in self._baseline.tensors.items():
             if key[0] == Stage.OWN_GRADIENT:
                 reader = sum(key[3] >= offset for offset in self._offsets[1:])
                 if reader < len(self._counts):
@@ -549,9 +607,9 @@ class Judge:
         """Return a factor and its name; one that is a product of sizes is exactly that."""
         sizes = products(dict(self._request.mesh)) | {"the number of microbatches": float(self._counts[0])}
         for text, value in [("1", 1.0)] + [(f"the size of {n}", float(s)) for n, s in self._request.mesh]:
-            if abs(factor - value) <= self._tolerance * value:
+            if abs(factor - value) <= self._near * value:
                 return value, text
-        name = name_of_factor(factor, sizes, spread=self._tolerance)
+        name = name_of_factor(factor, sizes, spread=self._near)
         return (float(f"{factor:.6g}"), name)
 
     # Access ---------------------------------------------------------------------------------

@@ -74,11 +74,11 @@ def main(told: dict[str, Any]) -> None:
     request = Request.loads(told["request"])
     out = os.fdopen(told["answers"], "w")
     torch.set_num_threads(1)
-    worker: _Worker | None = None
+    worker: Worker | None = None
     for line in sys.stdin:
         try:
             if worker is None:
-                worker = _Worker(request, told)
+                worker = Worker(request, told)
             answer = worker.step(int(line))
         except NotCheckable as error:
             answer = {"refused": str(error)}
@@ -87,13 +87,16 @@ def main(told: dict[str, Any]) -> None:
         print(json.dumps(answer), file=out, flush=True)
 
 
-class _Worker:
+class Worker:
+    """The baseline and the oracle of a request, in a world of one rank."""
+
     def __init__(self, request: Request, told: dict[str, Any]) -> None:
         self._request, self._folder, self._explains = request, told["folder"], told["explains"]
         device = torch.device(told["device"])
         if device.type != "cpu":
             torch.accelerator.set_device_index(device.index or 0)
-        dist.init_process_group(told["backend"], store=dist.HashStore(), rank=0, world_size=1)
+        if not dist.is_initialized():
+            dist.init_process_group(told["backend"], store=dist.HashStore(), rank=0, world_size=1)
         names = tuple(name for name, _ in request.mesh)
         mesh = init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
         functions = functions_of(request)
@@ -106,6 +109,7 @@ class _Worker:
                                    baseline=self._baseline)  # fmt: skip
 
     def step(self, number: int) -> Answer:
+        """Train a step from the run's state before it, and judge what the files of all ranks say of it."""
         request = self._request
         before = [read(self._file(rank, number - 1))[0] for rank in range(request.size)]
         outcome = judge.Outcome(number)
@@ -145,11 +149,14 @@ class _Worker:
             judge.OfRank(rank, events, after[rank], more["forwards"], more["norm_types"], request.data_rank(rank))
             for rank, (events, more) in enumerate(seen)
         ]
-        made = judge.Judge(
+        judging = judge.Judge(
             request, number, ranks, _full(base), _full(oracle), counts=[len(one) for one in microbatches],
             narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
             tokens=[[_labels(one) for one in mine] for mine in microbatches],
-        ).judge()  # fmt: skip
+        )  # fmt: skip
+        made = judging.judge()
+        if self._explains:
+            made.shown = judging.shown()
         made.compared += initial.compared
         made.notes |= initial.notes
         return made
@@ -208,14 +215,18 @@ def _labels(microbatch: Any) -> int:
 
 def outcome_as_json(outcome: judge.Outcome) -> Answer:
     """Return an outcome as plain values."""
-    found = [one.location.as_record() | {"stage": one.location.stage.name, "module": one.module, "text": one.text}
-             for one in outcome.found[:64]]  # fmt: skip
+    found = [_plain(one) for one in outcome.found[:64]]
     measured = [{"module": module, **one.as_record()} for (module, _), one in outcome.measured.items()]
     return {
         "found": found, "ranks": sorted({one.location.rank or 0 for one in outcome.found}), "lines": outcome.lines,
         "count": len(outcome.found), "signature": outcome.signature, "factor": outcome.factor,
-        "loss_factor": outcome.loss_factor, "compared": outcome.compared, "measured": measured, "notes": outcome.notes,
+        "shown": None if outcome.shown is None else _plain(outcome.shown), "loss_factor": outcome.loss_factor,
+        "compared": outcome.compared, "measured": measured, "notes": outcome.notes,
     }  # fmt: skip
+
+
+def _plain(one: judge.Divergent) -> Answer:
+    return one.location.as_record() | {"stage": one.location.stage.name, "module": one.module, "text": one.text}
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Request:
     Attributes:
         model: a known shape, or ``module:function``.
         mesh: the names and the sizes of its dimensions.
+        layers: to which a known shape is cut down, as to ``dim``.
         implementation: the name of an adapter, or "own" for ``parallelize``.
         parallelize: ``module:function``, as are ``optimizer``, ``data``, ``step`` and ``plain``; empty for none. An
             optimizer may also be "adamw" or "sgd".
@@ -58,6 +59,8 @@ class Request:
 
     model: str
     mesh: tuple[tuple[str, int], ...]
+    layers: int | None = None
+    dim: int | None = None
     implementation: str = OWN
     parallelize: str = ""
     optimizer: str = "adamw"
@@ -237,7 +240,7 @@ def functions_of(request: Request) -> Functions:
         is_named = name and name not in _BY_NAME
         found[option] = function_of(option, name, arguments) if is_named else None
     try:
-        subject = subject_of(importable(request.model))
+        subject = subject_of(importable(request.model), layers=request.layers, dim=request.dim)
         adapter = None if request.is_own else _adapter(request)
     except NotCheckable:
         raise
@@ -271,7 +274,7 @@ def _keywords(function: Callable[..., Any]) -> set[str] | None:
 def _adapter(request: Request) -> type[Adapter]:
     adapter = registry.load(request.implementation)
     needs = [
-        (len(request.mesh) > 1, Capability.HYBRID, "a mesh of replicas and shards"),
+        (len(request.data_dims) > 1, Capability.HYBRID, "a mesh of replicas and shards"),
         (request.param_dtype or request.reduce_dtype, Capability.MIXED_PRECISION, "--param-dtype and --reduce-dtype"),
         (request.optimizer == "adamw", Capability.ADAM, "--optimizer adamw"),
     ]
@@ -282,9 +285,9 @@ def _adapter(request: Request) -> type[Adapter]:
         raise ValueError(
             f"{request.implementation} has no --param-dtype; --dtype {request.param_dtype} has it all in it"
         )
-    others = [name for name, size in request.mesh if name not in request.data_dims and size > 1]
-    if others:
-        raise ValueError(f"{request.implementation} divides over data alone; for {others[0]!r} give --parallelize")
+    others = [name for name, _ in request.mesh if name not in request.data_dims]
+    if len(others) > 1 or (others and Capability.TENSOR_PARALLEL not in adapter.capabilities()):
+        raise ValueError(f"{request.implementation} does not divide over {others[-1]!r}: give --parallelize")
     return adapter
 
 

@@ -17,20 +17,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.config import Clip, Config, Precision
 from shardproof.harness.adapters.replicas import class_and_options
 from shardproof.harness.planning.anatomy import choose_units
 from shardproof.harness.planning.request import DTYPES
+from shardproof.harness.planning.subject import microbatch
+from shardproof.harness.planning.tensor_parallel import split
 from shardproof.harness.tensors.fingerprints import Box, K, digest
 from shardproof.harness.tensors.layouts import Layout, layout_of, part_of
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
+from shardproof.harness.training.evidence import flat_places
 from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of, dtype_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
+from shardproof.harness.watching.groups import sizes_of_flat
 from shardproof.harness.watching.names import parameters_of
 from shardproof.harness.watching.records import StepRecord
 from shardproof.harness.watching.watch import Watch
@@ -83,6 +88,31 @@ class Narrowest(TorchDispatchMode):
         return made
 
 
+#: Functions of torch that choose among numbers, and the position of their choice in what they return.
+_CHOICES = {"topk": 1, "sort": 1, "argmax": None, "argsort": None}
+
+
+class Choices(TorchFunctionMode):
+    """Notes which of their elements functions choose, as routers do, and from what: ``note(chosen, values)``."""
+
+    def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _CHOICES and torch.is_grad_enabled():
+            values = args[0] if args else (kwargs or {}).get("input")
+            position = _CHOICES[name]
+            chosen = made if position is None else made[position]
+            if isinstance(values, torch.Tensor) and values.is_floating_point() and not isinstance(values, DTensor):
+                self._note(chosen.detach(), values.detach())
+        return made
+
+
 def plain_root(model: nn.Module) -> None:
     """Give the modules of a model that nothing wraps the methods of wrappers, which do nothing."""
 
@@ -132,7 +162,7 @@ class Trainee:
         torch.manual_seed(request.seed)
         self.built = functions.subject.build(request.sequence)
         self.is_deferred = any(one.is_meta for one in self.built.model.parameters())
-        self._vocabulary = vocabulary_of(self.built.model)
+        self._shapes = {name: one.shape for name, one in parameters_of(self.built.model)}
         self.model, self.optimizer = self._made(self.built.model)
         self._events: Seen = {}
         self._records: list[StepRecord] = []
@@ -142,6 +172,9 @@ class Trainee:
             on_error=self._errors.append, modules=True, digests=False,
         )  # fmt: skip
         self.watch.attach(self.model)
+        self.flat = sizes_of_flat([self.model])
+        if role != "run":
+            self.know([self.flat], 0)
         #: Gradients that the optimizer is given in place of its own, so that its step is judged from equal ones.
         self.given: Mapping[str, torch.Tensor] | None = None
         if role != "run":
@@ -177,8 +210,12 @@ class Trainee:
     def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         request, own = self.request, self.functions.optimizer
         count = request.microbatches * (1 if self.role == "run" else request.data_size)
+        others = [name for name, _ in request.mesh if name not in request.data_dims]
+        if others:
+            model = split(model, self.mesh[others[0]])
         config = Config(
-            mesh=self.mesh, units=tuple((name,) for name in choose_units(model)), microbatches=count,
+            mesh=self.mesh[request.data_dims] if others else self.mesh, microbatches=count,
+            units=tuple((name,) for name in choose_units(model)),
             precision=Precision(compute=dtype_of(request.param_dtype), reduce=dtype_of(request.reduce_dtype)),
             clip=Clip(request.max_norm) if request.max_norm else None,
         )  # fmt: skip
@@ -214,6 +251,10 @@ class Trainee:
         ]
         return kind(groups, **options)
 
+    def know(self, flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> None:
+        """Take how many elements of flat parameters each rank holds."""
+        self.watch.know(self._shapes, flat_places(flat, rank))
+
     def close(self) -> None:
         """Remove all hooks, and tear down what an adapter keeps."""
         self.watch.detach()
@@ -229,23 +270,9 @@ class Trainee:
             if not isinstance(made, list) or not made:
                 raise NotCheckable("check: data(step, rank) returned no list of microbatches")
         else:
-            made = [self._drawn(step, rank, number) for number in range(self.request.microbatches)]
-        return [map_tensors(lambda one: one.to(self._device), microbatch) for microbatch in made]
-
-    def _drawn(self, step: int, rank: int, number: int) -> Any:
-        """Draw the arguments of a forward: integers that the model's function leaves alike become random tokens."""
-        seed = hash((self.request.seed, step, rank, number)) & 0x7FFF_FFFF
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            made = self.built.inputs(self.request.batch, self.request.sequence)
-
-            def tokens(one: torch.Tensor) -> torch.Tensor:
-                alike = one.numel() > 0 and bool((one == one.flatten()[0]).all())
-                if not alike or one.dtype != torch.int64:
-                    return one
-                return torch.randint(self._vocabulary, one.shape)
-
-            return map_tensors(tokens, made)
+            options = {"step": step, "rank": rank, "batch": self.request.batch, "sequence": self.request.sequence}
+            made = [microbatch(self.built, index=one, **options) for one in range(self.request.microbatches)]
+        return [map_tensors(lambda one: one.to(self._device), arguments) for arguments in made]
 
     def cast(self, microbatches: list[Any]) -> list[Any]:
         """Copy microbatches; for the oracle in its dtype."""
@@ -254,7 +281,7 @@ class Trainee:
         def one(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(wide, copy=True) if wide and tensor.is_floating_point() else tensor.clone()
 
-        return [map_tensors(one, microbatch) for microbatch in microbatches]
+        return [map_tensors(one, arguments) for arguments in microbatches]
 
     # A step ---------------------------------------------------------------------------------
 
@@ -267,7 +294,7 @@ class Trainee:
         double = KeepDouble() if keeps else contextlib.nullcontext()  # type: ignore[no-untyped-call]
         mode = narrow or double
         before = self.watch.step
-        with mode:
+        with mode, Choices(self._choose):
             self._call(self.cast(microbatches))
         self.watch.end_step()
         if self._errors:
@@ -287,8 +314,8 @@ class Trainee:
         elif self._adapter is not None:
             self._driven(self._adapter, microbatches)
         else:
-            for microbatch in microbatches:
-                (self._loss(self.model, microbatch) / len(microbatches)).backward()
+            for arguments in microbatches:
+                (self._loss(self.model, arguments) / len(microbatches)).backward()
             if self.request.max_norm:
                 own = getattr(self.model, "clip_grad_norm_", None)
                 if own is not None:
@@ -301,20 +328,20 @@ class Trainee:
     def _driven(self, adapter: Adapter, microbatches: list[Any]) -> None:
         """Train as an implementation's documentation says, through its adapter."""
         count = 1 if adapter.traits.divides_by_microbatches else len(microbatches)
-        for number, microbatch in enumerate(microbatches):
+        for number, arguments in enumerate(microbatches):
             with adapter.microbatch(is_last=number == len(microbatches) - 1):
-                adapter.backward(self._loss(adapter.forward, microbatch) / count)
+                adapter.backward(self._loss(adapter.forward, arguments) / count)
         if self.request.max_norm and adapter.traits.clips == "call":
             adapter.clip()
         adapter.step()
         adapter.zero_grad(set_to_none=True)
 
-    def _loss(self, forward: Callable[..., Any], microbatch: Any) -> torch.Tensor:
-        if isinstance(microbatch, Mapping):
-            output = forward(**microbatch)
+    def _loss(self, forward: Callable[..., Any], arguments: Any) -> torch.Tensor:
+        if isinstance(arguments, Mapping):
+            output = forward(**arguments)
             loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             return loss  # type: ignore[no-any-return]
-        given = microbatch if isinstance(microbatch, (tuple, list)) else (microbatch,)
+        given = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
         return self.built.loss(forward(*given), *given)
 
     # What is seen ---------------------------------------------------------------------------
@@ -335,6 +362,14 @@ class Trainee:
             self._add(dataclasses.replace(event, microbatch=0), tensor)  # those after the last backward count
         else:
             self._add(event, tensor)
+
+    def _choose(self, chosen: torch.Tensor, values: torch.Tensor) -> None:
+        forward = self.watch.counts[0] - 1
+        call = sum(key[0] == Stage.ROUTING and key[3] == forward and not key[6] for key in self._events)
+        event = Event(Stage.ROUTING, "", "", forward, call, 0, None)
+        self._add(event, chosen)
+        if self.role != "run":
+            self._add(dataclasses.replace(event, key="values"), values)
 
     def _add(self, event: Event, tensor: torch.Tensor) -> None:
         self._events[key_of(event)] = event, tensor.detach().to("cpu", copy=True)
@@ -396,14 +431,9 @@ def key_of(event: Event) -> Key:
     return event.stage, event.module, event.parameter, event.microbatch, event.call, event.index, event.key
 
 
-def digest_of(microbatch: Any) -> int:
+def digest_of(arguments: Any) -> int:
     """Return what is equal for equal microbatches."""
-    return zlib.crc32(b"".join(raw_bytes(one.detach().cpu()) for one in tensors_of(microbatch)))
-
-
-def vocabulary_of(model: nn.Module) -> int:
-    """Return how many tokens the first embedding of a model knows; 2 where it has none."""
-    return next((one.num_embeddings for one in model.modules() if isinstance(one, nn.Embedding)), 2)
+    return zlib.crc32(b"".join(raw_bytes(one.detach().cpu()) for one in tensors_of(arguments)))
 
 
 # What was seen, in a file.
@@ -422,11 +452,11 @@ def read(path: str) -> tuple[Seen, dict[str, Any]]:
     """Read what :func:`save` wrote; tensors are read when they are used."""
     made = torch.load(path, mmap=True, weights_only=True)
     found: Seen = {}
-    for (stage, module, parameter, microbatch, call, index, key, place), tensor in zip(
+    for (stage, module, parameter, number, call, index, key, place), tensor in zip(
         made.pop("events"), made.pop("tensors"), strict=True
     ):
         layout = None if place is None else Layout(Box(*place[:3]), place[3], place[4])
-        event = Event(Stage[stage], module, parameter, microbatch, call, index, layout, key)
+        event = Event(Stage[stage], module, parameter, number, call, index, layout, key)
         found[key_of(event)] = event, tensor
     return found, made
 

@@ -29,6 +29,9 @@ class Stage(enum.Enum):
     INITIAL = "parameter before step"
     """The parameters before the optimizer step. Only recordings have them."""
 
+    ROUTING = "routing"
+    """What functions such as ``topk`` chose in forward. Only checks of the user's own training have it."""
+
     GATHERED = "gathered parameter"
     """A parameter as a module's forward finds it. Only ``--explain`` sees it."""
 

@@ -16,7 +16,7 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +188,11 @@ class Watch:
     def counts(self) -> tuple[int, int]:
         """How many forwards and steps of optimizers there were in the current step."""
         return self._forwards, len(self._stepped)
+
+    def know(self, shapes: Mapping[str, torch.Size], flat_places: dict[str, tuple[int, int]]) -> None:
+        """Take the full shapes of parameters, and where the rank's parts of those in flat ones begin."""
+        self._shapes |= shapes
+        self.flat_places = flat_places
 
     def note_norm(self, value: Any, max_norm: float | None) -> None:
         """Note a total norm that user code has computed."""

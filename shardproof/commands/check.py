@@ -135,7 +135,8 @@ def _request(options: argparse.Namespace) -> Request:
 
     mesh = parse_mesh(options.mesh)
     return Request(
-        model=options.model, mesh=mesh, parallelize=options.parallelize, optimizer=options.optimizer, data=options.data,
+        model=options.model, layers=options.layers, dim=options.dim, mesh=mesh, parallelize=options.parallelize,
+        optimizer=options.optimizer, data=options.data,
         implementation=options.impl or (OWN if options.parallelize else "torch.fully_shard"), step=options.step,
         plain=options.plain, data_dims=data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
         steps=options.steps, microbatches=options.microbatches, batch=options.batch, sequence=options.sequence,
@@ -169,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help="a known shape such as gpt:0.1b, module:function or "
         "file.py:function, as for `shardproof plan`")  # fmt: skip
+    add("--layers", type=_positive, metavar="N", help="cut a known shape down to so many layers")
+    add("--dim", type=_positive, metavar="N", help="cut a known shape down to this width")
     add("--mesh", required=True, metavar="MESH", help="ranks, as 4, replicas x shards, as 2x2, or names, as dp=2,tp=2")
     add("--parallelize", default="", metavar="NAME", help="your function that shards the model; it may return its "
         "optimizer too")  # fmt: skip

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from shardproof.harness.parity.explainer import Place
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training import checking
 from shardproof.harness.training.request import COMMAND, Request, asked
+from shardproof.harness.verdicts.finding import Finding
 from shardproof.testing import world
 
 REQUEST = asked()
@@ -21,16 +27,39 @@ REQUEST = asked()
 def test_own(rank: Rank, request_: str) -> None:
     """Each step of the training gives what one process gives that trains on all microbatches."""
     request = Request.loads(request_)
-    names = tuple(name for name, _ in request.mesh)
-    mesh = rank.mesh(tuple(size for _, size in request.mesh), names)
+    names, sizes = zip(*request.mesh, strict=True)
+
+    def note(checked: checking.Checked) -> None:
+        rank.record.own = checked.own
+        rank.record.distances.clear()
+        rank.record.add_distances(checked.measured)
+        if rank.explainer is not None:
+            rank.explainer.add(_Step(checked.answers))
+
     checking.check(
-        request, rank=rank.index, mesh=mesh, device=rank.device, backend=dist.get_backend(),
+        request, rank=rank.index, mesh=rank.mesh(sizes, names), device=rank.device, backend=dist.get_backend(),
         folder=request.keep or str(rank.tmp_path), exchange=rank.exchange, explains=rank.explainer is not None,
-        note=lambda checked: _note(rank, checked),
+        note=note,
     )  # fmt: skip
 
 
-def _note(rank: Rank, checked: checking.Checked) -> None:
-    rank.record.own = checked.own
-    rank.record.distances.clear()
-    rank.record.add_distances(checked.measured)
+@dataclasses.dataclass
+class _Step:
+    """What the modules showed in the last step, for ``--explain``."""
+
+    answers: list[checking.Answer]
+    title: str = "the baseline and the float64 oracle, each in one process"
+    unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def compared(self) -> int:
+        return int(self.answers[-1]["compared"])
+
+    def in_order(self) -> Iterator[Place]:
+        shown: dict[str, Any] | None = self.answers[-1]["shown"]
+        if shown is not None:
+            location = checking.location_of(shown, len(self.answers) - 1)
+            yield Place(Finding(location, shown["text"]), (0,), shown["module"] or "(root)", location.name or "")
+
+    def lacking(self, parameter: str) -> list[str]:
+        return []
