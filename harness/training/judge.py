@@ -376,6 +376,8 @@ class Judge:
             return
         if self.outcome.factor is not None:
             self.outcome.note("gradients after backward, which user code reduces or scales before the optimizer's step")
+            for key in [key for key in self.outcome.measured if key[1] == Stage.GRADIENT]:
+                del self.outcome.measured[key]
             return
         if any(one.signature != "S1" for _, one in made.values()):
             # What is reduced by hand after backward is judged as the optimizer gets it.

@@ -6,16 +6,22 @@ gives each what a reduction would have given, or what a mistake makes of it.
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from shardproof.harness.training import judge
+from shardproof.commands.check import check as command
+from shardproof.commands.check import name_of
+from shardproof.harness.training import checking, judge
 from shardproof.harness.training.reference import Worker, file_of
-from shardproof.harness.training.request import NotCheckable, Request, functions_of
-from shardproof.harness.training.trainee import Trainee, digest_of, save
+from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
+from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
+from shardproof.harness.verdicts.finding import Divergence
 
 HERE = "tests.harness.test_checking"
 
@@ -149,7 +155,7 @@ def test_a_right_step_has_no_finding_and_one_factor(world, tmp_path):
     said = answer(tmp_path)
     assert said["found"] == [] and said["lines"] == []
     assert said["factor"] == 1 and said["loss_factor"] == 1 and said["compared"] > 50
-    assert {one["stage"] for one in said["measured"]} >= {"output", "loss", "gradient", "total norm",
+    assert {one["stage"] for one in said["measured"]} >= {"output", "loss", "clipped gradient", "total norm",
                                                          "parameter after step", "optimizer state"}  # fmt: skip
 
 
@@ -195,8 +201,8 @@ def test_what_the_baseline_cannot_compute_judges_nothing(world, tmp_path, monkey
 
 REFUSED = {
     "two_only": "check: step() used 2 of the 4 microbatches of the reference: it must train on all that it is given",
-    "needs_method": "check: step() raised in the reference (1 rank, 4 microbatches): AttributeError: 'Net' object has no "
-    "attribute 'my_sync'",
+    "needs_method": "check: step() raised in the reference (1 rank, 4 microbatches): AttributeError: 'Net' object has "
+    "no attribute 'my_sync'",
     "never_steps": "check: step() made 0 optimizer steps that count: it must make one",
 }
 
@@ -211,3 +217,87 @@ def test_a_step_that_cannot_be_checked_is_refused(world, tmp_path, step):
 def test_data_that_change_are_refused(world, tmp_path):
     with pytest.raises(NotCheckable, match=r"^check: data\(step=0, rank=0\) returned other values in the reference"):
         answer(tmp_path, data=f"{HERE}:other_data")
+
+
+# Before anything is trained.
+
+OWN = ("--model", f"{HERE}:model", "--parallelize", f"{HERE}:alone", "--mesh", "2", "--device", "cpu")
+LINES = [
+    (("--mesh", "2y2"), "--mesh '2y2' is no mesh: give ranks, as 512, or replicas x shards, as 64x8, or names, as "),
+    (("--mesh", "dp=2,tp"), "--mesh 'dp=2,tp' is no mesh"),
+    (("--mesh", "dp=2,dp=2"), "has two dimensions of one name"),
+    (("--mesh", "dp=2,tp=2", "--data-dims", "dpp"), "--data-dims dpp: no mesh dimension of this name; known: dp, tp"),
+    (("--mesh", "x=2"), "--data-dims: name the dimensions of x over which data differ"),
+    (("--model", f"{HERE}:sums"), "sums(model, microbatches, by) needs arguments"),
+    (("--model", "no_such:model"), "'no_such' does not import"),
+    (("--model", "no_such.py:model"), "there is no file"),
+    (("--step", f"{HERE}:nothing"), "has no function 'nothing'"),
+    (("--step", f"{HERE}:data"), "it is called as data(model, optimizer, microbatches, mesh): too many"),
+    (("--step", "step"), "give module:function or file.py:function"),
+    (("--impl", "torch.fuly_shard"), "did you mean torch.fully_shard"),
+    (("--impl", "own", "--parallelize", ""), "--impl own needs --parallelize module:function"),
+    (("--axis", "tp=1"), "parallelize() has no keyword argument 'tp'; it has none"),
+    (("--param-dtype", "bfloat16"), "parallelize() has no keyword argument 'param_dtype'"),
+    (("--impl", "ddp", "--param-dtype", "bfloat16"), "ddp has no --param-dtype; --dtype bfloat16"),
+    (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not divide over 'tp': give --parallelize"),
+    (("--layers", "2"), "--layers and --dim are for known shapes"),
+]
+
+
+@pytest.mark.parametrize("options, text", LINES)
+def test_an_option_that_is_not_valid_is_one_line(options, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert command([*OWN, *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("shardproof check: ") and text in said.err, said.err
+
+
+def test_names_of_meshes():
+    assert parse_mesh("4") == (("dp", 4),)
+    assert parse_mesh("2x4") == (("replicate", 2), ("shard", 4))
+    request = Request(model="m", mesh=parse_mesh("dp=2,tp=3"), data_dims=("dp",), axes={"a": 1})
+    assert Request.loads(request.dumps()) == request and request.size == 6
+    assert [request.data_rank(rank) for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_ranks_with_other_parameters_and_random_models_are_refused():
+    with pytest.raises(
+        Divergence, match=r"^check: parallelize\(\) gave 'a' \(8, 16\) on rank 0 and \(16, 16\) on rank 1"
+    ):
+        checking._refuse([{"a": (8, 16)}, {"a": (16, 16)}], ["", ""])
+    dropout = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    assert checking._random(dropout) == "draws random numbers in forward (dropout in '1'): eval(), or p=0"
+    assert not checking._random(dropout.eval())
+    assert "statistics of a batch in '0'" in checking._random(nn.Sequential(nn.BatchNorm1d(2)))
+
+
+# The reference.
+
+
+def test_the_oracle_stays_in_float64_and_takes_what_wrappers_have():
+    net = Net().double()
+    plain_root(net)
+    net.set_requires_gradient_sync(False)
+    with net.no_sync(), KeepDouble():
+        out = net.module(torch.ones(1, 2, dtype=torch.int64)).float().to(torch.bfloat16).sum(dtype=torch.float32)
+    assert out.dtype == torch.float64 and len(list(net.modules())) == 4
+    assert net.clip_grad_norm_(1.0) == 0
+
+
+# From Python.
+
+
+def test_functions_are_named_by_where_they_can_be_imported():
+    assert name_of(model) == f"{HERE}:model"
+    with pytest.raises(ValueError, match="is no function of a module"):
+        name_of(lambda: None)
+    cell = types.FunctionType(model.__code__, {}, "cell")
+    cell.__module__, cell.__qualname__ = "__main__", "cell"
+    notebook = types.ModuleType("__main__")
+    before, sys.modules["__main__"] = sys.modules["__main__"], notebook
+    try:
+        with pytest.raises(ValueError, match=r"^check: cell\(\) is defined in a cell of a notebook: .* %%writefile"):
+            name_of(cell)
+    finally:
+        sys.modules["__main__"] = before
