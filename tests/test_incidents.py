@@ -1,6 +1,7 @@
 """The mistake of each script of examples/incidents is named, and nothing is said of the same script without it.
 
-The doctor names it, or a comparison of recordings does.
+Those with a loop are watched by the doctor, or recorded and compared; those with functions are checked against one
+process.
 """
 
 from __future__ import annotations
@@ -38,6 +39,24 @@ COMPARED = {
     "g14_mean_of_means": (1, "loss in step 0", "microbatches count with other weights than in the reference: ", "[S5]"),
     "g15_stale_reduction": (
         1, "gradient at the optimizer's step of '0.weight' in step 1", "it is the gradient of the step before", "[S12]",
+    ),
+}  # fmt: skip
+
+#: What a check must say, by script: the function with the mistake, which "healthy" replaces, and the others.
+CHECKED = {
+    "g01_divided_twice": (
+        "step", ("parallelize", "data"),
+        ("gradient of 'tokens.weight' in the first step", "every gradient is exactly 0.2500 x the reference's (9 of 9",
+         "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)", "multiply it by 4"),
+    ),
+    "g05_means_of_means": (
+        "step", ("parallelize", "data"),
+        ("loss of 'microbatch 0' in the first step", "each microbatch counts alike [S5]: the sum of its losses is "
+         "divided by its own tokens (24, 18, 12, 6), not by those of the step (60)"),
+    ),
+    "g12_reversed_shards": (
+        "parallelize", (),
+        ("parameter before step of '0.weight' in the first step", "rank 0 holds what rank 3 should", "[S12]"),
     ),
 }  # fmt: skip
 LOOPS = {
@@ -86,9 +105,32 @@ def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> 
     assert "no finding" in text and not [line for line in _findings(text) if line.endswith("]")], text
 
 
+def _checked(script: str, functions: dict[str, str], *options: str) -> tuple[int, str]:
+    """The exit code of a check of four ranks, and what it prints."""
+    path = EXAMPLES / "incidents" / f"{script}.py"
+    command = [sys.executable, "-m", "shardproof", "check", "--mesh", "dp=4", "--device", "cpu", *options]
+    command += [word for option, name in functions.items() for word in (f"--{option}", f"{path}:{name}")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_check_names_the_mistake_and_agrees_without_it(name: str) -> None:
+    wrong, others, said = CHECKED[name]
+    functions = {one: one for one in ("model", wrong, *others)}
+    code, text = _checked(name, functions)
+    assert code == 1, text
+    missing = [words for words in said if words not in text]
+    assert not missing, f"{missing} is not in:\n{text}"
+    code, text = _checked(name, functions | {wrong: "healthy"})
+    assert code == 0 and text.startswith("pass  "), text
+
+
 def test_each_script_has_what_is_said_of_it() -> None:
     scripts = {path.stem for path in (EXAMPLES / "incidents").glob("*.py")}
-    assert scripts == set(SAID) | set(COMPARED)
+    assert scripts == set(SAID) | set(COMPARED) | set(CHECKED)
 
 
 @pytest.mark.nightly

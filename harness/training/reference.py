@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.adapters.registry import line_of_error
-from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.tensors.trees import map_tensors, tensors_of
 from shardproof.harness.training import judge
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
@@ -74,17 +74,26 @@ def main(told: dict[str, Any]) -> None:
     request = Request.loads(told["request"])
     out = os.fdopen(told["answers"], "w")
     torch.set_num_threads(1)
-    worker: Worker | None = None
+    worker, wrong = None, Answer()
+    with _caught(wrong):  # while the ranks train the first step
+        worker = Worker(request, told)
     for line in sys.stdin:
-        try:
-            if worker is None:
-                worker = Worker(request, told)
-            answer = worker.step(int(line))
-        except NotCheckable as error:
-            answer = {"refused": str(error)}
-        except Exception:
-            answer = {"failed": traceback.format_exc()}
+        answer = wrong
+        if worker is not None:
+            answer = Answer()
+            with _caught(answer):
+                answer |= worker.step(int(line))
         print(json.dumps(answer), file=out, flush=True)
+
+
+@contextlib.contextmanager
+def _caught(answer: Answer) -> Iterator[None]:
+    try:
+        yield
+    except NotCheckable as error:
+        answer["refused"] = str(error)
+    except Exception:
+        answer["failed"] = traceback.format_exc()
 
 
 class Worker:
@@ -98,14 +107,15 @@ class Worker:
         if not dist.is_initialized():
             dist.init_process_group(told["backend"], store=dist.HashStore(), rank=0, world_size=1)
         names = tuple(name for name, _ in request.mesh)
-        mesh = init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
+        self._device, self._mesh = device, init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
         functions = functions_of(request)
         with self._users("parallelize()", 0):
-            self._baseline = Trainee(request, functions, "baseline", mesh, device, explains=self._explains)
+            self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
         self._expected = self._baseline.state()
+        check_memory(request, sum(one.numel() for one in self._baseline.built.model.parameters()), _free(device))
         self._oracle: Trainee | None = None
         if request.oracle != "none":
-            self._oracle = Trainee(request, functions, "oracle", mesh, device, explains=self._explains,
+            self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
                                    baseline=self._baseline)  # fmt: skip
 
     def step(self, number: int) -> Answer:
@@ -155,11 +165,34 @@ class Worker:
             tokens=[[_labels(one) for one in mine] for mine in microbatches],
         )  # fmt: skip
         made = judging.judge()
+        if not made.found and number == request.steps - 1 and self._oracle is not None:
+            # Last of all, because a step may count its calls.
+            made.notes |= dict.fromkeys(self._joined(everything, state, oracle), 1)
         if self._explains:
             made.shown = judging.shown()
         made.compared += initial.compared
         made.notes |= initial.notes
         return made
+
+    def _joined(self, microbatches: list[Any], state: dict[Key, torch.Tensor], oracle: StepSeen) -> Iterator[str]:
+        """Say if one microbatch with the rows of all has another gradient, where labels are unequally many."""
+        tokens = [_labels(one) for one in microbatches]
+        parts = [list(tensors_of(one)) for one in microbatches]
+        shapes = {tuple(tensor.shape[1:] for tensor in mine) for mine in parts}
+        if min(tokens) == max(tokens) or min(tokens) == 0 or len(shapes) > 1 or not all(one.ndim for one in parts[0]):
+            return
+        rows = iter([torch.cat(mine) for mine in zip(*parts, strict=True)])
+        trainee = Trainee(self._request, functions_of(self._request), "oracle", self._mesh, self._device,
+                          baseline=self._baseline)  # fmt: skip
+        trainee.load(state)
+        seen = trainee.step([map_tensors(lambda _: next(rows), microbatches[0])])
+        trainee.close()
+        keys = [key for key in oracle.events if key[0] == Stage.GRADIENT and key in seen.events]
+        one, other = (torch.cat([mine.events[key][1].double().flatten() for key in keys]) for mine in (seen, oracle))
+        if (apart := float((one - other).norm() / one.norm())) > _APART:
+            counted = ", ".join(map(str, tokens[:6]))
+            yield (f"each microbatch counts alike [S5], whatever the number of its tokens ({counted}): one batch of them "
+                   f"all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
 
     def _trained(
         self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]
@@ -187,6 +220,33 @@ class Worker:
 
     def _file(self, rank: int, step: int, what: str = "state") -> str:
         return file_of(self._folder, rank, step, what)
+
+
+#: From which distance the gradient of one batch is another one than that of its microbatches.
+_APART = 1e-4
+
+#: Bytes of a parameter in the reference: baseline and oracle with gradients, Adam's state, and what is compared.
+_BYTES = {"float64": 48, "float32": 32, "none": 16}
+
+
+def check_memory(request: Request, numel: int, free: int) -> None:
+    """Refuse a reference of so many parameters that does not fit into the free bytes."""
+    need = {oracle: numel * count / 2**30 for oracle, count in _BYTES.items()}
+    mine = need[request.oracle]
+    if mine * 2**30 > free:
+        smaller = [f"--oracle {one} ({size:.3g})" for one, size in need.items() if size < mine]
+        raise NotCheckable(
+            f"check: the reference needs {mine:.3g} GiB ({numel / 1e9:.2g} B parameters, {request.oracle}), "
+            f"{free / 2**30:.3g} GiB are free: {', '.join([*smaller, 'fewer layers'])}"
+        )
+
+
+def _free(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
+    return 1 << 62
 
 
 def file_of(folder: str, rank: int, step: int, what: str = "state") -> str:

@@ -99,6 +99,21 @@ def own_tokens(model, optimizer, microbatches, mesh):
     train(model, optimizer, microbatches, by=float(sum(int((y >= 0).sum()) for _, y in microbatches)))
 
 
+def means(model, optimizer, microbatches, mesh):
+    for tokens, labels in microbatches:
+        mean = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        (mean * 4 / len(microbatches)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def equal_data(step, rank):
+    """Equal on all ranks, so that what one rank computes is what all would."""
+    (tokens, labels), (others, more) = data(0, 0)
+    more[:, :6] = -100
+    return [(tokens, labels), (others, more)]
+
+
 def two_only(model, optimizer, microbatches, mesh):
     unreduced(model, optimizer, microbatches[:2], mesh)
 
@@ -154,6 +169,7 @@ def answer(folder, *, seen=None, **fields):
 def test_a_right_step_has_no_finding_and_one_factor(world, tmp_path):
     said = answer(tmp_path)
     assert said["found"] == [] and said["lines"] == []
+    assert not any("counts alike" in text for text in said["notes"])
     assert said["factor"] == 1 and said["loss_factor"] == 1 and said["compared"] > 50
     assert {one["stage"] for one in said["measured"]} >= {"output", "loss", "clipped gradient", "total norm",
                                                          "parameter after step", "optimizer state"}  # fmt: skip
@@ -179,6 +195,14 @@ def test_means_over_own_tokens_are_named(world, tmp_path):
     assert said["found"][0]["stage"] == "LOSS" and said["signature"] == "S5"
     assert (
         "each rank counts alike [S5]: the sum of its losses is divided by its own tokens (24, 16)" in said["lines"][1]
+    )
+
+
+def test_means_of_microbatches_are_noted(world, tmp_path):
+    said = answer(tmp_path, step=f"{HERE}:means", data=f"{HERE}:equal_data")
+    assert said["found"] == [] and any(
+        text.startswith("each microbatch counts alike [S5], whatever the number of its tokens (12, 4, 12, 4)")
+        for text in said["notes"]
     )
 
 
