@@ -239,7 +239,7 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
     """
     held: dict[str, list[tuple[int, ...]]] = {}
     differ: dict[str, list[tuple[int, ...]]] = {}
-    places = [flat_places(starts, rank) for rank in range(len(starts))]
+    places = [flat_places([one.flat for one in starts], rank) for rank in range(len(starts))]
     for name in dict.fromkeys(name for start in starts for name in start.bits):
         by_box: dict[Box | None, list[int]] = {}
         for rank, start in enumerate(starts):

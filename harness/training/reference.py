@@ -169,7 +169,9 @@ class Worker:
             # Last of all, because a step may count its calls.
             made.notes |= dict.fromkeys(self._joined(everything, state, oracle), 1)
         if self._explains:
+            measured = dict(made.measured)
             made.shown = judging.shown()
+            made.measured = measured  # as without capture
         made.compared += initial.compared
         made.notes |= initial.notes
         return made
@@ -191,8 +193,8 @@ class Worker:
         one, other = (torch.cat([mine.events[key][1].double().flatten() for key in keys]) for mine in (seen, oracle))
         if (apart := float((one - other).norm() / one.norm())) > _APART:
             counted = ", ".join(map(str, tokens[:6]))
-            yield (f"each microbatch counts alike [S5], whatever the number of its tokens ({counted}): one batch of them "
-                   f"all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
+            yield (f"each microbatch counts alike [S5], whatever the number of its tokens ({counted}): one batch of "
+                   f"them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
 
     def _trained(
         self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]

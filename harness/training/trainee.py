@@ -96,7 +96,7 @@ class Choices(TorchFunctionMode):
     """Notes which of their elements functions choose, as routers do, and from what: ``note(chosen, values)``."""
 
     def __init__(self, note: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._note = note
 
     def __torch_function__(

@@ -47,15 +47,13 @@ def test_own(rank: Rank, request_: str) -> None:
 class _Step:
     """What the modules showed in the last step, for ``--explain``."""
 
-    answers: list[checking.Answer]
+    answers: list[dict[str, Any]]
     title: str = "the baseline and the float64 oracle, each in one process"
+    compared: int = 0
     unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    @property
-    def compared(self) -> int:
-        return int(self.answers[-1]["compared"])
-
     def in_order(self) -> Iterator[Place]:
+        self.compared = self.answers[-1]["compared"]
         shown: dict[str, Any] | None = self.answers[-1]["shown"]
         if shown is not None:
             location = checking.location_of(shown, len(self.answers) - 1)
