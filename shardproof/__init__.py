@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardproof.commands.check import check_functions as check  # noqa: F401
     from shardproof.harness.training.doctor import doctor as doctor
     from shardproof.harness.training.recording import record as record
+    from shardproof.harness.training.starting import check as check
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return record
     if name == "check":
-        from shardproof.commands.check import check_functions
+        from shardproof.harness.training.starting import check
 
-        return check_functions
+        return check
     raise AttributeError(f"module 'shardproof' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`shardproof check` on ranks: right trainings agree under each parallelism and precision, and records say what was seen."""
+"""`shardproof check` on ranks: right trainings agree under each parallelism; records say what was seen."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -12,11 +11,11 @@ import pathlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof import commands
-from shardproof.runfile import CaseRecord, Run, RunFileError, Verdict, load_run
+from shardproof.runfile import CaseRecord, Verdict
 
 if TYPE_CHECKING:
     from shardproof.harness.training.request import Request
@@ -43,6 +42,7 @@ def check(arguments: Sequence[str]) -> int:
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
     from shardproof.harness.training.request import COMMAND, VARIABLE, NotCheckable, functions_of
+    from shardproof.harness.training.starting import record_of
 
     try:
         request = _request(options)
@@ -58,7 +58,7 @@ def check(arguments: Sequence[str]) -> int:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             code = _run(request, options, report)
-        record = _record(report)
+        record = record_of(report)
     if record is None:
         # Ranks of torchrun besides the first have none.
         print(said.getvalue() if code else "", end="", file=sys.stderr)
@@ -77,13 +77,6 @@ def _run(request: Request, options: argparse.Namespace, report: str) -> int:
              "--impl", request.implementation, "--device", options.device, "--report", report,
              "--deadline", f"{options.deadline:g}", *(["--explain"] if options.explain else [])]  # fmt: skip
     return int(pytest.main(given))
-
-
-def _record(report: str) -> CaseRecord | None:
-    with contextlib.suppress(RunFileError):
-        run: Run = load_run(report)
-        return next(iter(run.cases), None)
-    return None
 
 
 def _say(request: Request, record: CaseRecord) -> int:
@@ -204,58 +197,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--report", metavar="FILE", help="write a run file, which the page and the gate read")
     add("--deadline", type=float, default=900.0, metavar="SECONDS", help="for the whole check (default: 900)")
     return parser
-
-
-def check_functions(
-    model: Any, *, mesh: str, report: str | os.PathLike[str] | None = None, **options: Any
-) -> CaseRecord:
-    """Check a training, as ``shardproof check`` does, and return the record of its run file.
-
-    Args:
-        model: as the option ``--model``, or a function that can be imported; so are ``parallelize``, ``optimizer``,
-            ``data``, ``step`` and ``plain``.
-        mesh: as the option ``--mesh``.
-        report: where the run file stays.
-        **options: the other options of the command, with underscores.
-
-    Raises:
-        ValueError: what cannot be checked, in one line.
-    """
-    import subprocess
-
-    words = ["--mesh", mesh]
-    for name, value in {"model": model, **options}.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words += [option] if value else []
-        elif name == "axis":
-            words += [word for key, one in dict(value).items() for word in (option, f"{key}={json.dumps(one)}")]
-        elif value is not None:
-            words += [option, name_of(value) if callable(value) else str(value)]
-    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
-        path = str(report or os.path.join(folder, "run.json"))
-        command = [sys.executable, "-m", "shardproof", "check", *words, "--report", path]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-        record = _record(path) if done.returncode != BAD_INPUT else None
-    if record is None:
-        raise ValueError(
-            (done.stderr.strip().splitlines() or ["check: there is no record"])[-1].removeprefix("shardproof ")
-        )
-    return record
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return ``module:function`` or ``file.py:function`` for a function; a ValueError for one that has no such name."""
-    name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if module == "__main__" and file is None:
-        raise ValueError(f"check: {name}() is defined in a cell of a notebook: write the cell to a file by %%writefile "
-                         "my.py and import it")  # fmt: skip
-    if not name.isidentifier() or not module:
-        raise ValueError(f"check: {name or function!r} is no function of a module: give one that can be imported")
-    if module == "__main__":
-        return f"{os.path.abspath(str(file))}:{name}"
-    if getattr(importlib.import_module(module), name, None) is not function:
-        raise ValueError(f"check: {module}:{name} is another function: give one that can be imported")
-    return f"{module}:{name}"

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardproof.commands.check import check as command
-from shardproof.commands.check import name_of
 from shardproof.harness.training import checking, judge
 from shardproof.harness.training.reference import Worker, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
+from shardproof.harness.training.starting import name_of
 from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
 from shardproof.harness.verdicts.finding import Divergence
 
