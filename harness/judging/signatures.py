@@ -144,7 +144,9 @@ def diagnose(
     named = next((one for one in fitting if one.residual <= max(2 * nearest, tolerance / 64)), None)
     if named is not None and named.residual * _NEARER <= of_all[1]:
         return named
-    return _mixed(seen, own, rank, tolerance)
+    # Several weights come near to a gradient of other parts, too.
+    nearer = min(tolerance, of_all[1] / _NEARER)
+    return _mixed(seen, own, rank, nearer) or _with_scaled(seen, own, earlier, nearer)
 
 
 def _candidates(
@@ -164,6 +166,10 @@ def _candidates(
         if missing and len(inside) > 1:
             text = f"is reduced over {name} ({ranks_of(members)}) only: {ranks_of(missing)} are missing"
             yield _Candidate("S3", text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
+    for some in _blocks_and_strides(list(by_rank), rank):
+        missing = tuple(one for one in everyone if one not in some)
+        text = f"is reduced over {ranks_of(some)} only: {ranks_of(missing)} are missing"
+        yield _Candidate("S3", text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
     whole = torch.stack(list(by_rank.values())).sum(0)
     if count > 1 and alike:
         by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
@@ -186,6 +192,17 @@ def _candidates(
     for number, before in enumerate(earlier):
         text = "is the gradient of the step before" if number == 0 else f"is the gradient of {number + 1} steps before"
         yield _Candidate("S12", text, before)
+
+
+def _blocks_and_strides(ranks: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
+    """Yield the groups that a rank may have been given: consecutive ranks, as of a host, and ranks at one distance."""
+    if rank not in ranks:
+        return
+    count, place = len(ranks), ranks.index(rank)
+    for size in (one for one in range(2, count) if count % one == 0):
+        first = place - place % size
+        yield ranks[first : first + size]
+        yield ranks[place % (count // size) :: count // size]
 
 
 def _of_microbatches(parts: Sequence[torch.Tensor], whose: str) -> Iterator[_Candidate]:
@@ -221,14 +238,25 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
         return None
     by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
     if rank in own and len(own) > 1:
-        mine = torch.stack(list(own[rank][:-1])).sum(0)
-        if (found := _weights(seen, [by_number[-1], mine])) is not None and found[1] <= tolerance:
-            text = f"has the last of {count} microbatches of all ranks, and this rank's own of the others"
-            return Diagnosis("S2", text, found[0][0], found[1])
+        splits = [("last", by_number[-1:], own[rank][:-1])]
+        splits += [(f"first {n}" if n > 1 else "first", by_number[:n], own[rank][n:]) for n in range(1, count)]
+        for which, reduced, rest in splits:
+            sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
+            if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
+                text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
+                return Diagnosis("S2", text, found[0][0], found[1])
     if len(seen) > count and (found := _weights(seen, by_number)) is not None and found[1] <= tolerance:
         listed = ", ".join(f"{weight:.4g}" for weight in found[0])
         return Diagnosis("S5", f"has microbatches of different weights: {listed}", found[0][0], found[1])
     return None
+
+
+def _with_scaled(seen: torch.Tensor, own: Parts, earlier: Sequence[torch.Tensor], tolerance: float) -> Diagnosis | None:
+    """Try the sum of all parts and that of the step before, of which clipping has changed the factor."""
+    if not earlier or (found := _weights(seen, [total(own), earlier[0]])) is None or min(found[0]) <= 0:
+        return None
+    text = "still contains the gradients of the step before: they were never zeroed"
+    return Diagnosis("S4", text, found[0][0], found[1]) if found[1] <= tolerance else None
 
 
 def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:

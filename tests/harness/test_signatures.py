@@ -61,6 +61,7 @@ def named(made, tensor, vector=full, *, tolerance=TOLERANCE):
 MISTAKES = [
     ("S2", "is this rank's own gradient", (0, 2, 3), lambda g: g.rank(1)),
     ("S3", "is reduced over shard (ranks 0-1) only: ranks 2-3 are missing", (2, 3), lambda g: g.rank(0) + g.rank(1)),
+    ("S3", "is reduced over ranks 1, 3 only: ranks 0, 2 are missing", (0, 2), lambda g: g.rank(1) + g.rank(3)),
     ("S4", "has the last of 4 microbatches only", (), lambda g: g.of(0, 0, 0, 1)),
     ("S4", "has the first of 4 microbatches only", (), lambda g: g.of(1, 0, 0, 0)),
     ("S4", "has microbatch 1 of 4 only", (), lambda g: g.of(0, 1, 0, 0)),
@@ -81,10 +82,16 @@ MISTAKES = [
      lambda g: g.whole + g.earlier[0]),
     ("S4", "still contains the gradients of the 2 steps before: they were never zeroed", (),
      lambda g: g.whole + g.earlier[0] + g.earlier[1]),
+    ("S4", "still contains the gradients of the step before: they were never zeroed", (),
+     lambda g: g.whole + 0.7 * g.earlier[0]),
     ("S12", "is the gradient of the step before", (), lambda g: g.earlier[0]),
     ("S12", "is the gradient of 2 steps before", (), lambda g: g.earlier[1]),
     ("S2", "has the last of 4 microbatches of all ranks, and this rank's own of the others", (),
      lambda g: g.of(0, 0, 0, 1) + sum(g.parts[1][:3])),
+    ("S2", "has the first of 4 microbatches of all ranks, and this rank's own of the others", (),
+     lambda g: g.of(1, 0, 0, 0) + sum(g.parts[1][1:])),
+    ("S2", "has the first 3 of 4 microbatches of all ranks, and this rank's own of the others", (),
+     lambda g: g.of(1, 1, 1, 0) + g.parts[1][3]),
     ("S5", "has microbatches of different weights: 0.25, 0.5, 0.75, 0.3", (), lambda g: g.of(1, 2, 3, 1.2)),
 ]  # fmt: skip
 
@@ -142,6 +149,21 @@ def test_what_is_hardly_nearer_than_the_sum_of_all_is_not_named(made):
     tolerance = (of_all + without) / 2
     assert without < tolerance < of_all < 8 * without
     assert named(made, seen, tolerance=tolerance) is None
+
+
+def test_weights_that_are_hardly_nearer_than_the_sum_of_all_are_not_named(made):
+    exactly = made.of(1.5, 1, 1, 0.5)
+    seen = exactly + 0.1 * exactly.std() * torch.randn(6, 10)
+    assert fit(full(seen), full(exactly))[1] < 0.12 < 0.2 < fit(full(seen), full(made.whole))[1]
+    assert named(made, seen, tolerance=0.15) is None and named(made, exactly, tolerance=0.15).signature == "S5"
+
+
+def test_groups_that_nothing_names_are_consecutive_ranks_or_ranks_at_one_distance(made):
+    own = {rank: [full(torch.randn(6, 10))] for rank in range(8)}
+    for members, text in [((4, 5), "4-5"), ((4, 5, 6, 7), "4-7"), ((1, 5), "1, 5"), ((1, 3, 5, 7), "1, 3, 5, 7")]:
+        found = diagnose(sum(own[one][0] for one in members), own, rank=5, groups={}, tolerance=TOLERANCE)
+        assert found.signature == "S3" and found.text.startswith(f"is reduced over ranks {text} only: ranks ")
+    assert diagnose(own[4][0] + own[7][0], own, rank=5, groups={}, tolerance=TOLERANCE) is None
 
 
 def test_of_ranks_with_other_numbers_of_microbatches_only_ranks_are_compared(made):
