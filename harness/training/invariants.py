@@ -118,14 +118,14 @@ def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
 def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
     """D4: optimizers have the model's parameters, and each parameter that trains is in one."""
     record = evidence.records[0]
-    dead = [one for one in record.optimizers if one.live < one.size]
+    dead = [one for one in record.optimizers if one.live + one.outside < one.size]
     reached = any(one.live for one in record.optimizers)
     for one in dead:
-        if one.live == 0 and (reached or not one.shapes_agree):
+        if one.live == 0 and (reached or one.outside or not one.shapes_agree):
             continue  # of another model, which is not watched
         what = f"none of the {one.size} parameters of {one.kind} is the model's"
         if one.live:
-            what = f"{one.size - one.live} of the {one.size} parameters of {one.kind} are not the model's"
+            what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
         why = "(shapes agree): it was made before sharding, or of another model" if one.shapes_agree else ""
         lines = (f"{what} {why}".strip(), "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"

@@ -70,12 +70,14 @@ class Optimizer:
         size: how many parameters it has.
         live: how many of them are the model's.
         shapes_agree: whether those that are not have the shapes of full or local parameters of the model.
+        outside: how many of those that are not have a gradient: they are of modules that are not watched.
     """
 
     kind: str
     size: int
     live: int
     shapes_agree: bool
+    outside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.events import Event, Sink
-from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of
+from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
@@ -540,10 +540,16 @@ class Watch:
     def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(parameter): parameter for _, parameter in self.parameters()}
-        dead = [one for one in mine if id(one) not in live]
+        others = [one for one in mine if id(one) not in live]
+        dead = [one for one in others if one.grad is None]
+        outside = len(others) - len(dead)
+        if outside:
+            which = f"{outside} of the {len(mine)} parameters of {type(optimizer).__name__}"
+            model = type(unwrapped(self.roots[0])).__name__
+            self._unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
         shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
-        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(dead), agree)
+        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():

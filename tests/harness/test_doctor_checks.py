@@ -216,6 +216,18 @@ def test_one_change_is_one_finding(name):
     assert_is(render(made, check), expected)
 
 
+def test_an_optimizer_may_have_parameters_that_get_gradients_elsewhere():
+    """As where a loop calls the modules of a model, or a method of it, and not the model."""
+    made = Made()
+    made.put_all(optimizers=[Optimizer("AdamW", 3, 2, False, outside=1)])
+    assert render(made, "optimizers") == []
+    made.put_all(optimizers=[Optimizer("AdamW", 4, 2, False, outside=1)])
+    line = "1 of the 4 parameters of AdamW are not the model's|its step does not move the model's own"
+    assert_is(render(made, "optimizers"), f"step 0: the optimizer holds some dead parameters [D4, S7]|{line}")
+    made.put_all(optimizers=[Optimizer("AdamW", 2, 0, False, outside=2)])
+    assert render(made, "optimizers") == []
+
+
 def test_parts_of_one_model_read_the_same_data():
     """Their gradients of the same elements are one contribution, and so the factor is that of two readers."""
     made = Made(tensors_over="tp")
