@@ -210,7 +210,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
     if any(record.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
         yield Finding(("D10",), "S6", evidence.step, "gradients are clipped while they are scaled", (line,))
-    local = [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(count)]
+    local = _local_norms(evidence)
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
@@ -255,16 +255,32 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
     """D10, where nobody knows the norm that was computed: to what norm two steps were clipped.
 
     Users clip to round numbers. A limit that is none, and becomes one times the square root of the size of a group,
-    comes from a norm that counts what the ranks of the group hold on each of them.
+    comes from a norm that counts what the ranks of the group hold on each of them. One that changes from step to step,
+    and becomes a round number that does not with another norm, comes from that norm.
     """
-    limits = []
+    limits, scales = [], []
     for evidence in seen[-2:]:
         before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
         if before and math.isfinite(before) and after < before * (1 - 1e-6):
             limits.append(after)
-    if len(limits) < 2 or abs(limits[0] - limits[1]) > 1e-4 * limits[0] or _is_round(limits[1]):
+            scales.append(after / before)
+    if len(limits) < 2:
         return
     last = seen[-1]
+    if abs(limits[0] - limits[1]) > 1e-4 * limits[0]:
+        for what, combined in (("sum", sum), ("largest", max)):
+            then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
+            if abs(then - now) < 1e-4 * now and _is_round(now):
+                lines = (
+                    f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
+                    f"all gradients have the norms {limits[0]:.4g} and {limits[1]:.4g} after it in two steps",
+                    "as when ranks reduce their norms by themselves: the sum is of squares, its root comes last",
+                )
+                yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+                return
+        return
+    if _is_round(limits[1]):
+        return
     for name, members in last.groups_of(0).items():
         times = limits[1] * math.sqrt(len(members))
         if len(members) > 1 and _is_round(times):
@@ -274,6 +290,10 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
             )
             yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
             return
+
+
+def _local_norms(evidence: Evidence) -> list[float]:
+    return [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(len(evidence.records))]
 
 
 def _is_round(value: float) -> bool:

@@ -228,6 +228,30 @@ def test_an_optimizer_may_have_parameters_that_get_gradients_elsewhere():
     assert render(made, "optimizers") == []
 
 
+@pytest.mark.parametrize(("norm", "named"), [(sum, "sum"), (max, "largest"), (lambda norms: norms[0] ** 0.3, "")])
+def test_ranks_that_reduce_norms_in_place_of_squares(norm, named):
+    """Each step is clipped to another norm, which is the same round number as the loop computes norms."""
+    seen = []
+    for step in range(2):
+        made = Made()
+
+        def full(name, rank, made=made, step=step):
+            mean = made.mean(name, rank)
+            mean[:3] *= 1 + 3 * step
+            return mean
+
+        made.reduce(full)
+        scale = 0.3 / norm([made.local_norm(rank) for rank in EVERY])
+        made.reduce(full, lambda rank, scale=scale: scale)
+        seen.append(made.evidence())
+    found = [one.render() for one in invariants.check_limit(seen)]
+    if not named:
+        assert found == []
+        return
+    line = f"gradients are clipped to 0.3 by the {named} of the norms of what each rank holds: all ..."
+    assert_is(found, f"step 0: the norm is not the norm of all gradients [D10, S6]|{line}")
+
+
 def test_parts_of_one_model_read_the_same_data():
     """Their gradients of the same elements are one contribution, and so the factor is that of two readers."""
     made = Made(tensors_over="tp")
