@@ -13,6 +13,9 @@ from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
 
+#: The title of the finding of gradients that no known mistake makes.
+UNKNOWN = "gradients are not the sum of what ranks computed"
+
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
@@ -60,6 +63,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
     values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
     for name in evidence.names:
+        if earlier and _is_left(evidence, name):
+            continue
         own = evidence.own(name)
         if not own:
             if any(name in record.at_step for record in evidence.records):
@@ -97,7 +102,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     stage = max(_STAGES, key=lambda one: len(values[one]))
     found.factors = _factors(values[stage], readers, count)
     # Parallel parts, as of one element, fit any sum of them: their factor counts where nothing else is wrong.
-    parallel = {name for one in found.factors[1:] for name in one.names if _are_parallel(evidence, name)}
+    mostly = found.factors if wrong else found.factors[1:]
+    parallel = {name for one in mostly for name in one.names if _are_parallel(evidence, name)}
     if wrong:
         found.factors = [one for one in found.factors if not set(one.names) <= parallel]
     findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
@@ -106,6 +112,13 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
     return findings, found
+
+
+def _is_left(evidence: Evidence, name: str) -> bool:
+    """Whether no optimizer has a parameter, and others are in one: nobody zeroes its gradient."""
+    held = [record.parameters for record in evidence.records]
+    without = not any(name in one and one[name].optimizer is not None for one in held)
+    return without and any(one.optimizer is not None for parameters in held for one in parameters.values())
 
 
 _STAGES = ("after_backward", "at_step")
@@ -233,7 +246,7 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             f"{residual:.2g} remains{of}",
             "and none of the mistakes that are known makes them",
         ]
-        return Finding(("D11",), "", evidence.step, "gradients are not the sum of what ranks computed", tuple(lines))
+        return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines))
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
     lines = [f"each gradient of {who} {diagnosis.text} ({exactly}){of}"]
     if diagnosis.signature == "S2":
@@ -242,8 +255,8 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         lines[0] += f": nothing was reduced over {over}"
         if diagnosis.missing:
             lines.append(
-                "DDP reduces in a backward that is outside no_sync(), FSDP2 in one before which "
-                "set_requires_gradient_sync(True) is called"
+                "DDP reduces what its own forward has computed, in a backward outside no_sync(), FSDP2 in one before "
+                "which set_requires_gradient_sync(True) is called"
             )
     elif diagnosis.signature == "S3":
         title = "some ranks are missing from the gradients" if diagnosis.missing else "a rank counts twice"
@@ -253,6 +266,8 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
         if "only" in diagnosis.text and "last" in diagnosis.text:
             lines.append("as when zero_grad() is called for each microbatch, or each backward writes its gradient anew")
+        elif "only" in diagnosis.text and "first" in diagnosis.text:
+            lines.append("as when gradients are synchronized in the first backward of a step, and not in the last")
         elif "zeroed" in diagnosis.text:
             title = "gradients are never zeroed"
             lines.append("as when zero_grad() is missing, or is that of an optimizer without these parameters")

@@ -122,6 +122,19 @@ def test_an_optimizer_of_no_parameter_of_the_model(model, traces):
     assert str(caught.value).startswith(f"step 0: the optimizer holds dead parameters [D4, S7]\n  {line} model\n")
 
 
+def test_what_follows_from_a_wrong_gradient_is_no_finding_of_its_own(model, traces):
+    """The noise stands for what one step leaves in the gradients of the next, as where a loop reduces too early."""
+    optimizer = sgd(model)
+    with doctor(model, on_finding="collect") as watching:
+        for step in range(3):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(3, 4)).square().mean().backward()
+            model[0].weight.grad += step * torch.randn(4, 4)
+            optimizer.step()
+    assert [one.title for one in watching.findings] == ["gradients lack microbatches"]
+
+
 REFUSED = [
     ({"on_finding": "stop"}, "on_finding='stop': it is 'raise', 'warn' or 'collect'"),
     ({"model": [net(), net()]}, "'0.bias' names two parameters: give the models one by one"),

@@ -13,7 +13,7 @@ from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 from shardproof.harness.training import invariants
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
-from shardproof.harness.training.reduction import check_reduction
+from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
 
 SHAPES = {"w": (8, 3), "b": (5,)}
@@ -136,6 +136,8 @@ FOUND = {
         "step 0: replicas differ when training begins [D1, S9]|'w': ranks 0, 2 hold the same elements and have ..."),
     "D1": ("replicas", lambda m: m.put("w", [2], after=(9,)), "step 0: replicas differ after the step [D1, S9]|"
         "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step"),
+    "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
+        "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: m.at_step(2, "w", 2), "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 "
         "(replicate) hold the same elements and have different bits (relative distance 1; 1 of 2 parameters)|"
         "each rank has its own part: the sum over replicate is missing"),
@@ -261,6 +263,17 @@ def test_parts_of_one_model_read_the_same_data():
     made.records[1].batches = [7, 8]
     line = "ranks 0-1 (tp) are parts of one model and read different microbatches"
     assert_is(render(made, "data"), f"step 0: model-parallel ranks read different data [D9, S11]|{line}")
+
+
+def test_what_no_optimizer_has_is_judged_in_the_first_step_alone():
+    """Nobody zeroes its gradient, which D4 tells; clipping scales what is left of each step."""
+    made = Made()
+    made.reduce(lambda name, rank: torch.ones(8, 3).tril() * made.sum("w"), names="w")
+    made.put("w", optimizer=None)
+    assert len(check_reduction(made.evidence(), [])[0]) == 1
+    assert check_reduction(made.evidence(), [Reduced()])[0] == []
+    made.put("b", optimizer=None)
+    assert len(check_reduction(made.evidence(), [Reduced()])[0]) == 1, "nobody knows of an optimizer"
 
 
 def test_of_a_sum_that_is_pending_each_part_counts_once():
