@@ -274,7 +274,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if not self._seen:
             self._nothing_seen()
         else:
-            self._add(list(invariants.check_gradients_ever(self._seen)))
+            self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
             if self._on_finding != "collect":
                 self._say(self.summary())
             if self._report is not None and self._exchange is not None and self._exchange.rank == 0:

@@ -63,6 +63,12 @@ class Evidence:
         return list(dict.fromkeys(name for record in self.records for name in record.parameters))
 
     @functools.cached_property
+    def left(self) -> list[str]:
+        """The parameters that are in no optimizer that steps; none where no parameter is in one."""
+        held = {name for record in self.records for name, one in record.parameters.items() if one.optimizer is not None}
+        return [name for name in self.names if name not in held] if held else []
+
+    @functools.cached_property
     def data_names(self) -> tuple[str, ...]:
         """The groups that are known to be of data."""
         return tuple(dict.fromkeys(name for start in self.starts for name in start.groups.data))

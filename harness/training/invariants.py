@@ -120,7 +120,7 @@ def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
 
 
 def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
-    """D4: optimizers have the model's parameters, and each parameter that trains is in one."""
+    """D4: optimizers have the model's parameters."""
     record = evidence.records[0]
     dead = [one for one in record.optimizers if one.live + one.outside < one.size]
     reached = any(one.live for one in record.optimizers)
@@ -134,14 +134,17 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
         lines = (f"{what} {why}".strip(), "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
         yield Finding(("D4",), "S7", evidence.step, title, lines)
-    if reached:
-        trains = [name for name, one in record.parameters.items() if one.trains]
-        left = [name for name in trains if record.parameters[name].optimizer is None]
-        if left:
-            line = (
-                f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
-            )
-            yield Finding(("D4",), "S7", evidence.step, "parameters are in no optimizer", (line,))
+
+
+def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D4, after the last step: each parameter that trains is in an optimizer that has stepped in one of the steps."""
+    if not records:
+        return
+    trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
+    left = [name for name in trains if all(name in one.left for one in records)]
+    if left:
+        line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
+        yield Finding(("D4",), "S7", records[-1].step, "parameters are in no optimizer", (line,))
 
 
 def check_updates(evidence: Evidence) -> Iterator[Finding]:

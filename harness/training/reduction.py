@@ -13,6 +13,8 @@ from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
 
+_SYNCHRONIZED_FIRST = "as when gradients are synchronized in the first backward of a step, and not in the last"
+
 #: The title of the finding of gradients that no known mistake makes.
 UNKNOWN = "gradients are not the sum of what ranks computed"
 
@@ -43,12 +45,14 @@ class Factor:
 class Reduced:
     """What is known of the gradients of one step: the factors, and which gradients could not be judged and why.
 
-    ``is_skipped`` if nothing was judged, because of another finding.
+    ``left`` are in no optimizer that steps, where others are: nobody zeroes their gradients. ``is_skipped`` if nothing
+    was judged, because of another finding.
     """
 
     factors: list[Factor] = dataclasses.field(default_factory=list)
     unseen: dict[str, str] = dataclasses.field(default_factory=dict)
     sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    left: frozenset[str] = frozenset()
     is_skipped: bool = False
 
 
@@ -58,12 +62,12 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     Args:
         earlier: what was returned for the steps before, the last one first.
     """
-    found = Reduced()
+    found = Reduced(left=frozenset(evidence.left))
     lost: list[str] = []
     wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
     values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
     for name in evidence.names:
-        if earlier and _is_left(evidence, name):
+        if earlier and name in found.left | earlier[0].left:
             continue
         own = evidence.own(name)
         if not own:
@@ -112,13 +116,6 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
     return findings, found
-
-
-def _is_left(evidence: Evidence, name: str) -> bool:
-    """Whether no optimizer has a parameter, and others are in one: nobody zeroes its gradient."""
-    held = [record.parameters for record in evidence.records]
-    without = not any(name in one and one[name].optimizer is not None for one in held)
-    return without and any(one.optimizer is not None for parameters in held for one in parameters.values())
 
 
 _STAGES = ("after_backward", "at_step")
@@ -248,12 +245,19 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         ]
         return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines))
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
-    lines = [f"each gradient of {who} {diagnosis.text} ({exactly}){of}"]
+    texts = [one.text for _, one, _ in first if one is not None]
+    is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
+    text = "counts this rank twice" if is_each_own else diagnosis.text
+    lines = [f"each gradient of {who} {text} ({exactly}){of}"]
     if diagnosis.signature == "S2":
         title = "gradients are not reduced"
         over = _over(evidence)
-        lines[0] += f": nothing was reduced over {over}"
-        if diagnosis.missing:
+        if not diagnosis.missing:
+            lines[0] += f": these were not reduced over {over}"
+            if "first" in diagnosis.text:
+                lines.append(_SYNCHRONIZED_FIRST)
+        else:
+            lines[0] += f": nothing was reduced over {over}"
             lines.append(
                 "DDP reduces what its own forward has computed, in a backward outside no_sync(), FSDP2 in one before "
                 "which set_requires_gradient_sync(True) is called"
@@ -267,7 +271,7 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         if "only" in diagnosis.text and "last" in diagnosis.text:
             lines.append("as when zero_grad() is called for each microbatch, or each backward writes its gradient anew")
         elif "only" in diagnosis.text and "first" in diagnosis.text:
-            lines.append("as when gradients are synchronized in the first backward of a step, and not in the last")
+            lines.append(_SYNCHRONIZED_FIRST)
         elif "zeroed" in diagnosis.text:
             title = "gradients are never zeroed"
             lines.append("as when zero_grad() is missing, or is that of an optimizer without these parameters")

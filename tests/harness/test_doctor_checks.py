@@ -111,6 +111,7 @@ CHECKS = {
 CHECKS |= {
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
+    "optimizers_ever": lambda made: invariants.check_optimizers_ever([made.evidence()]),
     "ties": lambda made: invariants.check_ties(made.evidence(), [("w", "head")]),
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
@@ -149,8 +150,8 @@ FOUND = {
         "differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same elements and have different states"),
     "D4-dead": ("optimizers", lambda m: m.put_all(optimizers=[Optimizer("AdamW", 2, 0, True)]),
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
-    "D4-left": ("optimizers", lambda m: m.put("b", optimizer=None), "step 0: parameters are in no optimizer [D4, S7]|"
-        "'b': 1 of 2 parameters that require a gradient are in no optimizer"),
+    "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
+        "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|..."),
     "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
@@ -180,6 +181,8 @@ FOUND = {
     "D11-own-replicated": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name, [rank])),
         "step 0: gradients are not reduced [D11, S2]|each gradient of every rank is this rank's own gradient "
         "(c = 1.0000, residual ~) (2 of 2 parameters): nothing was reduced over replicate (ranks 0, 2) and shard ..."),
+    "D11-twice-replicated": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name) + m.sum(name, [rank])),
+        "step 0: a rank counts twice [D11, S3]|each gradient of every rank counts this rank twice (c = 1.0000, ..."),
     "D11-sub-mesh": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name, [rank & 2, rank | 1])),
         "step 0: some ranks are missing from the gradients [D11, S3]|each gradient of every rank is reduced over shard "
         "(ranks 0-1) only: ranks 2-3 are missing (c = 1.0000, residual ~) (2 of 2 parameters)|all 4 ranks have ..."),
@@ -263,6 +266,17 @@ def test_parts_of_one_model_read_the_same_data():
     made.records[1].batches = [7, 8]
     line = "ranks 0-1 (tp) are parts of one model and read different microbatches"
     assert_is(render(made, "data"), f"step 0: model-parallel ranks read different data [D9, S11]|{line}")
+
+
+def test_an_optimizer_need_not_step_in_each_step():
+    """Until it does, gradients add up."""
+    first, second = Made(), Made()
+    first.put("w", optimizer=None)
+    second.reduce(lambda name, rank: second.mean(name, rank) + (first.mean(name, rank) + 1 if name == "w" else 0))
+    seen = [first.evidence(), second.evidence()]
+    found, reduced = check_reduction(seen[0], [])
+    assert found == check_reduction(seen[1], [reduced])[0] == list(invariants.check_optimizers_ever(seen)) == []
+    assert len(list(invariants.check_optimizers_ever(seen[:1]))) == 1
 
 
 def test_what_no_optimizer_has_is_judged_in_the_first_step_alone():
