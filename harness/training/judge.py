@@ -19,7 +19,14 @@ import torch
 
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
-from shardproof.harness.judging.signatures import Diagnosis, diagnose, guess_from_values, name_of_factor
+from shardproof.harness.judging.signatures import (
+    Diagnosis,
+    diagnose,
+    guess_from_values,
+    guess_norm,
+    name_of_factor,
+    total,
+)
 from shardproof.harness.tensors.fingerprints import Box, K, digest
 from shardproof.harness.tensors.layouts import part_of, put_into
 from shardproof.harness.training.findings import listed
@@ -177,20 +184,24 @@ class Judge:
         counts: the number of microbatches of each data rank.
         narrow: the narrowest dtype in which the baseline computes.
         tokens: by data rank and microbatch, the number of labels that count; 0 where there are none.
+        earlier: what :meth:`sums` returned for the steps before, the last one first.
     """
 
     def __init__(
         self, request: Request, step: int, ranks: Sequence[OfRank], baseline: OfReference, oracle: OfReference, *,
         counts: Sequence[int], narrow: torch.dtype, tokens: Sequence[Sequence[int]],
+        earlier: Sequence[Mapping[str, torch.Tensor]] = (),
     ) -> None:  # fmt: skip
         self._request, self._ranks, self._baseline, self._oracle = request, ranks, baseline, oracle
-        self._counts, self._narrow, self._tokens = counts, narrow, tokens
+        self._counts, self._narrow, self._tokens, self._earlier = counts, narrow, tokens, earlier
         self._offsets = [0, *itertools.accumulate(counts)]
         self._eps = float(torch.finfo(narrow).eps)
         #: Ranks that compute parts of one forward round otherwise than one rank does, and a scalar shows all of it.
         self._looser = 8.0 if any(size > 1 for name, size in request.mesh if name not in request.data_dims) else 1.0
         #: Within which a factor is a name's.
         self._near = min(64 * self._eps, _NEAR)
+        self._ill: dict[Stage, list[Divergent]] = {}
+        self._well: dict[Stage, int] = {}
         self._is_routed_otherwise = False
         self.outcome = Outcome(step)
 
@@ -202,6 +213,9 @@ class Judge:
         for stage in (self._outputs, self._losses, self._own_gradients, self._gradients, self._norms, self._clipped,
                       self._parameters, self._states):  # fmt: skip
             found = list(stage())
+            if not found:
+                # Single ones are ill-conditioned; of most, it is the baseline that is wrong.
+                found = next((ill for kind, ill in self._ill.items() if len(ill) > self._well.get(kind, 0)), [])
             if found:
                 self.outcome.found = found
                 return self.outcome
@@ -218,6 +232,12 @@ class Judge:
                 self.outcome.note("choices of another shape or number than the reference's")
                 continue
             self.outcome.compared += 1
+            if (base := self._baseline.tensors.get(there)) is not None and not torch.equal(
+                base.sort(-1)[0], exact.sort(-1)[0]
+            ):
+                self._is_routed_otherwise = True
+                self.outcome.note("routing: baseline and oracle choose otherwise, so that nothing after it is judged")
+                continue
             width = values.shape[-1]
             mine, its = ((one.view(-1, one.shape[-1]) if one.ndim == values.ndim else one.view(-1, 1))
                          for one in (chosen, exact))  # fmt: skip
@@ -368,7 +388,7 @@ class Judge:
             yield self._divergent(Stage.OWN_GRADIENT, event, rank.rank, text)
 
     def _gradients(self) -> Iterator[Divergent]:
-        found, made = list(self._of_parameters(Stage.GRADIENT)), self._diagnosed(Stage.GRADIENT)
+        found = list(self._of_parameters(Stage.GRADIENT))
         clipped = list(self._clipped()) if found else []
         if not clipped and not any(self._norms()):
             self.outcome.factor = 1.0
@@ -379,12 +399,15 @@ class Judge:
             for key in [key for key in self.outcome.measured if key[1] == Stage.GRADIENT]:
                 del self.outcome.measured[key]
             return
+        made = self._diagnosed(Stage.GRADIENT)
         if any(one.signature != "S1" for _, one in made.values()):
             # What is reduced by hand after backward is judged as the optimizer gets it.
             at_step = self._diagnosed(Stage.CLIPPED_GRADIENT)
             if at_step and all(one.signature == "S1" for _, one in at_step.values()):
                 found, made = clipped or found, at_step
         self._say(made)
+        if not self.outcome.signature:
+            self._say_of_sums(found)
         yield from found
 
     def _norms(self) -> Iterator[Divergent]:
@@ -400,7 +423,15 @@ class Judge:
                 parts = [self._ranks[one].events[key][1].double() for one in event.layout.pending
                          if key in self._ranks[one].events]  # fmt: skip
                 value = torch.linalg.vector_norm(torch.stack(parts), kind)
-            yield from self._compared(Stage.TOTAL_NORM, event, rank.rank, value.to(tensor.dtype), pair, Box(()))
+            for one in self._compared(Stage.TOTAL_NORM, event, rank.rank, value.to(tensor.dtype), pair, Box(())):
+                kind = rank.norm_types[0] if rank.norm_types else 2.0
+                held = [mine.double().flatten() for key, (_, mine) in rank.events.items() if key[0] == Stage.GRADIENT]
+                local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
+                guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
+                if guess is not None:
+                    self.outcome.signature, text = "S6", f"{guess.seen}, as when {guess.cause} [S6]"
+                    self.outcome.lines = [text]
+                yield one
 
     def _clipped(self) -> Iterator[Divergent]:
         yield from self._of_parameters(Stage.CLIPPED_GRADIENT)
@@ -478,9 +509,13 @@ class Judge:
             apart = Distance(apart.sharded_ulps / slack, apart.baseline_ulps / slack, apart.index, unit, is_scalar=True)
             slack = 1.0
         if apart.baseline_ulps > ILL_CONDITIONED_ULPS * slack:
-            self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}, of which the baseline "
-                              f"is {apart.baseline_ulps:.2g} ulps off")  # fmt: skip
+            self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}")
+            self._ill.setdefault(stage, []).append(self._divergent(
+                stage, event, rank, f"on one rank, what parallelize() makes is {apart.baseline_ulps:.2g} ulps off the "
+                "model itself, as are most tensors of this stage", name=name,
+            ))  # fmt: skip
             return
+        self._well[stage] = self._well.get(stage, 0) + 1
         self._measure(stage, event, name, apart.sharded_ulps, apart.baseline_ulps, apart.allowed_ulps)
         if not apart.is_too_far:
             return
@@ -508,8 +543,9 @@ class Judge:
                 if vector is None:
                     continue
                 made = diagnose(
-                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=min(64 * self._eps, _LIKE)
-                )
+                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=min(64 * self._eps, _LIKE),
+                    earlier=[one[name] for one in self._earlier if name in one],
+                )  # fmt: skip
                 if made is not None:
                     mine.setdefault(made.signature, ([], made))[0].append(rank.rank)
             if mine:
@@ -531,6 +567,25 @@ class Judge:
         self.outcome.lines.append(f"each gradient of {who} {first.text} [{first.signature}] (c = {first.factor:.4f}, "
                                   f"residual {first.residual:.0e}; {len(others)} of {count} parameters: "
                                   f"{listed(list(others))})")  # fmt: skip
+
+    def _say_of_sums(self, found: Sequence[Divergent]) -> None:
+        """Say if ranks of one data rank each have a part of a gradient of which they hold the same elements."""
+        names = []
+        for name in dict.fromkeys(one.location.name or "" for one in found):
+            key: Key = (Stage.GRADIENT, name.rpartition(".")[0], name, 0, 0, 0, "")
+            held = [rank.events[key] for rank in self._ranks if rank.data_rank == 0 and key in rank.events]
+            if len(held) < 2 or key not in self._oracle.tensors or len({event.layout for event, _ in held}) > 1:
+                continue
+            layout = held[0][0].layout
+            full = torch.stack([tensor.double() for _, tensor in held]).sum(0)
+            exact = None if layout is None else part_of(self._oracle.tensors[key], layout.box).reshape(full.shape)
+            if exact is not None and float((full - exact).norm()) <= self._near * float(exact.norm()):
+                names.append(name)
+        if names:
+            dims = [name for name, size in self._request.mesh if name not in self._request.data_dims and size > 1]
+            self.outcome.signature = "S9"
+            self.outcome.lines.append(f"ranks of {', '.join(dims)} hold the same elements of {listed(names)} and have "
+                                      f"different gradients: the sum over {dims[0]} is missing [S9]")  # fmt: skip
 
     def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
         wrong = {name: one for name, one in factors.items() if abs(one - 1) > self._near}
@@ -570,6 +625,10 @@ class Judge:
             return []
         told = f" ({norms[0][0]:.3g} for {norms[0][1]:.3g} on rank 0)" if norms else ""
         return [f"Adam hides it, as it divides by the size of the gradient; the norm{told} and clipping do not"]
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """Return the sketches of what all microbatches contribute to each gradient together."""
+        return {name: total(parts) for name, parts in self._parts().items()}
 
     def _parts(self) -> dict[str, dict[int, list[torch.Tensor]]]:
         """Return the sketches of what each microbatch contributes to each of the baseline's gradients, by data rank."""

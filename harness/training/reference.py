@@ -113,6 +113,7 @@ class Worker:
             self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
         self._expected = self._baseline.state()
         check_memory(request, sum(one.numel() for one in self._baseline.built.model.parameters()), _free(device))
+        self._earlier: list[dict[str, torch.Tensor]] = []
         self._oracle: Trainee | None = None
         if request.oracle != "none":
             self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
@@ -162,9 +163,10 @@ class Worker:
         judging = judge.Judge(
             request, number, ranks, _full(base), _full(oracle), counts=[len(one) for one in microbatches],
             narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
-            tokens=[[_labels(one) for one in mine] for mine in microbatches],
+            tokens=[[_labels(one) for one in mine] for mine in microbatches], earlier=self._earlier,
         )  # fmt: skip
         made = judging.judge()
+        self._earlier = [judging.sums(), *self._earlier[:1]]
         if not made.found and number == request.steps - 1 and self._oracle is not None:
             # Last of all, because a step may count its calls.
             made.notes |= dict.fromkeys(self._joined(everything, state, oracle), 1)

@@ -205,7 +205,12 @@ class Trainee:
             raise NotCheckable(f"check: parallelize() returned {type(root).__name__}: return the model, or the model "
                                "and its optimizer")  # fmt: skip
         self._has_own_optimizer = optimizer is not None
-        return root, optimizer or self._optimizer(root)
+        made_by = optimizer or self._optimizer(root)
+        mine = [id(one) for group in made_by.param_groups for one in group["params"]]
+        if not set(mine) & {id(one) for _, one in parameters_of(root)}:
+            raise NotCheckable(f"check: none of the {len(mine)} parameters of {type(made_by).__name__} is the model's: "
+                               "it was made before sharding, or of another model [S7]")  # fmt: skip
+        return root, made_by
 
     def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
         request, own = self.request, self.functions.optimizer
@@ -246,7 +251,7 @@ class Trainee:
         names = {id(one): name for name, one in parameters_of(other.model)}
         mine = dict(parameters_of(model))
         groups = [
-            group | {"params": [mine[names[id(one)]] for one in group["params"]]}
+            group | {"params": [mine[names[id(one)]] for one in group["params"] if id(one) in names]}
             for group in other.optimizer.param_groups
         ]
         return kind(groups, **options)

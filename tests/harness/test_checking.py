@@ -6,6 +6,7 @@ gives each what a reduction would have given, or what a mistake makes of it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
@@ -97,6 +98,10 @@ def unreduced(model, optimizer, microbatches, mesh):
 
 def own_tokens(model, optimizer, microbatches, mesh):
     train(model, optimizer, microbatches, by=float(sum(int((y >= 0).sum()) for _, y in microbatches)))
+
+
+def halves(model):
+    return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def means(model, optimizer, microbatches, mesh):
@@ -217,10 +222,22 @@ def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
     assert (found["stage"], found["name"], found["rank"], found["element"]) == ("PARAMETER", "hidden.weight", 1, (3, 2))
 
 
-def test_what_the_baseline_cannot_compute_judges_nothing(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(judge, "ILL_CONDITIONED_ULPS", 0.01)
-    said = answer(tmp_path, step=f"{HERE}:averaged", seen=None)
-    assert any(text.startswith("ill-conditioned: gradient of ") for text in said["notes"])
+def test_what_the_baseline_cannot_compute_judges_nothing_unless_it_is_most(world, tmp_path, monkeypatch):
+    far = [8]  # elements of the tensors of which the baseline is far off: the hidden layer's bias
+
+    def measured(sharded, *others, magnitude):
+        found = distance(sharded, *others, magnitude=magnitude)
+        return dataclasses.replace(found, baseline_ulps=1e6) if sharded.numel() in far else found
+
+    distance = judge.distance
+    monkeypatch.setattr(judge, "distance", measured)
+    said = answer(tmp_path, step=f"{HERE}:unreduced", data=f"{HERE}:equal_data", optimizer=f"{HERE}:halves")
+    assert "hidden.bias" not in {one["name"] for one in said["found"]}
+    assert "ill-conditioned: gradient of 'hidden.bias'" in said["notes"]
+    far[:] = [8, 16, 64, 128]
+    said = answer(tmp_path)
+    assert said["found"][0]["stage"] == "GRADIENT"
+    assert "on one rank, what parallelize() makes is 1e+06 ulps off the model itself" in said["found"][0]["text"]
 
 
 REFUSED = {
