@@ -561,7 +561,8 @@ class Judge:
         if not others:
             self._say_of_factor({name: one.factor for name, (_, one) in made.items()}, count)
             return
-        ranks, first = next(iter(others.values()))
+        first = next(iter(others.values()))[1]
+        ranks = {rank for mine, _ in others.values() for rank in mine}
         who = "every rank" if len(ranks) == len(self._ranks) else ranks_of(ranks)
         self.outcome.signature = first.signature
         self.outcome.lines.append(f"each gradient of {who} {first.text} [{first.signature}] (c = {first.factor:.4f}, "
@@ -668,13 +669,16 @@ class Judge:
         return found if len(dims) > 1 else {}
 
     def _named(self, factor: float) -> tuple[float, str]:
-        """Return a factor and its name; one that is a product of sizes is exactly that."""
+        """Return a factor and its name; one that is a size or one divided by a size is exactly that."""
+        for value, before in ((factor, ""), (1 / factor if factor else 0.0, "1 / ")):
+            fits = [name for name, size in self._request.mesh if size > 1 and abs(value - size) <= self._near * size]
+            if abs(value - 1) <= self._near:
+                return 1.0, "1"
+            if fits:
+                size = float(dict(self._request.mesh)[fits[0]])
+                return 1 / size if before else size, f"{before}the size of {' or '.join(fits)}"
         sizes = products(dict(self._request.mesh)) | {"the number of microbatches": float(self._counts[0])}
-        for text, value in [("1", 1.0)] + [(f"the size of {n}", float(s)) for n, s in self._request.mesh]:
-            if abs(factor - value) <= self._near * value:
-                return value, text
-        name = name_of_factor(factor, sizes, spread=self._near)
-        return (float(f"{factor:.6g}"), name)
+        return float(f"{factor:.6g}"), name_of_factor(factor, sizes, spread=self._near)
 
     # Access ---------------------------------------------------------------------------------
 

@@ -74,6 +74,9 @@ def main(told: dict[str, Any]) -> None:
     request = Request.loads(told["request"])
     out = os.fdopen(told["answers"], "w")
     torch.set_num_threads(1)
+    for name in ("to_local", "full_tensor"):
+        # What steps ask DTensors for, the oracle's tensors are.
+        setattr(torch.Tensor, name, lambda tensor, **options: tensor)
     worker, wrong = None, Answer()
     with _caught(wrong):  # while the ranks train the first step
         worker = Worker(request, told)
