@@ -41,6 +41,12 @@ def check(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
+    if "torch" not in sys.modules and "TORCHELASTIC_RUN_ID" not in os.environ:
+        # It imports torch while this process does.
+        from shardproof.harness.worlds import forkserver
+
+        with contextlib.suppress(OSError):  # pytest says it
+            forkserver.start()
     from shardproof.harness.training.request import COMMAND, VARIABLE, NotCheckable, functions_of
     from shardproof.harness.training.starting import record_of
 
