@@ -512,10 +512,10 @@ class _Pair:
             norms = [one for one in flat if one.seen.stage is Stage.TOTAL_NORM]
             # A norm by which gradients are clipped takes a factor out of them, and shows it.
             is_clipped = any(one.is_too_far for one in norms)
-            stages = () if is_clipped else (*_BEFORE_REDUCTION, Stage.GRADIENT)
+            stages = () if is_clipped else (*_OF_DATA, Stage.GRADIENT)
             meant = [one for one in flat if one.is_too_far and one.seen.stage in stages]
             if meant:
-                names = sorted({one.seen.parameter or one.seen.stage.value for one in meant})
+                names = sorted({one.seen.parameter or one.seen.module or one.seen.stage.value for one in meant})
                 notes.append(f"step {self.step}: {listed(names)} differ before the reduction, and the gradients agree")
             for one in meant:
                 one.allowed = math.inf

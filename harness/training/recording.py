@@ -213,6 +213,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         self._small: list[_Taken] = []
         self._known: dict[tuple[Stage, str], _Taken] = {}
         self._rows: dict[int, torch.Tensor] = {}
+        self._length = 1
         self._left_out = {"values": 0, "events": 0}
         self._is_over = False
         models = _listed(model)
@@ -337,15 +338,16 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         # Of a forward in which it attaches itself, it sees what the first module gets: the first tensor alone.
         if tensor.ndim and not own.event.index:
             own.rows = self._rows[own.event.microbatch] = row_hashes(tensor)
+            self._length = tensor.shape[1] if tensor.ndim > 1 else 1
 
     def _take_output(self, own: _Taken, tensor: torch.Tensor) -> None:
         rows = self._rows.get(own.event.microbatch)
-        if rows is None or own.event.layout is not None or not tensor.ndim or not tensor.numel() or (
-            tensor.shape[0] % len(rows)
-        ):  # fmt: skip
+        # A row for each of the input, or for each token of it; others may be of some tokens only, as an expert's are.
+        count = tensor.shape[0] if tensor.ndim and tensor.numel() and own.event.layout is None else -1
+        if rows is None or count not in (len(rows), len(rows) * self._length):
             own.digest = digests([tensor], [own.box])[0]
             return
-        parts = tensor.reshape(len(rows), tensor.shape[0] // len(rows), *tensor.shape[1:])
+        parts = tensor.reshape(len(rows), count // len(rows), *tensor.shape[1:])
         each = torch.stack(
             [one.numbers for one in digests(list(parts.unbind()), [Box(tuple(parts.shape[1:]))] * len(rows))]
         )
