@@ -319,8 +319,16 @@ class _Pair:
             self._distances[key] = self._reduced(rank, field, name)
         return self._distances[key]
 
+    def expected(self, rank: int, field: str, name: str) -> torch.Tensor | None:
+        """Return the reference's tensor: of the same rank, if both have equally many, else of the first that has it.
+
+        Ranks may have tensors of one name that differ, such as experts.
+        """
+        found = self.ref.vector(rank, field, name) if len(self.ref.seen) == len(self.run.seen) else None
+        return self.ref.first.get((field, name)) if found is None else found
+
     def _reduced(self, rank: int, field: str, name: str) -> float | None:
-        mine, other = self.run.vector(rank, field, name), self.ref.first.get((field, name))
+        mine, other = self.run.vector(rank, field, name), self.expected(rank, field, name)
         if mine is None or other is None or self.run.shape(field, name) != self.ref.shape(field, name):
             return None
         return _distance(mine, other, self.ref.floor(field, name))
@@ -388,7 +396,7 @@ class _Pair:
         if distance is None:
             return self._skip(seen, field, name)
         allowed = self._allow(seen)
-        both = ((self.run.evidence, rank), (self.ref.evidence, 0))
+        both = ((self.run.evidence, rank), (self.ref.evidence, self._peer(rank)))
         if seen.stage is Stage.GRADIENT and not all(is_scaled(one, name, at, allowed) for one, at in both):
             # As where user code reduces by hand.
             self._note("gradient after backward: user code does more than scale it before the step", name)
@@ -424,7 +432,7 @@ class _Pair:
         return self._distances[key]
 
     def _judge_norm(self, rank: int, seen: Seen) -> Judged | None:
-        mine, other = _norm(self.run, rank, seen), _norm(self.ref, 0, seen)
+        mine, other = _norm(self.run, rank, seen), _norm(self.ref, self._peer(rank), seen)
         if mine is None or other is None:
             return None
         distance = abs(mine - other) / abs(other) if other else math.inf if mine else 0.0
@@ -521,9 +529,12 @@ class _Pair:
                 one.allowed = math.inf
         return notes
 
+    def _peer(self, rank: int) -> int:
+        return rank if len(self.ref.seen) == len(self.run.seen) else 0
+
     def missing(self, rank: int) -> list[str]:
         """Return the parameters whose gradients the reference has when the optimizer steps, and this rank has not."""
-        record, other = self.run.records[rank], self.ref.records[0]
+        record, other = self.run.records[rank], self.ref.records[self._peer(rank)]
         return [name for name in other.at_step if name in record.initial and name not in record.at_step]
 
     def explain(self, rank: int, seen: Seen) -> list[str]:
@@ -537,7 +548,7 @@ class _Pair:
         if seen.stage not in _FIELDS:
             return []
         field, name = _FIELDS[seen.stage], _name(seen)
-        mine, other = self.run.vector(rank, field, name), self.ref.first[field, name]
+        mine, other = self.run.vector(rank, field, name), self.expected(rank, field, name)
         assert mine is not None and other is not None
         if not bool(mine.isfinite().all()):
             return ["it is not finite"]
@@ -569,8 +580,9 @@ class _Pair:
             return []
         spread = max(1e-5, tolerance)
         same, count = [], 0
-        for (of, one), vector in self.ref.first.items():
+        for of, one in self.ref.first:
             seen = self.run.vector(rank, field, one) if of == field else None
+            vector = self.expected(rank, field, one)
             if seen is None or vector is None or one.partition(":")[2] != name.partition(":")[2]:
                 continue
             count += 1
@@ -643,7 +655,7 @@ class _Pair:
             other, floor = self.ref.own(seen.parameter, parts), self._own_floor(seen.parameter, parts)
         elif seen.stage in _FIELDS:
             key = (_FIELDS[seen.stage], _name(seen))
-            other, floor = self.ref.first.get(key), self.ref.floor(*key)
+            other, floor = self.expected(rank, *key), self.ref.floor(*key)
         else:
             return 1.0
         size = float(other.norm()) if other is not None else 0.0
@@ -651,7 +663,7 @@ class _Pair:
 
     def element(self, rank: int, seen: Seen) -> tuple[tuple[int, ...], float, float] | None:
         """Return the element that differs most, if both have the values, and what both have there."""
-        mine, other = (_values(side, own, seen) for side, own in ((self.run, rank), (self.ref, 0)))
+        mine, other = (_values(side, own, seen) for side, own in ((self.run, rank), (self.ref, self._peer(rank))))
         if mine is None or other is None or mine.shape != other.shape or not mine.numel():
             return None
         at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())

@@ -174,22 +174,47 @@ class _Taken:
 
 
 class Recording(contextlib.AbstractContextManager["Recording"]):
-    """See :func:`record`."""
+    """Write what this rank sees of some steps to a folder, for ``shardproof compare``.
+
+    It communicates with no other rank and waits for none. It records from this call until the last of ``steps`` has
+    ended, or until the context that it is has been left; then it removes every hook.
+
+    Args:
+        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
+            something trains.
+        optimizer: those whose steps count. None: each optimizer that steps.
+        out: the folder, the same on all ranks.
+        steps: which to record, counted from 0 at this call.
+        detail: "digest": some 200 bytes for each tensor. "tensors": also the values, in safetensors.
+        stages: "parameters": inputs, losses, gradients, norms, parameters and optimizer states, which are always
+            recorded. "modules": also the outputs of modules and their gradients.
+        tensors: patterns of the names of parameters and modules whose values are written; all by default.
+        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
+            not say so itself.
+        names: makes the name in the full model from the name of a module or parameter, as for a stage of a pipeline.
+        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
+        max_bytes: of this rank's files. Values that do not fit are left out, those of modules first, and then the
+            digests of modules; ``done`` says how many.
+
+    Raises:
+        ValueError: an argument is not valid, the folder has a recording of this rank, or two parameters have one name;
+            in one line.
+    """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | None,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         out: str | os.PathLike[str],
-        steps: Collection[int],
-        detail: str,
-        stages: Collection[str],
-        tensors: Collection[str],
-        layout: LayoutOf | None,
-        names: Callable[[str], str] | None,
-        mesh: DeviceMesh | None,
-        max_bytes: int,
+        steps: Collection[int] = (0, 1),
+        detail: str = "digest",
+        stages: Collection[str] = ("parameters",),
+        tensors: Collection[str] = (),
+        layout: LayoutOf | None = None,
+        names: Callable[[str], str] | None = None,
+        mesh: DeviceMesh | None = None,
+        max_bytes: int = 1 << 30,
     ) -> None:
         if not steps or min(steps) < 0:
             raise NotWatchable(f"record: steps={sorted(steps)}: it needs steps counted from 0")
@@ -488,51 +513,8 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def record(
-    model: nn.Module | Sequence[nn.Module] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    *,
-    out: str | os.PathLike[str],
-    steps: Collection[int] = (0, 1),
-    detail: str = "digest",
-    stages: Collection[str] = ("parameters",),
-    tensors: Collection[str] = (),
-    layout: LayoutOf | None = None,
-    names: Callable[[str], str] | None = None,
-    mesh: DeviceMesh | None = None,
-    max_bytes: int = 1 << 30,
-) -> Recording:
-    """Write what this rank sees of some steps to a folder, for ``shardproof compare``.
-
-    It communicates with no other rank and waits for none. It records from this call until the last of ``steps`` has
-    ended, or until the context that it is has been left; then it removes every hook.
-
-    Args:
-        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
-            something trains.
-        optimizer: those whose steps count. None: each optimizer that steps.
-        out: the folder, the same on all ranks.
-        steps: which to record, counted from 0 at this call.
-        detail: "digest": some 200 bytes for each tensor. "tensors": also the values, in safetensors.
-        stages: "parameters": inputs, losses, gradients, norms, parameters and optimizer states, which are always
-            recorded. "modules": also the outputs of modules and their gradients.
-        tensors: patterns of the names of parameters and modules whose values are written; all by default.
-        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
-            not say so itself.
-        names: makes the name in the full model from the name of a module or parameter, as for a stage of a pipeline.
-        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
-        max_bytes: of this rank's files. Values that do not fit are left out, those of modules first, and then the
-            digests of modules; ``done`` says how many.
-
-    Raises:
-        ValueError: an argument is not valid, the folder has a recording of this rank, or two parameters have one name;
-            in one line.
-    """
-    return Recording(
-        model, optimizer, out=out, steps=steps, detail=detail, stages=stages, tensors=tensors, layout=layout,
-        names=names, mesh=mesh, max_bytes=max_bytes,
-    )  # fmt: skip
-
+record = Recording
+"""What user code calls."""
 
 # Reading ------------------------------------------------------------------------------------
 

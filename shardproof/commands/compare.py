@@ -34,13 +34,13 @@ def compare(arguments: Sequence[str]) -> int:
     except recording.BadRecording as error:
         print(f"shardproof: compare: {error}", file=sys.stderr)
         return BAD_INPUT
-    print(comparing.render(found))
     if options.report:
         try:
             report.write_comparison(options.report, found)
         except OSError as error:
             print(f"shardproof: compare: {options.report}: {error.strerror}", file=sys.stderr)
             return BAD_INPUT
+    print(comparing.render(found))
     return DIVERGES if found.divergent else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 
@@ -9,11 +10,15 @@ import jsonschema
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.__main__ import main
+from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training import recording
+from shardproof.harness.training.comparing import compare
 from shardproof.harness.training.recording import BadRecording, read, record
 from shardproof.runfile import load_run
+from shardproof.testing import world
 
 ROWS = 8
 
@@ -291,3 +296,23 @@ def test_recordings_that_cannot_be_compared(runs, tmp_path, capsys):
     assert compared(capsys, ref, tmp_path / "names") == (2, f"shardproof: compare: {line}\n")
     with pytest.raises(BadRecording):
         read(tmp_path)
+
+
+@pytest.mark.sampled
+@world(2)
+def test_ranks_that_reduce_nothing(rank: Rank):
+    """Each rank records by itself, and any of them compares."""
+    for name in ("reduced", "own"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Net())
+        made = torch.Generator().manual_seed(rank.index)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with record(model, optimizer, out=rank.tmp_path / name, steps=[0]):
+            with model.no_sync() if name == "own" else contextlib.nullcontext():
+                model(torch.randn(4, 4, generator=made)).square().mean().backward()
+            optimizer.step()
+    rank.exchange(None)
+    found = compare(read(rank.tmp_path / "reduced"), read(rank.tmp_path / "own"))
+    assert [one.rank for one in found.divergent] == [0, 1]
+    assert found.divergent[1].lines == ["it is this rank's own gradient (c = 1.0000) [S2]"], found.divergent
+    assert not compare(read(rank.tmp_path / "own"), read(rank.tmp_path / "own")).divergent
