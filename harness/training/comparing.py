@@ -541,10 +541,6 @@ class _Pair:
         """Return what a tensor that diverges is, in lines."""
         if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
             return self._explain_weights()
-        if seen.stage is Stage.TOTAL_NORM:
-            local = math.sqrt(self.run.evidence.squares(rank, "after_backward", local=True))
-            is_local = abs(seen.fingerprint.sketch[0] - local) <= 1e-4 * local
-            return [f"it is the norm of what rank {rank} alone holds [S6]"] if is_local else []
         if seen.stage not in _FIELDS:
             return []
         field, name = _FIELDS[seen.stage], _name(seen)

@@ -282,7 +282,13 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
             return
         self._first.remove()
         self._first = None
-        self._attach([module])
+        try:
+            self._attach([module])
+        except NotWatchable:
+            raise
+        except Exception as error:
+            self._on_error(error)
+            return
         # Hooks that are added while those of a forward run do not run in it.
         self._watch.begin_forward(module, args)
 
@@ -304,7 +310,10 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
                         "the offset of the stage"
                     )
                 shapes[name] = tuple(parameter.shape)
-        groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
+        try:
+            groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
+        except NotWatchable as error:
+            raise NotWatchable(f"record: mesh: it has no dimension of data, such as {', '.join(DATA[:4])}") from error
         self._folder = self._out / f"rank{rank:05}"
         if self._folder.exists():
             raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")
