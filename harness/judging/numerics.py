@@ -31,6 +31,9 @@ SLACK_ULPS = 8.0
 #: their own running magnitude, that is noise by noise.
 ADAM_NOISE_ULPS = 64.0
 
+#: Elements of which errors are computed at a time.
+_PART = 1 << 18
+
 
 def ulp(magnitude: float, dtype: torch.dtype) -> float:
     """The spacing of ``dtype`` at ``magnitude``: eps x 2^floor(log2(magnitude)).
@@ -86,9 +89,8 @@ def distance(sharded: torch.Tensor, baseline: torch.Tensor, oracle: torch.Tensor
     unit = ulp(magnitude, sharded.dtype)
     if sharded.numel() == 0:
         return Distance(0.0, 0.0, -1, unit)
-    error = _error(sharded, oracle)
-    worst = int(error.argmax())
-    sharded_ulps, baseline_ulps = float(error.flatten()[worst]) / unit, float(_error(baseline, oracle).max()) / unit
+    sharded_error, worst = _largest_error(sharded, oracle)
+    sharded_ulps, baseline_ulps = sharded_error / unit, _largest_error(baseline, oracle)[0] / unit
     return Distance(sharded_ulps, baseline_ulps, worst, unit, is_scalar=oracle.ndim == 0)
 
 
@@ -98,13 +100,30 @@ def not_finite(runs: Mapping[str, torch.Tensor]) -> str | None:
     Args:
         runs: the tensor by the name of a run, such as "the baseline"; any shapes.
     """
+    if all(_is_finite(tensor) for tensor in runs.values()):
+        return None
     kinds: dict[str, list[str]] = {"NaN": [], "infinite": [], "finite": []}
     for name, tensor in runs.items():
-        is_whole = bool(tensor.isfinite().all())
-        kinds["finite" if is_whole else "NaN" if bool(tensor.isnan().any()) else "infinite"].append(name)
-    if len(kinds["finite"]) == len(runs):
-        return None
+        kinds["finite" if _is_finite(tensor) else "NaN" if bool(tensor.isnan().any()) else "infinite"].append(name)
     return "is " + ", ".join(f"{kind} in {' and '.join(names)}" for kind, names in kinds.items() if names)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # The least and the greatest are NaN if one element is, and take no memory for all.
+    return tensor.numel() == 0 or all(math.isfinite(one) for one in torch.aminmax(tensor))
+
+
+def _largest_error(value: torch.Tensor, oracle: torch.Tensor) -> tuple[float, int]:
+    """Return the largest error of an element, and the first flat index that has it."""
+    largest, index = -1.0, 0
+    # In parts that stay in a cache: what a large tensor makes in float64 is memory that the system would have to give.
+    parts = zip(value.reshape(-1).split(_PART), oracle.reshape(-1).split(_PART), strict=True)
+    for number, (mine, exact) in enumerate(parts):
+        error = _error(mine, exact)
+        at = int(error.argmax())
+        if (found := float(error[at])) > largest:
+            largest, index = found, number * _PART + at
+    return largest, index
 
 
 def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:

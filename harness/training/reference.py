@@ -168,6 +168,8 @@ class Worker:
             narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
             tokens=[[_labels(one) for one in mine] for mine in microbatches], earlier=self._earlier,
         )  # fmt: skip
+        # The ranks wait, and what is compared here is no training: how many threads do it changes nothing.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
         made = judging.judge()
         self._earlier = [judging.sums(), *self._earlier[:1]]
         if not made.found and number == request.steps - 1 and self._oracle is not None:
@@ -177,6 +179,7 @@ class Worker:
             measured = dict(made.measured)
             made.shown = judging.shown()
             made.measured = measured  # as without capture
+        torch.set_num_threads(1)
         made.compared += initial.compared
         made.notes |= initial.notes
         return made
