@@ -63,29 +63,40 @@ def check(
         trainee.know(exchange(trainee.flat), rank)
         save(file_of(folder, rank, -1), trainee.state())
         answers: list[Answer] = []
-        for step in range(request.steps):
-            microbatches = _together(exchange, lambda: trainee.data(step, request.data_rank(rank)))  # noqa: B023
-            generator = torch.get_rng_state()
-            seen = trainee.step(microbatches)
-            digests = [digest_of(one) for one in microbatches]
-            more = {"data": digests, "forwards": seen.forwards, "norm_types": seen.norm_types}
-            save(file_of(folder, rank, step, "events"), seen.events, **more)
-            save(file_of(folder, rank, step), seen.state)
-            draws = not torch.equal(generator, torch.get_rng_state())
-            if any(exchange(draws)):  # all files are there
-                raise Divergence("check: the model or step() draws random numbers, other ones in the reference",
-                                 Location(stage=Stage.SHARDING))  # fmt: skip
-            (answer,) = [one for one in exchange(reference.judge(step) if reference is not None else None) if one]
-            if rank == 0 and not request.keep:
-                _remove(folder, request.size, step)
-            if "refused" in answer:
-                raise Divergence(answer["refused"], Location(stage=Stage.SHARDING, step=step))
-            if "failed" in answer:
-                raise RuntimeError(f"the reference failed:\n{answer['failed']}")
-            answers.append(answer)
-            note(_checked(request, answers))
-            if answer["found"]:
-                raise Divergence(_text(request, step, answer), location_of(answer["found"][0], step))
+        for step in range(request.steps + 1):
+            # A step is judged while the next one trains.
+            if step < request.steps:
+                _train(request, trainee, step, rank=rank, folder=folder, exchange=exchange)
+            if step > 0:
+                told = exchange(reference.answer(step - 1) if reference is not None else None)
+                (answer,) = [one for one in told if one]
+                if rank == 0 and not request.keep:
+                    _remove(folder, request.size, step - 1)
+                if "refused" in answer:
+                    raise Divergence(answer["refused"], Location(stage=Stage.SHARDING, step=step - 1))
+                if "failed" in answer:
+                    raise RuntimeError(f"the reference failed:\n{answer['failed']}")
+                answers.append(answer)
+                note(_checked(request, answers))
+                if answer["found"]:
+                    raise Divergence(_text(request, step - 1, answer), location_of(answer["found"][0], step - 1))
+            if reference is not None and step < request.steps:
+                reference.ask(step)
+
+
+def _train(
+    request: Request, trainee: Trainee, step: int, *, rank: int, folder: str, exchange: Exchange
+) -> None:  # fmt: skip
+    """Train a step, and write what this rank has seen of it; when this returns, all ranks have."""
+    microbatches = _together(exchange, lambda: trainee.data(step, request.data_rank(rank)))
+    generator = torch.get_rng_state()
+    seen = trainee.step(microbatches)
+    more = {"data": list(map(digest_of, microbatches)), "forwards": seen.forwards, "norm_types": seen.norm_types}
+    save(file_of(folder, rank, step, "events"), seen.events, **more)
+    save(file_of(folder, rank, step), seen.state)
+    if any(exchange(not torch.equal(generator, torch.get_rng_state()))):
+        raise Divergence("check: the model or step() draws random numbers, other ones in the reference",
+                         Location(stage=Stage.SHARDING))  # fmt: skip
 
 
 def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
@@ -105,12 +116,16 @@ def _shapes(trainee: Trainee) -> dict[str, tuple[int, ...]]:
     return {name: () if name in trainee.flat else tuple(parameter.shape) for name, parameter in named}
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
 def _random(model: nn.Module) -> str:
     """Return the name of a module that draws random numbers, or of one with statistics of a batch; else nothing."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
+        if isinstance(module, _DROPOUT) and module.p > 0 and module.training:
             return f"draws random numbers in forward (dropout in {name!r}): eval(), or p=0"
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+        if isinstance(module, _BATCH_NORM) and module.training:
             return f"has statistics of a batch in {name!r}, which depend on how data are divided: eval()"
     return ""
 

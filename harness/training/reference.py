@@ -46,12 +46,15 @@ class Reference:
         os.close(theirs)
         self._answers = os.fdopen(answers)
 
-    def judge(self, step: int) -> Answer:
-        """Let it train a step, of which all ranks have written their files, and return what it says."""
+    def ask(self, step: int) -> None:
+        """Let it train and judge a step, of which all ranks have written their files."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{step}\n")
             self._process.stdin.flush()
+
+    def answer(self, step: int) -> Answer:
+        """Return what it says of the step."""
         line = self._answers.readline()
         if not line:
             code = self._process.wait()
