@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from shardproof.commands.check import check as command
 from shardproof.harness.training import checking, judge
-from shardproof.harness.training.reference import Worker, file_of
+from shardproof.harness.training.reference import Worker, check_memory, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
 from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
@@ -41,6 +41,17 @@ class Net(nn.Module):
 
 def model():
     return Net()
+
+
+class Routed(Net):
+    def forward(self, tokens):
+        hidden = torch.tanh(self.hidden(self.embed(tokens)))
+        chosen = hidden.topk(2)[1]
+        return self.head(torch.zeros_like(hidden).scatter(-1, chosen, hidden.gather(-1, chosen)))
+
+
+def routed():
+    return Routed()
 
 
 def alone(model, mesh):
@@ -240,6 +251,20 @@ def test_what_the_baseline_cannot_compute_judges_nothing_unless_it_is_most(world
     assert "on one rank, what parallelize() makes is 1e+06 ulps off the model itself" in said["found"][0]["text"]
 
 
+@pytest.mark.parametrize("ulps, stages", [(0.0, {"ROUTING"}), (float("inf"), set())])
+def test_other_choices_judge_nothing_after_them_unless_they_are_wrong(world, tmp_path, monkeypatch, ulps, stages):
+    def spoil(rank, one):
+        for key, (_, chosen) in one.events.items():
+            if key[0].value == "routing" and rank == 1:
+                chosen[0, 3, 0] = next(i for i in range(8) if i not in chosen[0, 3])
+
+    monkeypatch.setattr(judge, "ROUTING_ULPS", ulps)
+    said = answer(tmp_path, seen=spoil, model=f"{HERE}:routed", step=f"{HERE}:unreduced")
+    assert {one["stage"] for one in said["found"]} == stages
+    notes = [text for text in said["notes"] if text.startswith("routing: 1 of 16 choices differ, by a margin of ")]
+    assert len(notes) == (not stages)
+
+
 REFUSED = {
     "two_only": "check: step() used 2 of the 4 microbatches of the reference: it must train on all that it is given",
     "needs_method": "check: step() raised in the reference (1 rank, 4 microbatches): AttributeError: 'Net' object has "
@@ -324,6 +349,31 @@ def test_the_oracle_stays_in_float64_and_takes_what_wrappers_have():
         out = net.module(torch.ones(1, 2, dtype=torch.int64)).float().to(torch.bfloat16).sum(dtype=torch.float32)
     assert out.dtype == torch.float64 and len(list(net.modules())) == 4
     assert net.clip_grad_norm_(1.0) == 0
+
+
+def test_a_reference_that_does_not_fit_is_refused():
+    request = Request(model="m", mesh=(("dp", 2),))
+    check_memory(request, 10**9, 64 << 30)
+    with pytest.raises(NotCheckable) as raised:
+        check_memory(request, 10**9, 31 << 30)
+    assert str(raised.value) == (
+        "check: the reference needs 44.7 GiB (1 B parameters, float64), 31 GiB are free: "
+        "--oracle float32 (29.8), --oracle none (14.9), fewer layers"
+    )
+
+
+def test_the_optimizer_of_the_reference_takes_the_gradients_of_the_run(world):
+    functions = {"data": f"{HERE}:data", "step": f"{HERE}:unreduced", "optimizer": f"{HERE}:halves"}
+    request = Request(
+        model=f"{HERE}:model", parallelize=f"{HERE}:alone", mesh=(("dp", 2),), data_dims=("dp",), **functions
+    )
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    trainee = Trainee(request, functions_of(request), "oracle", mesh, torch.device("cpu"))
+    before = {name: parameter.detach().clone() for name, parameter in trainee.model.named_parameters()}
+    trainee.given = {name: torch.ones(value.shape) for name, value in before.items()}
+    trainee.step(trainee.cast(trainee.data(0, 0)))
+    assert all(torch.equal(after, before[name] - 0.5) for name, after in trainee.model.named_parameters())
+    trainee.close()
 
 
 # From Python.
