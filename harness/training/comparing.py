@@ -18,19 +18,31 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
-from shardproof.harness.tensors.fingerprints import Box
-from shardproof.harness.training.evidence import EPS, Evidence, Start
+from shardproof.harness.training.alignment import (
+    FIELDS,
+    OF_DATA,
+    OF_MODULES,
+    Key,
+    Part,
+    Step,
+    components_of,
+    key_of,
+    name_of_seen,
+    norm_of,
+    values_of,
+)  # fmt: skip
+from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.recording import BadRecording, OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
+from shardproof.harness.watching.records import Gradient
 
 #: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
 SLACK = 32.0
@@ -43,172 +55,7 @@ _GROWTH = 16.0
 #: optimizer like Adam makes updates.
 _NOISE = (64.0, 0.05)
 
-#: Where a record has what was assembled from several ranks, by stage.
-_FIELDS = {
-    Stage.INITIAL: "initial", Stage.GRADIENT: "after_backward", Stage.CLIPPED_GRADIENT: "at_step",
-    Stage.PARAMETER: "after", Stage.OPTIMIZER_STATE: "state",
-}  # fmt: skip
-_OF_DATA = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
-_OF_MODULES = (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
 _BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)
-
-Part = tuple[int, int]
-"""A microbatch: a rank and the number of its forward."""
-
-Key = tuple[Stage, str, str, int]
-"""A tensor, in whatever microbatches and on whatever ranks: stage, name, key of state, number."""
-
-
-@dataclasses.dataclass
-class _Record(StepRecord):
-    initial: dict[str, Gradient] = dataclasses.field(default_factory=dict)
-    after: dict[str, Gradient] = dataclasses.field(default_factory=dict)
-    state: dict[str, Gradient] = dataclasses.field(default_factory=dict)
-
-
-class _Step:
-    """One step of a recording."""
-
-    def __init__(self, recorded: Recorded, step: int) -> None:
-        self.recorded = recorded
-        # What the step begins with comes first: parameters are read when the optimizer steps.
-        self.seen = [sorted(one.events[step], key=lambda e: e.stage is not Stage.INITIAL) for one in recorded.ranks]
-        self.rows = {
-            (rank, one.microbatch): one.rows for rank, seen in enumerate(self.seen) for one in seen if one.rows
-        }
-        starts = [Start(one.groups, {}, (), recorded.head.model, {}, {}) for one in recorded.ranks]
-        self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
-        self.evidence = Evidence(self.records, starts, {})
-        self.readers = {rank: ranks[0] for ranks in self.evidence.readers for rank in ranks}
-        self.by_key: dict[Key, dict[Part, Seen]] = {}
-        for rank, seen in enumerate(self.seen):
-            for one in seen:
-                if one.stage in _OF_DATA:
-                    self.by_key.setdefault(_key(one), {})[rank, one.microbatch] = one
-
-    @functools.cached_property
-    def eps(self) -> float:
-        """The spacing at 1 of the narrowest dtype."""
-        dtypes = {
-            one.dtype for seen in self.seen for one in seen if one.stage not in (Stage.INPUT, Stage.OPTIMIZER_STATE)
-        }
-        dtypes |= {name for one in self.recorded.ranks for name in one.autocast}
-        return max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
-
-    @property
-    def parts(self) -> list[Part]:
-        """All microbatches."""
-        counts = [max(one.backwards, one.forwards) for one in self.evidence.records]
-        return [(rank, m) for rank, count in enumerate(counts) for m in range(count)]
-
-    def vector(self, rank: int, field: str, name: str) -> torch.Tensor | None:
-        """Return a full tensor as a rank has it; None if it has none, or parts of it are nowhere."""
-        return self.evidence.assembled(name, rank, field)
-
-    def shape(self, field: str, name: str) -> tuple[int, ...]:
-        """Return the full shape of a tensor."""
-        found = (getattr(one, field).get(name) for one in self.evidence.records)
-        return next((one.box.shape for one in found if one is not None), ())
-
-    @functools.cached_property
-    def first(self) -> dict[tuple[str, str], torch.Tensor | None]:
-        """By field and name, each tensor as the first rank that has it."""
-        found: dict[tuple[str, str], torch.Tensor | None] = {}
-        for rank, record in enumerate(self.evidence.records):
-            for field in _FIELDS.values():
-                for name in getattr(record, field):
-                    if found.get((field, name)) is None:
-                        found[field, name] = self.vector(rank, field, name)
-        return found
-
-    def floor(self, field: str, name: str) -> float:
-        """Return the length of the sketch of a tensor of this size, if it had the elements of the model's average."""
-        kind = (field, name.partition(":")[2])
-        return self._averages.get(kind, 0.0) * math.sqrt(math.prod(self.shape(field, name)))
-
-    @functools.cached_property
-    def _averages(self) -> dict[tuple[str, str], float]:
-        sums: dict[tuple[str, str], list[float]] = {}
-        for (field, name), vector in self.first.items():
-            if vector is not None and bool(vector.isfinite().all()):
-                own = sums.setdefault((field, name.partition(":")[2]), [0.0, 0.0])
-                own[0] += float(vector.square().sum())
-                own[1] += math.prod(self.shape(field, name))
-        return {kind: math.sqrt(squares / numel) for kind, (squares, numel) in sums.items() if numel}
-
-    def own(self, name: str, parts: Iterable[Part]) -> torch.Tensor | None:
-        """Return the sum of a parameter's own gradients over microbatches; None if there are none."""
-        own = self.evidence.own(name)
-        found = [own[rank][m] for rank, m in parts if rank in own and m < len(own[rank])]
-        return torch.stack(found).sum(0) if found else None
-
-    def data(self, key: Key, parts: Iterable[Part]) -> torch.Tensor | None:
-        """Return the sum of losses or outputs over microbatches, of ranks that read the same one; None if one lacks."""
-        found = []
-        for rank, m in parts:
-            if self.readers[rank] == rank:
-                one = self.by_key.get(key, {}).get((rank, m))
-                if one is None:
-                    return None
-                found.append(torch.tensor(one.fingerprint.sketch, dtype=torch.float64))
-        return torch.stack(found).sum(0) if found else None
-
-
-def _name(seen: Seen) -> str:
-    return f"{seen.parameter}:{seen.key}" if seen.key else seen.parameter
-
-
-def _key(seen: Seen) -> Key:
-    # A module that is called twice in a microbatch has two outputs.
-    number = seen.call * 1000 + seen.index if seen.stage not in (Stage.OWN_GRADIENT, Stage.LOSS) else seen.index
-    return seen.stage, seen.parameter or seen.module, seen.key, number
-
-
-def _record(rank: int, step: int, seen: Sequence[Seen]) -> _Record:
-    made = _Record(rank, step)
-    inputs: dict[int, list[tuple[int, ...]]] = {}
-    for one in seen:
-        if one.stage is Stage.INPUT:
-            inputs.setdefault(one.microbatch, []).append(one.fingerprint.bits)
-            continue
-        if one.layout is None:
-            continue
-        gradient = Gradient(one.box, one.layout.pending, one.fingerprint, one.dtype)
-        if one.stage is Stage.OWN_GRADIENT:
-            made.own.setdefault(one.parameter, []).append((one.microbatch, gradient))
-            made.backwards = max(made.backwards, one.microbatch + 1)
-        elif one.stage in _FIELDS:
-            getattr(made, _FIELDS[one.stage])[_name(one)] = gradient
-            made.parameters.setdefault(_name(one), Parameter(one.box, one.layout.mesh, True, one.dtype))
-    made.batches = [hash(tuple(own)) for own in inputs.values()]
-    made.forwards = len(inputs)
-    return made
-
-
-def _components(ref: _Step, run: _Step) -> list[tuple[list[Part], list[Part]]]:
-    """Return the sets of microbatches of both that no row connects to others; one set where rows are not known."""
-    sides = (ref, run)
-    parts = [side.parts for side in sides]
-    if any(part not in side.rows for side, own in zip(sides, parts, strict=True) for part in own):
-        return [(parts[0], parts[1])]
-    root: dict[object, object] = {}
-
-    def find(one: object) -> object:
-        while root.setdefault(one, one) != one:
-            root[one] = root[root[one]]
-            one = root[one]
-        return one
-
-    for number, side in enumerate(sides):
-        for part in parts[number]:
-            for row in side.rows[part]:
-                root[find((number, part))] = find(row)
-    found: dict[object, tuple[list[Part], list[Part]]] = {}
-    for number in (0, 1):
-        for part in parts[number]:
-            found.setdefault(find((number, part)), ([], []))[number].append(part)
-    return list(found.values())
-
 
 # Judging a step -----------------------------------------------------------------------------
 
@@ -268,16 +115,16 @@ _WORDS = {
 def _what(stage: Stage, name: str) -> str:
     owner, _, key = name.partition(":")
     text = key or _WORDS.get(stage, stage.value)
-    return f"{text} of {owner!r}" if owner else f"{text} of the model" if stage in _OF_MODULES else text
+    return f"{text} of {owner!r}" if owner else f"{text} of the model" if stage in OF_MODULES else text
 
 
 class _Pair:
     """One step of the reference and of the run."""
 
-    def __init__(self, ref: _Step, run: _Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence[_Pair]):
+    def __init__(self, ref: Step, run: Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence[_Pair]):
         self.ref, self.run, self.earlier, self._noise = ref, run, [*earlier], noise
         self.step = run.evidence.step
-        self.components = _components(ref, run)
+        self.components = components_of(ref, run)
         self._of_run = {part: own for own in self.components for part in own[1]}
         self.eps = max(ref.eps, run.eps)
         self.is_adjacent = bool(earlier) and earlier[-1].step == self.step - 1
@@ -355,7 +202,7 @@ class _Pair:
             found.append(factor if residual <= 8 * self.allowed and factor else None)
         return found
 
-    def _stacked(self, step: _Step, parts: Sequence[Part]) -> torch.Tensor | None:
+    def _stacked(self, step: Step, parts: Sequence[Part]) -> torch.Tensor | None:
         """Return the own gradients of all parameters in one vector."""
         found = [step.own(name, parts) for name in self._own_names]
         if not found or any(one is None for one in found):
@@ -372,7 +219,7 @@ class _Pair:
             if name in of_ref and self._own_shape(self.ref, name) == self._own_shape(self.run, name)
         ]
 
-    def _own_shape(self, step: _Step, name: str) -> tuple[int, ...]:
+    def _own_shape(self, step: Step, name: str) -> tuple[int, ...]:
         return next(one.own[name][0][1].box.shape for one in step.evidence.records if name in one.own)
 
     def judge(self, rank: int) -> list[Judged]:
@@ -389,9 +236,9 @@ class _Pair:
             return None
         if seen.stage is Stage.TOTAL_NORM:
             return self._judge_norm(rank, seen)
-        if seen.stage in _OF_DATA:
+        if seen.stage in OF_DATA:
             return self._judge_data(rank, seen)
-        field, name = _FIELDS[seen.stage], _name(seen)
+        field, name = FIELDS[seen.stage], name_of_seen(seen)
         distance = self.reduced(rank, field, name)
         if distance is None:
             return self._skip(seen, field, name)
@@ -407,9 +254,9 @@ class _Pair:
         return Judged(seen, distance, allowed)
 
     def _allow(self, seen: Seen) -> float:
-        name, allowed = _name(seen), self.allowed
+        name, allowed = name_of_seen(seen), self.allowed
         if self._noise is not None:
-            return NOISE_FACTOR * self._noise.get((self.step, _key(seen)), 0.0) + self.slack()
+            return NOISE_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
         if seen.stage is Stage.INITIAL:
             allowed = self._allowed_at_start(name)
         elif seen.stage is Stage.OPTIMIZER_STATE:
@@ -432,7 +279,7 @@ class _Pair:
         return self._distances[key]
 
     def _judge_norm(self, rank: int, seen: Seen) -> Judged | None:
-        mine, other = _norm(self.run, rank, seen), _norm(self.ref, self._peer(rank), seen)
+        mine, other = norm_of(self.run, rank, seen), norm_of(self.ref, self._peer(rank), seen)
         if mine is None or other is None:
             return None
         distance = abs(mine - other) / abs(other) if other else math.inf if mine else 0.0
@@ -442,9 +289,9 @@ class _Pair:
         component = self._of_run.get((rank, seen.microbatch))
         if component is None:
             return self._skip(seen, "data", seen.parameter or seen.module)
-        known = (_key(seen), id(component))
+        known = (key_of(seen), id(component))
         if known not in self._sums:
-            self._sums[known] = self._distance_of_sums(_key(seen), *component)
+            self._sums[known] = self._distance_of_sums(key_of(seen), *component)
         distance = self._sums[known]
         if distance is None:
             return self._skip(seen, "data", seen.parameter or seen.module)
@@ -489,7 +336,7 @@ class _Pair:
 
     def _skip(self, seen: Seen, field: str, name: str) -> Judged | None:
         reason = "the reference has none, or of another shape"
-        if field in _FIELDS.values() and (field, name) in self.ref.first and self.ref.first[field, name] is not None:
+        if field in FIELDS.values() and (field, name) in self.ref.first and self.ref.first[field, name] is not None:
             whole = math.prod(self.run.shape(field, name))
             held = sum(box.numel for box in {one.box for one in self._held(field, name)})
             if seen.layout is None:
@@ -520,7 +367,7 @@ class _Pair:
             norms = [one for one in flat if one.seen.stage is Stage.TOTAL_NORM]
             # A norm by which gradients are clipped takes a factor out of them, and shows it.
             is_clipped = any(one.is_too_far for one in norms)
-            stages = () if is_clipped else (*_OF_DATA, Stage.GRADIENT)
+            stages = () if is_clipped else (*OF_DATA, Stage.GRADIENT)
             meant = [one for one in flat if one.is_too_far and one.seen.stage in stages]
             if meant:
                 names = sorted({one.seen.parameter or one.seen.module or one.seen.stage.value for one in meant})
@@ -529,21 +376,39 @@ class _Pair:
                 one.allowed = math.inf
         return notes
 
+    def cause(self, rank: int, far: Sequence[Judged]) -> Judged:
+        """Return the first that is too far; of gradients at the step, what is not only scaled, as by a wrong norm."""
+        for one in far if far[0].seen.stage is Stage.CLIPPED_GRADIENT else ():
+            name = one.seen.parameter
+            sides = (self.run.records[rank].at_step.get(name), self.ref.records[self._peer(rank)].at_step.get(name))
+            if one.seen.stage is not Stage.CLIPPED_GRADIENT or any(part is None for part in sides):
+                continue
+            mine, other = (part for part in sides if part is not None)
+            if mine.box == other.box and fit(vector_of(mine), vector_of(other))[1] > 4 * self.allowed:
+                return one
+        return far[0]
+
     def _peer(self, rank: int) -> int:
         return rank if len(self.ref.seen) == len(self.run.seen) else 0
 
-    def missing(self, rank: int) -> list[str]:
-        """Return the parameters whose gradients the reference has when the optimizer steps, and this rank has not."""
-        record, other = self.run.records[rank], self.ref.records[self._peer(rank)]
-        return [name for name in other.at_step if name in record.initial and name not in record.at_step]
+    def missing(self, rank: int) -> str:
+        """Say which parameters have a gradient in the reference when the optimizer steps, and on this rank none."""
+        mine, other = self.run.records[rank], self.ref.records[self._peer(rank)]
+        known = mine.own.keys() | mine.after_backward.keys() | mine.initial.keys()
+        names = [name for name in other.at_step if name in known and name not in mine.at_step]
+        if not names:
+            return ""
+        if not set(names) & mine.initial.keys():
+            return f"no optimizer steps {listed(names)} [S7]"
+        return f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
 
     def explain(self, rank: int, seen: Seen) -> list[str]:
         """Return what a tensor that diverges is, in lines."""
         if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
             return self._explain_weights()
-        if seen.stage not in _FIELDS:
+        if seen.stage not in FIELDS:
             return []
-        field, name = _FIELDS[seen.stage], _name(seen)
+        field, name = FIELDS[seen.stage], name_of_seen(seen)
         mine, other = self.run.vector(rank, field, name), self.expected(rank, field, name)
         assert mine is not None and other is not None
         if not bool(mine.isfinite().all()):
@@ -551,9 +416,14 @@ class _Pair:
         if field in ("after_backward", "at_step"):
             return self._explain_gradient(rank, field, name, mine, other)
         before = self.run.vector(rank, "initial", name)
-        if field == "after" and before is not None and torch.equal(before, mine):
-            return ["the optimizer has not moved it [S7]"]
-        return self._explain_factor(rank, field, name, mine, other) or self._explain_replicas(rank, field, name)
+        start = self.expected(rank, "initial", name)
+        if field == "after" and before is not None and start is not None:
+            if torch.equal(before, mine):
+                return ["the optimizer has not moved it [S7]"]
+            factor, rest = fit(mine - before, other - start)
+            if rest <= math.sqrt(self.allowed) < abs(factor - 1):
+                return [f"its update is {factor:.4g} x the reference's [S1]"]
+        return self._explain_factor(rank, field, name, mine, other) or self._explain_parts(rank, field, name)
 
     def _explain_gradient(self, rank: int, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
         evidence = self.run.evidence
@@ -564,7 +434,7 @@ class _Pair:
         known = diagnose(mine, own, rank=rank, groups=evidence.groups_of(rank), earlier=earlier,
                          tolerance=max(evidence.tolerance(name), self.allowed)) if own else None  # fmt: skip
         if known is None:
-            return self._explain_replicas(rank, field, name) or ["none of the mistakes that are known makes it"]
+            return self._explain_parts(rank, field, name) or ["none of the mistakes that are known makes it"]
         if known.signature == "S1":
             return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
@@ -635,22 +505,35 @@ class _Pair:
             found += [1 / float(one) for one in weights]
         return found
 
-    def _explain_replicas(self, rank: int, field: str, name: str) -> list[str]:
-        records = self.run.evidence.records
-        mine = getattr(records[rank], field)[name]
-        alike = {one.rank: getattr(one, field)[name] for one in records if name in getattr(one, field)}
-        alike = {one: other for one, other in alike.items() if other.box == mine.box and not other.pending}
-        if len(alike) < 2 or len({other.fingerprint.identity for other in alike.values()}) == 1:
-            return []
-        return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
+    def _explain_parts(self, rank: int, field: str, name: str) -> list[str]:
+        """Say what is told from the parts that ranks hold."""
+        parts = {one.rank: getattr(one, field)[name] for one in self.run.records if name in getattr(one, field)}
+        mine, factors = parts[rank], []
+        if len(self.ref.seen) == len(self.run.seen):
+            expected = {one.rank: getattr(one, field).get(name) for one in self.ref.records}
+            for other, part in expected.items():
+                if part is not None and other != rank and part.fingerprint.bits == mine.fingerprint.bits:
+                    return [f"rank {rank} holds what rank {other} should [S12]"]
+            for other, part in parts.items():
+                right = expected[other]
+                is_alike = right is not None and right.box == part.box
+                factors.append(fit(vector_of(part), vector_of(right)) if right is not None and is_alike else (0.0, 1.0))
+            known = [factor for factor, rest in factors if factor]
+            if all(rest <= 4 * self.allowed for _, rest in factors) and max(known) - min(known) > 4 * self.allowed:
+                listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
+                return [f"ranks scale what they hold by factors of their own: {listed_} x the reference's [S6]"]
+        alike = {one: other for one, other in parts.items() if other.box == mine.box and not other.pending}
+        if len({other.fingerprint.identity for other in alike.values()}) > 1:
+            return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
+        return []
 
     def scale(self, rank: int, seen: Seen) -> float:
         """By what the distance to a small tensor is more, if it is relative to the tensor itself."""
         if seen.stage is Stage.OWN_GRADIENT:
             parts = self._of_run[rank, seen.microbatch][0]
             other, floor = self.ref.own(seen.parameter, parts), self._own_floor(seen.parameter, parts)
-        elif seen.stage in _FIELDS:
-            key = (_FIELDS[seen.stage], _name(seen))
+        elif seen.stage in FIELDS:
+            key = (FIELDS[seen.stage], name_of_seen(seen))
             other, floor = self.expected(rank, *key), self.ref.floor(*key)
         else:
             return 1.0
@@ -659,7 +542,7 @@ class _Pair:
 
     def element(self, rank: int, seen: Seen) -> tuple[tuple[int, ...], float, float] | None:
         """Return the element that differs most, if both have the values, and what both have there."""
-        mine, other = (_values(side, own, seen) for side, own in ((self.run, rank), (self.ref, self._peer(rank))))
+        mine, other = (values_of(side, own, seen) for side, own in ((self.run, rank), (self.ref, self._peer(rank))))
         if mine is None or other is None or mine.shape != other.shape or not mine.numel():
             return None
         at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())
@@ -673,43 +556,6 @@ def _distance(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:
     size = max(float(other.norm()), floor)
     difference = float((mine - other).norm())
     return difference / size if size else math.inf if difference else 0.0
-
-
-def _norm(step: _Step, rank: int, seen: Seen) -> float | None:
-    """Return a total norm: of one that is still to be made over ranks, what it will be."""
-    found = [[one for one in own if one.stage is Stage.TOTAL_NORM and one.call == seen.call] for own in step.seen]
-    if not found[rank]:
-        return None
-    mine = found[rank][0]
-    pending = mine.layout.pending if mine.layout is not None else ()
-    values = [found[one][0].fingerprint.sketch[0] for one in pending or (rank,) if found[one]]
-    return math.sqrt(sum(value**2 for value in values)) if pending else values[0]
-
-
-def _values(step: _Step, rank: int, seen: Seen) -> torch.Tensor | None:
-    """Assemble a full tensor from the values that ranks have recorded, in float64; None if some are missing."""
-    full: torch.Tensor | None = None
-    taken: set[Box] = set()
-    for own in [rank, *(one for one in range(len(step.seen)) if one != rank)]:
-        for one in step.seen[own]:
-            if (one.stage, _name(one)) != (seen.stage, _name(seen)) or one.layout is None or one.box in taken:
-                continue
-            value = step.recorded.ranks[own].value(one)
-            if value is None or one.layout.pending:
-                return None
-            if full is None:
-                full = torch.zeros(one.box.shape, dtype=torch.float64)
-            taken.add(one.box)
-            if one.box.flat is not None:
-                full.view(-1)[slice(*one.box.flat)] = value.double().flatten()
-            elif one.box.dims is not None:
-                places = [torch.tensor([at for a, b in spans for at in range(a, b)]) for spans in one.box.dims]
-                full[torch.meshgrid(*places, indexing="ij")] = value.double().reshape([len(own) for own in places])
-            else:
-                full.copy_(value.double().reshape(one.box.shape))
-    if full is None or sum(box.numel for box in taken) != full.numel():
-        return None
-    return full
 
 
 # Comparing ----------------------------------------------------------------------------------
@@ -750,7 +596,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     steps = [step for step in ref.steps if step in run.steps]
     if not steps:
         raise BadRecording(f"{ref.path} has {_steps(ref.steps)} and {run.path} has {_steps(run.steps)}: none in common")
-    found = Comparison(ref, run, [])
+    found = Comparison(ref, run, [], notes=[*_untied(ref, run)])
     for side in (ref, run):
         found.notes += [_incomplete(side, one, steps) for one in side.ranks if not one.is_complete]
     pairs: list[_Pair] = []
@@ -760,7 +606,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     done: set[int] = set()
     skipped: dict[str, set[str]] = {}
     for step in steps:
-        pair = _Pair(_Step(ref, step), _Step(run, step), distances, pairs)
+        pair = _Pair(Step(ref, step), Step(run, step), distances, pairs)
         if text := _other_data(pair, ref, run):
             if not found.divergent:
                 raise BadRecording(text)
@@ -774,29 +620,41 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
         if distances is None:
             found.notes += pair.settle(judged)
         for rank, own in enumerate(judged):
-            missing = pair.missing(rank)
             for one in own:
-                key = (step, _key(one.seen))
+                key = (step, key_of(one.seen))
                 found.distances[key] = max(found.distances.get(key, 0.0), one.distance)
                 found.compared += 1
-                if rank in done:
-                    continue
-                name = _name(one.seen) or one.seen.module
-                if missing and one.seen.stage > Stage.CLIPPED_GRADIENT:
-                    done.add(rank)
-                    found.divergent.append(_of_missing(rank, step, missing, counts[rank], largest[rank], before[rank]))
-                elif one.is_too_far:
-                    done.add(rank)
-                    scale = pair.scale(rank, one.seen)
-                    found.divergent.append(Divergent(
-                        rank, step, one.seen.stage, name, one.seen.n, counts[rank], largest[rank],
-                        one.distance * scale, one.allowed * scale, before[rank],
-                        pair.explain(rank, one.seen), pair.element(rank, one.seen),
-                    ))  # fmt: skip
-                else:
-                    counts[rank] += 1
-                    largest[rank] = max(largest[rank], one.distance)
-                    before[rank] = (_what(one.seen.stage, name), one.distance)
+            if rank in done:
+                continue
+            missing = pair.missing(rank)
+            stops = [
+                n
+                for n, one in enumerate(own)
+                if one.is_too_far or (missing and one.seen.stage > Stage.CLIPPED_GRADIENT)
+            ]
+            for one in own[: stops[0] if stops else len(own)]:
+                counts[rank] += 1
+                largest[rank] = max(largest[rank], one.distance)
+                before[rank] = (_what(one.seen.stage, _name(one.seen)), one.distance)
+            lines = [missing] if missing else []
+            if stops and own[stops[0]].is_too_far:
+                one = pair.cause(rank, [one for one in own[stops[0] :] if one.is_too_far])
+                seen = one.seen
+                scale = pair.scale(rank, seen)
+                divergent = Divergent(
+                    rank, step, seen.stage, _name(seen), seen.n, counts[rank], largest[rank], one.distance * scale,
+                    one.allowed * scale, before[rank], [*pair.explain(rank, seen), *lines], pair.element(rank, seen),
+                )  # fmt: skip
+            elif missing:
+                name = missing.split("'")[1]
+                divergent = Divergent(
+                    rank, step, Stage.CLIPPED_GRADIENT, name, 0, counts[rank], largest[rank], math.inf, 0.0,
+                    before[rank], lines,
+                )  # fmt: skip
+            else:
+                continue
+            done.add(rank)
+            found.divergent.append(divergent)
         for reason, names in pair.skipped.items():
             skipped.setdefault(reason, set()).update(names)
         if len(done) == len(run.ranks):
@@ -811,11 +669,15 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     return found
 
 
-def _of_missing(
-    rank: int, step: int, names: list[str], count: int, largest: float, before: tuple[str, float] | None
-) -> Divergent:
-    text = f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
-    return Divergent(rank, step, Stage.CLIPPED_GRADIENT, names[0], 0, count, largest, math.inf, 0.0, before, [text])
+def _name(seen: Seen) -> str:
+    return name_of_seen(seen) or seen.module
+
+
+def _untied(ref: Recorded, run: Recorded) -> Iterator[str]:
+    for one, other in ((ref, run), (run, ref)):
+        for names in one.head.ties:
+            if set(names) <= other.head.parameters.keys() and set(names) not in map(set, other.head.ties):
+                yield f"{listed(list(names))} are one parameter in {one.path}, and {len(names)} in {other.path} [S8]"
 
 
 def _incomplete(side: Recorded, one: OfRank, steps: Sequence[int]) -> str:

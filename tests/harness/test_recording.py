@@ -63,6 +63,8 @@ def train(folder, *, microbatches=1, mistake="", steps=2, seed=0, **options):
                 model.head.weight.grad[1, 3] += 1e-3
             if late == "still":
                 optimizer.param_groups[0]["lr"] = 0
+            if late == "lr":
+                optimizer.param_groups[0]["lr"] *= 10
             optimizer.step()
             optimizer.zero_grad()
             if mistake == "between":
@@ -202,6 +204,7 @@ SAID = {
     "not finite": ("gradient at the optimizer's step of 'head.bias' in step 1", "it is not finite"),
     "still": ("parameter after step of 'inner.0.weight' in step 1", "the optimizer has not moved it [S7]"),
     "between": ("parameter before step of 'head.weight' in step 1", "exactly 1.0100 x the reference's (1 of 4) [S1]"),
+    "lr": ("parameter after step of 'inner.0.weight' in step 1", "its update is 10 x the reference's [S1]"),
     "one element": ("gradient at the optimizer's step of 'head.weight' in step 1", "element [1, 3]: run "),
 }  # fmt: skip
 
