@@ -33,11 +33,12 @@ SAID = {
 COMPARED = {
     "g03_sub_mesh": (4, "gradient of '0.norm.weight' in step 0", "is reduced over shard (ranks 0-1) only", "[S3]"),
     "g04_zero_grad": (4, "gradient of '0.norm.weight' in step 0", "it has the last of 4 microbatches only", "[S4]"),
-    "g06_local_norm": (4, "gradient at the optimizer's step of '0.norm.weight' in step 0", "factors of their own", "[S6]"),
+    "g06_local_norm": (4, "gradient at the optimizer's step of '0.norm.weight'", "factors of their own", "[S6]"),
     "g07_early_optimizer": (4, "gradient at the optimizer's step of ", "no optimizer steps '0.norm.weight'", "[S7]"),
     "g08_untied": (4, "parameter before step of 'embed.weight' in step 0", "'head.weight' are one parameter", "[S8]"),
     "g09_sequence_parallel_norm": (
-        4, "gradient at the optimizer's step of '1.norm.weight' in step 0", "is reduced over dp (ranks 0, 2) only", "[S3]",
+        4, "gradient at the optimizer's step of '1.norm.weight' in step 0",
+        "is reduced over dp (ranks 0, 2) only", "[S3]",
     ),
     "g10_detached_router": (
         4, "gradient before its reduction of ", "'1.gate.weight', '2.gate.weight' have no gradient", "[S10]",
