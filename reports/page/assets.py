@@ -16,7 +16,9 @@ from shardproof.jsonfiles import encode
 STYLES = ("colours", "layout", "matrix", "case", "plan", "print")
 """The files of style/, in the order of the cascade."""
 
-SCRIPTS = ("dom", "verdicts", "data", "address", "filters", "matrix", "plots", "collectives", "record", "case", "main")
+SCRIPTS = (
+    "dom", "verdicts", "data", "address", "filters", "matrix", "plots", "collectives", "own", "record", "case", "main",
+)  # fmt: skip
 """The files of script/: each uses what those before it define."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from shardproof.jsonfiles import encode
 from shardproof.reports.page.assets import packed_json
 from shardproof.reports.page.table import Table
-from shardproof.runfile import CaseRecord, Explanation, Run, Trace
+from shardproof.runfile import CaseRecord, Distance, Explanation, Own, Run, Trace
 
 #: Characters of JSON from which on a new chunk begins: some milliseconds of decoding.
 _CHUNK = 1 << 19
@@ -50,17 +50,8 @@ class _Writer:
             "peak_bytes": case.peak_bytes,
             "reproduce": case.reproduction,
             "losses": dict(case.losses),
-            "distances": [
-                [
-                    one.stage,
-                    one.step,
-                    one.name,
-                    _rounded(one.sharded_ulps),
-                    _rounded(one.baseline_ulps),
-                    _rounded(one.allowed_ulps),
-                ]
-                for one in case.distances
-            ],
+            "distances": [_distance(one) for one in case.distances],
+            "own": None if case.own is None else _own(case.own),
             "collectives": [[one.ranks, self._trace(one)] for one in case.collectives],
             "spent": dict(case.spent),
             "attempt": case.attempt if case.attempt > 1 else None,
@@ -78,6 +69,17 @@ def _explanation(explanation: Explanation) -> dict[str, Any]:
     first = {} if explanation.first is None else vars(explanation.first)
     place = {name: first[name] for name in _PLACE if first}
     found = vars(explanation) | {"text": "", "first": place} | {k: v for k, v in first.items() if k not in place}
+    return {name: value for name, value in found.items() if value not in (None, "", (), [], {})}
+
+
+def _distance(one: Distance) -> list[Any]:
+    ulps = (one.sharded_ulps, one.baseline_ulps, one.allowed_ulps)
+    return [one.stage, one.step, one.name, *map(_rounded, ulps)]
+
+
+def _own(own: Own) -> dict[str, Any]:
+    """What a check found of the user's own training, without empty fields."""
+    found = vars(own) | {"mesh": dict(own.mesh), "distances": [[*_distance(one), one.module] for one in own.distances]}
     return {name: value for name, value in found.items() if value not in (None, "", (), [], {})}
 
 

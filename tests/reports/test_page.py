@@ -98,6 +98,28 @@ def test_a_record_has_its_explanation_and_its_peak_memory():
     assert made.table["reasons"][1].startswith("first, gradient of head.weight")
 
 
+def test_a_record_has_what_a_check_found():
+    """Factor, signature and distances by module, with those of the tensor that diverges first."""
+    case = samples.whole_case()
+    (distance,) = case["distances"]
+    own = {
+        "model": "my:model", "mesh": {"dp": 2, "tp": 2}, "data": ["dp"], "factor": 0.5, "signature": "S1",
+        "lines": ["every gradient is exactly 0.5000 x the reference's"], "axes": ["clipping"], "compared": 48,
+        "distances": [distance | {"name": "", "module": "", "sharded_ulps": 1.5}, distance | {"module": "head0"}],
+        "notes": ["outputs that are sums still to be made (2)"],
+    }  # fmt: skip
+    (record,) = page(samples.run(case | {"own": own})).records.values()
+    assert {name: record["own"][name] for name in own if name != "distances"} == {
+        name: own[name] for name in own if name != "distances"
+    }
+    assert record["own"]["distances"] == [
+        ["gradient", 1, "", 1.5, 1, 12.0, ""],
+        ["gradient", 1, "head0.weight", 4e6, 1, 12.0, "head0"],
+    ]
+    (plain,) = page(samples.run(samples.whole_case())).records.values()
+    assert "own" not in plain
+
+
 def test_verdicts_are_digits_in_the_order_of_the_cases():
     verdicts = {"a": Verdict.PASS, "b": Verdict.CRASH, "d": Verdict.HARNESS_ERROR}
     cases = [samples.case(id=id_, verdict=verdict) for id_, verdict in verdicts.items()]
@@ -235,6 +257,10 @@ def full_of(text):
         "collectives": [{"ranks": [0], "trace": [text]}],
     }
     record["distances"] = [record["distances"][0] | {"stage": text, "name": text}]
+    record["own"] = {
+        "model": text, "mesh": {text: 1}, "data": [text], "signature": text, "lines": [text], "axes": [text],
+        "compared": 1, "distances": [record["distances"][0] | {"module": text}], "notes": [text],
+    }  # fmt: skip
     names = ("shardproof", "shardproof_commit", "python", "torch", "torch_git_version", "platform", "device", "nccl")
     environment = dict.fromkeys((*names, "started"), text) | {
         "command": [text],

@@ -52,7 +52,7 @@ function figure({ title, label, traces, layout, values, notes = [], width = 0 })
   place.style.minWidth = `${width}px`;
   const made = el(
     "figure",
-    {},
+    { tabindex: -1 }, // a link may lead to it
     el("figcaption", {}, title),
     width ? scrolling(title, place) : place,
     notes.map((note) => el("p", { class: "note" }, note)),

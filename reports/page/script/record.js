@@ -1,6 +1,6 @@
 // One record: a case on one implementation in one run.
 
-function failurePart(record, headed) {
+function failurePart(record, headed, byModule) {
   const failure = record.failure;
   if (!failure) return null;
   const element = failure.element && failure.element.length ? `[${failure.element.join(", ")}]` : null;
@@ -16,6 +16,7 @@ function failurePart(record, headed) {
     { class: "failure" },
     el("h4", {}, "Failure"),
     definitions(place),
+    byModule && divergenceOf(record.own.distances, failure) >= 0 ? divergenceLink(byModule) : null,
     scrolling(`text of the failure, ${headed}`, el("pre", {}, failure.text)),
   );
 }
@@ -111,16 +112,19 @@ function factsOf(record, column) {
 // The section of a record and its figures, which are drawn once the section is in the page. It always has the same
 // number of parts, some of them empty, so that those of several runs are beside each other.
 function recordSection(record, column, headed, against) {
+  const byModule = moduleFigure(record.own, record.failure, headed);
   const figures = [
     lossFigure(record.losses || {}, headed),
     distanceFigure(record.distances || [], headed),
+    byModule,
     collectivesFigure(record.collectives, headed),
   ];
   const some = figures.some(Boolean) || SKIPS.has(record.verdict);
   const last = against ? comparison(record.collectives, against.record.collectives, against.headed) : "";
   const parts = [
     el("h3", {}, headed, " ", badge(record.verdict)),
-    el("div", {}, failurePart(record, headed), explanationPart(record, headed), factsOf(record, column)),
+    el("div", {}, failurePart(record, headed, byModule), explanationPart(record, headed), factsOf(record, column)),
+    ownPart(record.own, headed),
     commandPart(record.reproduce, headed),
     ...figures,
     el("p", { class: "note" }, some ? last : "The run file has no losses, distances or collectives of this case."),
