@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
+from shardproof.harness.planning.subject import Built
 from shardproof.harness.tensors import private
+from shardproof.harness.training.request import Functions
 
 #: The harness's own axes that are turned off here, with what each is when it is off. Mesh dimensions and microbatches
 #: are of a request.
@@ -50,8 +53,8 @@ class Switches:
         used: the names of those that user code asked for, off or not.
     """
 
-    def __init__(self, off: frozenset[str] = frozenset()) -> None:
-        self.off, self.used = off, set[str]()
+    def __init__(self, off: Iterable[str] = ()) -> None:
+        self.off, self.used = frozenset(off), set[str]()
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Switches:
@@ -82,6 +85,16 @@ class Switches:
                 owner, _, own = name.rpartition(".")
                 setattr(model.get_submodule(owner), own, nn.Parameter(parameter.detach().clone()))
             names.setdefault(parameter, name)
+
+    def over(self, functions: Functions) -> Functions:
+        """Return the functions of a request, with a model whose ties are undone if they are off."""
+
+        def build(length: int) -> Built:
+            built = functions.subject.build(length)
+            self.untie(built.model)
+            return built
+
+        return dataclasses.replace(functions, subject=dataclasses.replace(functions.subject, build=build))
 
     def _functions(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
         def keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

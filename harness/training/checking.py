@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.reference import Answer, Reference, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Trainee, digest_of, save
@@ -52,11 +53,12 @@ def check(
         Divergence: on every rank, with the text of what diverges first, or of what cannot be checked.
     """
     with contextlib.ExitStack() as stack:
+        switches = stack.enter_context(Switches(request.off))
         reference = None
         if rank == 0:
             reference = Reference(request, folder, device=device, backend=backend, explains=explains)
             stack.callback(reference.close)
-        functions = functions_of(request)
+        functions = switches.over(functions_of(request))
         trainee = _together(exchange, lambda: Trainee(request, functions, "run", mesh, device, explains=explains))
         stack.callback(trainee.close)
         _refuse(exchange(_shapes(trainee)), exchange(_random(trainee.model)))
@@ -77,7 +79,7 @@ def check(
                 if "failed" in answer:
                     raise RuntimeError(f"the reference failed:\n{answer['failed']}")
                 answers.append(answer)
-                note(_checked(request, answers))
+                note(_checked(request, answers, switches))
                 if answer["found"]:
                     raise Divergence(_text(request, step - 1, answer), location_of(answer["found"][0], step - 1))
             if reference is not None and step < request.steps:
@@ -148,7 +150,7 @@ def _remove(folder: str, size: int, step: int) -> None:
         os.remove(file_of(folder, rank, step, "events"))
 
 
-def _checked(request: Request, answers: list[Answer]) -> Checked:
+def _checked(request: Request, answers: list[Answer], switches: Switches) -> Checked:
     """Put together what the steps showed."""
     last = answers[-1]
     distances, measured = [], []
@@ -165,6 +167,7 @@ def _checked(request: Request, answers: list[Answer]) -> Checked:
     own = {
         "model": request.model, "mesh": dict(request.mesh), "data": list(request.data_dims), "factor": last["factor"],
         "loss_factor": last["loss_factor"], "signature": last["signature"], "lines": last["lines"],
+        "axes": sorted(switches.used),
         "compared": sum(answer["compared"] for answer in answers), "distances": distances,
         "notes": [f"{text} ({count})" if count > 1 else text for text, count in notes.items()],
     }  # fmt: skip

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardproof.harness.adapters.registry import line_of_error
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 from shardproof.harness.training import judge
+from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
 from shardproof.harness.verdicts.finding import Stage
@@ -82,7 +83,7 @@ def main(told: dict[str, Any]) -> None:
         setattr(torch.Tensor, name, lambda tensor, **options: tensor)
     worker, wrong = None, Answer()
     with _caught(wrong):  # while the ranks train the first step
-        worker = Worker(request, told)
+        worker = Worker(request, told, Switches(request.off).__enter__())  # until the process ends
     for line in sys.stdin:
         answer = wrong
         if worker is not None:
@@ -105,7 +106,7 @@ def _caught(answer: Answer) -> Iterator[None]:
 class Worker:
     """The baseline and the oracle of a request, in a world of one rank."""
 
-    def __init__(self, request: Request, told: dict[str, Any]) -> None:
+    def __init__(self, request: Request, told: dict[str, Any], switches: Switches | None = None) -> None:
         self._request, self._folder, self._explains = request, told["folder"], told["explains"]
         device = torch.device(told["device"])
         if device.type != "cpu":
@@ -114,7 +115,7 @@ class Worker:
             dist.init_process_group(told["backend"], store=dist.HashStore(), rank=0, world_size=1)
         names = tuple(name for name, _ in request.mesh)
         self._device, self._mesh = device, init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
-        functions = functions_of(request)
+        functions = functions_of(request) if switches is None else switches.over(functions_of(request))
         with self._users("parallelize()", 0):
             self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
         self._expected = self._baseline.state()

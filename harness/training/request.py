@@ -54,6 +54,7 @@ class Request:
         param_dtype: of gathered parameters and activations; empty for that of the parameters.
         max_norm: to which the default step clips; 0 for no clipping.
         axes: keyword arguments of ``parallelize``.
+        off: what of the training is turned off, by its names in :data:`axes.OWN`.
         keep: a folder in which all that was compared stays; empty for none.
     """
 
@@ -78,6 +79,7 @@ class Request:
     oracle: str = "float64"
     max_norm: float = 1.0
     axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    off: tuple[str, ...] = ()
     seed: int = 0
     keep: str = ""
 
@@ -121,7 +123,7 @@ class Request:
         """Read a request from JSON."""
         fields = json.loads(text)
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])
-        return cls(**fields | {"data_dims": tuple(fields["data_dims"])})
+        return cls(**fields | {name: tuple(fields[name]) for name in ("data_dims", "off")})
 
 
 def asked() -> Request | None:

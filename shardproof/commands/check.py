@@ -69,7 +69,17 @@ def check(arguments: Sequence[str]) -> int:
         # Ranks of torchrun besides the first have none.
         print(said.getvalue() if code else "", end="", file=sys.stderr)
         return code
-    return _say(request, record)
+    code = _say(request, record)
+    if options.bisect and code == 1:
+        from shardproof.harness.training import trials
+
+        given = dict(one.split("=", 1) for one in options.off_as)
+        try:
+            print(trials.search(request, record, device=options.device, given=given))
+        except NotCheckable as error:
+            print(f"shardproof {error}", file=sys.stderr)
+            return BAD_INPUT
+    return code
 
 
 def _run(request: Request, options: argparse.Namespace, report: str) -> int:
@@ -140,7 +150,7 @@ def _request(options: argparse.Namespace) -> Request:
         plain=options.plain, data_dims=data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
         steps=options.steps, microbatches=options.microbatches, batch=options.batch, sequence=options.sequence,
         dtype=options.dtype, param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, oracle=options.oracle,
-        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), seed=options.seed,
+        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), off=options.off, seed=options.seed,
         keep=os.path.abspath(options.keep) if options.keep else "",
     )  # fmt: skip
 
@@ -150,6 +160,21 @@ def _axis(text: str) -> tuple[str, Any]:
     with contextlib.suppress(ValueError):
         return name, json.loads(value)
     return name, {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _off(text: str) -> tuple[str, ...]:
+    from shardproof.harness.training.axes import OWN
+
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in OWN]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; known are {', '.join(sorted(OWN))}")
+    return names
+
+
+def _pair(text: str) -> str:
+    if not text.partition("=")[0].isidentifier() or "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return text
 
 
 def _positive(text: str) -> int:
@@ -184,6 +209,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--plain", default="", metavar="NAME", help="your function that gives the unsharded model the methods of its "
         "wrapper")  # fmt: skip
     add("--axis", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument of --parallelize")
+    add("--off", type=_off, default=(), metavar="NAMES", help="turn these off: clipping, compile, foreach, "
+        "mixed-precision, offload, prefetch, recomputation, reshard-after-forward, ties")  # fmt: skip
+    add("--bisect", action="store_true", help="find what a failure takes, by checks with each axis off: of these, mesh "
+        "dimensions, dtypes, microbatches, and arguments of --parallelize")  # fmt: skip
+    add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: an argument of "
+        "--parallelize has this value when it is off")  # fmt: skip
     add("--data-dims", default="", metavar="DIMS", help="mesh dimensions over which ranks read other data (default: "
         "those with names such as dp)")  # fmt: skip
     add("--steps", type=_positive, default=3, metavar="N", help="steps to train (default: 3)")

@@ -93,7 +93,7 @@ USES = [
 @pytest.mark.parametrize("axis, uses", USES, ids=[use.__name__ for _, use in USES])
 def test_an_axis(axis, uses, monkeypatch):
     def run(*off):
-        with Switches(frozenset(off)) as switches:
+        with Switches(off) as switches:
             monkeypatch.setitem(globals(), "built", lambda model: switches.untie(model) or model)
             return bool(uses()), axis in switches.used
 
