@@ -198,7 +198,7 @@ def of_keywords(function: Callable[..., Any] | None, given: Mapping[str, str]) -
             off[name] = False if one.default is True else value
     for name, text in given.items():
         if name not in known:
-            raise ValueError(f"--axis {name}={text}: parallelize has no keyword-only argument of this name; "
+            raise ValueError(f"--off-as {name}={text}: parallelize has no keyword-only argument of this name; "
                 f"it has {', '.join(known) or 'none'}")  # fmt: skip
         try:
             off[name] = ast.literal_eval(text)

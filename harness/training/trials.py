@@ -15,7 +15,7 @@ from typing import Any
 
 from shardproof.harness.training import axes, bisect
 from shardproof.harness.training.bisect import Axis, Outcome, Plan
-from shardproof.harness.training.request import NotCheckable, Request, functions_of
+from shardproof.harness.training.request import ARGUMENTS, NotCheckable, Request, function_of
 from shardproof.harness.verdicts.texts import gist
 from shardproof.runfile import CaseRecord, RunFileError, load_run
 
@@ -95,10 +95,12 @@ def changes_of(request: Request, own: Sequence[str], given: Mapping[str, str]) -
     if request.microbatches > 1 and not request.data:
         found[Axis("microbatches", "1")] = changing(microbatches=1)
     found |= {Axis(name, axes.OWN[name]): without(name) for name in own if name not in request.off}
+    named = request.parallelize
+    function = function_of("parallelize", named, ARGUMENTS["parallelize"]) if named else None
     try:
-        keywords = axes.of_keywords(functions_of(request).parallelize, given)
+        keywords = axes.of_keywords(function, given)
     except ValueError as error:
-        raise NotCheckable(f"check: {error}".replace("check: check: ", "check: ")) from None
+        raise NotCheckable(f"check: {error}") from None
     for name, value in keywords.items():
         if request.axes.get(name, not value) != value:
             found[Axis(name, repr(value))] = passing(name, value)

@@ -126,6 +126,6 @@ def test_keywords_that_are_on():
     assert of_keywords(parallelize, {"style": "ddp", "tp": "1"})["style"] == "ddp"
     assert of_keywords(parallelize, {"style": "ddp", "tp": "1"})["tp"] == 1
     assert of_keywords(None, {}) == {}
-    line = r"^--axis stile=ddp: parallelize has no keyword-only argument of this name; it has compiled, tp, offload, "
+    line = r"^--off-as stile=ddp: parallelize has no keyword-only argument of this name; it has compiled, tp, offload, "
     with pytest.raises(ValueError, match=line):
         of_keywords(parallelize, {"stile": "ddp"})

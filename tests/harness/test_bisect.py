@@ -1,8 +1,19 @@
 """The search for the settings that it takes to fail, over trials that are no trainings."""
 
+import dataclasses
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
 import pytest
 
+from shardproof.commands import check
+from shardproof.harness.training import trials
 from shardproof.harness.training.bisect import Axis, Outcome, bisect
+from shardproof.harness.training.request import NotCheckable, Request
+from shardproof.runfile import CaseRecord, Failure, Own, Verdict
 
 FAILS, PASSES = Outcome("fail", "gradient", "S1", "off by 9 ulps"), Outcome("pass")
 
@@ -83,3 +94,86 @@ def test_report():
         "  smallest plan that fails has tp and precision on   (6 trials, 71 s)",
         "  command: shardproof check --off compile,offload",
     ]
+
+
+# The axes of a check, and the commands that repeat it
+
+ASKED = Request(
+    model="my.py:model", mesh=(("dp", 2), ("tp", 1)), data_dims=("dp",), parallelize="tests.harness.test_bisect:shard",
+    param_dtype="bfloat16", axes={"level": 2}, off=("clipping",), steps=9, step="my:step",
+)  # fmt: skip
+
+
+def shard(model, mesh, *, compiled=True, level: int = 1, style="fsdp", param_dtype=None):
+    """Has axes."""
+
+
+def test_axes_of_a_request():
+    changes = trials.changes_of(ASKED, ["clipping", "foreach"], {"style": "ddp"})
+    assert [str(axis) for axis in changes] == [
+        "dp -> 1", "param_dtype -> float32", "microbatches -> 1", "foreach -> one parameter at a time",
+        "compiled -> False", "level -> 0", "style -> 'ddp'",
+    ]  # fmt: skip
+    changed = ASKED
+    for change in changes.values():
+        changed = change(changed)
+    assert changed == dataclasses.replace(
+        ASKED, mesh=(("dp", 1), ("tp", 1)), param_dtype="float32", microbatches=1, off=("clipping", "foreach"),
+        axes={"level": 0, "compiled": False, "style": "ddp"},
+    )  # fmt: skip
+    with pytest.raises(NotCheckable, match=r"^check: --off-as stile=1: parallelize has no keyword-only argument of "):
+        trials.changes_of(ASKED, [], {"stile": "1"})
+
+
+def test_a_command_asks_for_what_was_asked():
+    """Read by the command's own parser, but for what the command line does not say."""
+    words = trials.words_of(ASKED)
+    assert "--seed" not in words and words[-2:] == ["--off", "clipping"]
+    assert check._request(check._parser().parse_args(words)) == ASKED
+
+
+def record(verdict, **changes):
+    failure = Failure(stage="gradient", step=1, text="off by 9 ulps\nmore", rank=0) if verdict == "fail" else None
+    own = Own(model="m", mesh={}, data=(), compared=1, signature="S1", axes=("foreach",))
+    return CaseRecord(
+        id="own", implementation="own", requirement="", world=2, device="cpu", parameters={}, seconds=30.0,
+        verdict=Verdict(verdict), failure=failure, own=own,
+    )  # fmt: skip
+
+
+def test_a_search_repeats_the_steps_that_it_takes(monkeypatch, capsys):
+    tried = []
+
+    def run(words):
+        tried.append(words)
+        asked = check._request(check._parser().parse_args(words))
+        return trials.outcome_of(record("fail" if asked.size == 2 else "pass"))
+
+    monkeypatch.setattr(trials, "run", run)
+    asked = dataclasses.replace(ASKED, axes={"compiled": False, "level": 0})
+    text = trials.search(asked, record("fail"), device="cpu", given={})
+    assert text.splitlines()[0] == (
+        "bisect: 4 axes are on; fails without param_dtype, microbatches, foreach; cured by each alone: dp -> 1"
+    )
+    command = text.splitlines()[-1].removeprefix("  command: python -m shardproof check ")
+    repeated = check._request(check._parser().parse_args(shlex.split(command)))
+    assert repeated == dataclasses.replace(
+        asked, steps=2, param_dtype="float32", microbatches=1, off=("clipping", "foreach")
+    )
+    assert len(tried) == 5 and all(words[-4:] == ["--device", "cpu", "--deadline", "150"] for words in tried)
+    assert capsys.readouterr().err.splitlines()[0] == "bisect: trial 2 without dp: pass"
+
+
+@pytest.mark.nightly
+def test_a_problem_of_bfloat16_under_tensor_parallelism(capfd):
+    """Of ten axes two matter."""
+    path = f"{pathlib.Path(__file__).parents[2]}/examples/incidents/bf16_norm.py"
+    words = [word for name in ("model", "parallelize", "step") for word in (f"--{name}", f"{path}:{name}")]
+    assert subprocess.run(
+        [sys.executable, "-m", "shardproof", "check", *words, "--mesh", "dp=2,tp=2", "--device", "cpu", "--bisect"],
+        cwd=path.partition("/examples/")[0],
+    ).returncode == 1  # fmt: skip
+    said = capfd.readouterr().out
+    assert "; cured by each alone: tp -> 1; mixed-precision -> float32\n" in said, said
+    (count,) = re.findall(r"has tp and mixed-precision on   \((\d+) trials, ", said)
+    assert int(count) <= 20
