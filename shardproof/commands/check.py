@@ -54,6 +54,8 @@ def check(arguments: Sequence[str]) -> int:
         request = _request(options)
         functions_of(request)
         _fits(request, options.device)
+        if options.bisect and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise NotCheckable("check: --bisect starts checks of its own: start it without torchrun")
     except NotCheckable as error:
         print(f"shardproof {error}", file=sys.stderr)
         return BAD_INPUT

@@ -132,6 +132,21 @@ def test_a_command_asks_for_what_was_asked():
     assert check._request(check._parser().parse_args(words)) == ASKED
 
 
+def test_options_that_are_refused(monkeypatch, capsys):
+    words = ["--model", "gpt:0.1b", "--mesh", "2"]
+    for given, line in {
+        ("--off", "clip"): "argument --off: 'clip' is unknown; known are clipping, compile, foreach, mixed-precision, ",
+        ("--off-as", "style"): "argument --off-as: 'style' is not NAME=VALUE",
+    }.items():
+        with pytest.raises(SystemExit):
+            check.check([*words, *given])
+        assert line in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert check.check([*words, "--bisect"]) == 2
+    line = "shardproof check: --bisect starts checks of its own: start it without torchrun\n"
+    assert capsys.readouterr().err == line
+
+
 def record(verdict, **changes):
     failure = Failure(stage="gradient", step=1, text="off by 9 ulps\nmore", rank=0) if verdict == "fail" else None
     own = Own(model="m", mesh={}, data=(), compared=1, signature="S1", axes=("foreach",))
