@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,13 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     heads: int = getattr(model, "key_heads", getattr(config, "num_key_value_heads", size))
     if heads % size:
         raise ModelError(f"{kind} has {heads} heads of keys, which {size} tensor-parallel ranks do not divide")
+    for name, module in model.named_modules():
+        style = next((style for pattern, style in plan.items() if fnmatch.fnmatch(name, pattern)), "")
+        features = {"colwise": "out_features", "rowwise": "in_features"}.get(style, "")
+        if (count := getattr(module, features, size)) % size:
+            raise ModelError(
+                f"{kind} has {count} features in {name!r}, which {size} tensor-parallel ranks do not divide"
+            )
     tied = _tied(model)
     parallelize_module(model, mesh, {name: _STYLES[style]() for name, style in plan.items()})
     for module in model.modules():

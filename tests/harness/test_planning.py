@@ -338,3 +338,6 @@ def test_models_without_a_plan():
             ModelError, match=r"^Llama has 2 heads of keys, which 4 tensor-parallel ranks do not divide"
         ):
             tensor_parallel.split(planned_models.llama(), fake.mesh())
+        line = r"^Gpt has 37 features in 'layers.0.up', which 4 tensor-parallel ranks do not divide$"
+        with pytest.raises(ModelError, match=line):
+            tensor_parallel.split(planned_models.odd(), fake.mesh())
