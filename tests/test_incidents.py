@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -55,6 +56,10 @@ COMPARED = {
 
 #: What a check must say, by script: the function with the mistake, which "healthy" replaces, and the others.
 CHECKED = {
+    "bf16_norm": (
+        "parallelize", ("step",),
+        ("output of 'microbatch 0' in the first step", "8 tensors of this stage diverge, on every rank"),
+    ),
     "g01_divided_twice": (
         "step", ("parallelize", "data"),
         ("gradient of 'tokens.weight' in the first step", "every gradient is exactly 0.2500 x the reference's (9 of 9",
@@ -70,6 +75,7 @@ CHECKED = {
         ("parameter before step of '0.weight' in the first step", "rank 0 holds what rank 3 should", "[S12]"),
     ),
 }  # fmt: skip
+MESHES = {"bf16_norm": ("--mesh", "dp=2,tp=2")}
 LOOPS = {
     "ddp": ["--accumulate", "2"],
     "fsdp2": ["--accumulate", "2", "--clip", "torch"],
@@ -131,12 +137,23 @@ def _checked(script: str, functions: dict[str, str], *options: str) -> tuple[int
 def test_a_check_names_the_mistake_and_agrees_without_it(name: str) -> None:
     wrong, others, said = CHECKED[name]
     functions = {one: one for one in ("model", wrong, *others)}
-    code, text = _checked(name, functions)
+    mesh = MESHES.get(name, ())
+    code, text = _checked(name, functions, *mesh)
     assert code == 1, text
     missing = [words for words in said if words not in text]
     assert not missing, f"{missing} is not in:\n{text}"
-    code, text = _checked(name, functions | {wrong: "healthy"})
+    code, text = _checked(name, functions | {wrong: "healthy"}, *mesh)
     assert code == 0 and text.startswith("pass  "), text
+
+
+@pytest.mark.nightly
+def test_a_problem_of_bfloat16_under_tensor_parallelism_is_bisected() -> None:
+    """Of eleven axes two matter."""
+    functions = {one: one for one in ("model", "parallelize", "step")}
+    code, text = _checked("bf16_norm", functions, *MESHES["bf16_norm"], "--bisect")
+    assert code == 1 and "; cured by each alone: tp -> 1; mixed-precision -> float32\n" in text, text
+    (count,) = re.findall(r"has tp and mixed-precision on   \((\d+) trials, ", text)
+    assert int(count) <= 20, text
 
 
 def test_each_script_has_what_is_said_of_it() -> None:

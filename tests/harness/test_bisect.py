@@ -1,11 +1,7 @@
 """The search for the settings that it takes to fail, over trials that are no trainings."""
 
 import dataclasses
-import pathlib
-import re
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -177,18 +173,3 @@ def test_a_search_repeats_the_steps_that_it_takes(monkeypatch, capsys):
     )
     assert len(tried) == 5 and all(words[-4:] == ["--device", "cpu", "--deadline", "150"] for words in tried)
     assert capsys.readouterr().err.splitlines()[0] == "bisect: trial 2 without dp: pass"
-
-
-@pytest.mark.nightly
-def test_a_problem_of_bfloat16_under_tensor_parallelism(capfd):
-    """Of ten axes two matter."""
-    path = f"{pathlib.Path(__file__).parents[2]}/examples/incidents/bf16_norm.py"
-    words = [word for name in ("model", "parallelize", "step") for word in (f"--{name}", f"{path}:{name}")]
-    assert subprocess.run(
-        [sys.executable, "-m", "shardproof", "check", *words, "--mesh", "dp=2,tp=2", "--device", "cpu", "--bisect"],
-        cwd=path.partition("/examples/")[0],
-    ).returncode == 1  # fmt: skip
-    said = capfd.readouterr().out
-    assert "; cured by each alone: tp -> 1; mixed-precision -> float32\n" in said, said
-    (count,) = re.findall(r"has tp and mixed-precision on   \((\d+) trials, ", said)
-    assert int(count) <= 20
