@@ -1,12 +1,13 @@
-"""The trials of ``shardproof check --bisect``: each is a check in a process of its own, with some of the axes off."""
+"""The trials of ``shardproof check --bisect``: each is a check, by words of the command, with some of the axes off."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,16 +22,22 @@ from shardproof.runfile import CaseRecord, RunFileError, load_run
 
 Change = Callable[[Request], Request]
 
+Check = Callable[[Sequence[str]], object]
+"""Takes the words of ``shardproof check``."""
+
 #: A trial has this many times the seconds of the first one, and at least so many: one with fewer ranks may hang.
 _TIMES, _LEAST_SECONDS = 5, 60
 
 
-def search(request: Request, first: CaseRecord, *, device: str, given: Mapping[str, str]) -> str:
+def search(
+    request: Request, first: CaseRecord, *, device: str, given: Mapping[str, str], check: Check
+) -> str:  # fmt: skip
     """Return what a search finds of a check that failed, and the command that repeats the smallest plan.
 
     Args:
         first: the record of the check.
         given: arguments of ``parallelize`` that are axes, with their values when off.
+        check: runs a check in this process, whose forkserver the first one has started.
 
     Raises:
         NotCheckable: ``given`` names no argument; one line.
@@ -55,7 +62,7 @@ def search(request: Request, first: CaseRecord, *, device: str, given: Mapping[s
         number += 1
         if len(plan) == len(changes):
             return outcome_of(first)
-        outcome = run([*words_of(of(plan)), *words])
+        outcome = run([*words_of(of(plan)), *words], check)
         off = ", ".join(one.name for one in changes if one not in plan)
         print(f"bisect: trial {number} without {off}: {outcome.verdict}", file=sys.stderr, flush=True)
         return outcome
@@ -124,19 +131,17 @@ def words_of(request: Request) -> list[str]:
     return words
 
 
-def run(words: Sequence[str]) -> Outcome:
-    """Run a check in a process of its own, and return how it ended."""
-
+def run(words: Sequence[str], check: Check) -> Outcome:
+    """Run a check, and return how it ended."""
+    said = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="shardproof-bisect-") as folder:
         report = os.path.join(folder, "run.json")
-        command = [sys.executable, "-m", "shardproof", "check", *words, "--report", report]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            check([*words, "--report", report])
         try:
             (record,) = load_run(report).cases
         except (RunFileError, ValueError):
-            said = done.stderr.strip().splitlines() or ["there is no record"]
-            return Outcome("refused", text=said[-1])
+            return Outcome("refused", text=(said.getvalue().strip().splitlines() or ["there is no record"])[-1])
     return outcome_of(record)
 
 

@@ -77,7 +77,7 @@ def check(arguments: Sequence[str]) -> int:
 
         given = dict(one.split("=", 1) for one in options.off_as)
         try:
-            print(trials.search(request, record, device=options.device, given=given))
+            print(trials.search(request, record, device=options.device, given=given, check=check))
         except NotCheckable as error:
             print(f"shardproof {error}", file=sys.stderr)
             return BAD_INPUT
@@ -88,8 +88,10 @@ def _run(request: Request, options: argparse.Namespace, report: str) -> int:
     """Run pytest on the packaged case."""
     import pytest
 
-    plugins = filter(None, [os.environ.get("PYTEST_PLUGINS"), "shardproof.plugin"])
-    os.environ["PYTEST_PLUGINS"] = ",".join(plugins)
+    plugins = dict.fromkeys([*os.environ.get("PYTEST_PLUGINS", "").split(","), "shardproof.plugin"])
+    os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, plugins))
+    # It has read the request of an earlier check of this process.
+    sys.modules.pop("shardproof.own.test_check", None)
     given = [f"--rootdir={_PACKAGE}", "-c", str(_PACKAGE / "suites.ini"), f"--confcutdir={_PACKAGE / 'own'}",
              "--import-mode=importlib", "-p", "no:cacheprovider", "-q", str(_PACKAGE / "own" / "test_check.py"),
              "--impl", request.implementation, "--device", options.device, "--report", report,

@@ -155,14 +155,14 @@ def record(verdict, **changes):
 def test_a_search_repeats_the_steps_that_it_takes(monkeypatch, capsys):
     tried = []
 
-    def run(words):
+    def run(words, check_):
         tried.append(words)
         asked = check._request(check._parser().parse_args(words))
         return trials.outcome_of(record("fail" if asked.size == 2 else "pass"))
 
     monkeypatch.setattr(trials, "run", run)
     asked = dataclasses.replace(ASKED, axes={"compiled": False, "level": 0})
-    text = trials.search(asked, record("fail"), device="cpu", given={})
+    text = trials.search(asked, record("fail"), device="cpu", given={}, check=check.check)
     assert text.splitlines()[0] == (
         "bisect: 4 axes are on; fails without param_dtype, microbatches, foreach; cured by each alone: dp -> 1"
     )
