@@ -73,16 +73,15 @@ class Bisected:
         if self.first.passes:
             return f"bisect: it passes with all axes on ({self.trials} trial): there is nothing to search"
         needless = [one.name for one in self.axes if one not in self.smallest]
-        said = [f"bisect: {len(self.axes)} axes are on"]
+        lines = [f"bisect: {len(self.axes)} axes are on"]
         if needless:
-            said.append(f"fails without {', '.join(needless)}")
+            lines.append(f"  fails without {', '.join(needless)}")
         if self.cures:
             by = "each alone" if len(self.cures[0]) == 1 else "each pair"
             cures = "; ".join(" with ".join(map(str, cure)) for cure in self.cures)
-            said.append(f"cured by {by}: {cures}")
+            lines.append(f"  cured by {by}: {cures}")
         else:
-            said.append("no axis cures it")
-        lines = ["; ".join(said)]
+            lines.append("  no axis cures it")
         left = " and ".join(one.name for one in self.smallest) or "no axis"
         ending = "" if self.is_complete else ", which did not suffice"
         lines.append(f"  smallest plan that fails has {left} on   ({self.trials} trials{ending}, {seconds:.0f} s)")

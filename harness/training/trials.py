@@ -68,7 +68,8 @@ def search(
         return outcome
 
     found = bisect.bisect(list(changes), trial)
-    command = ["python", "-m", "shardproof", "check", *words_of(of(frozenset(found.smallest))), "--device", device]
+    command = ["python", "-m", "shardproof", "check", *words_of(of(frozenset(found.smallest)))]
+    command += [] if device == "auto" else ["--device", device]
     return found.render(shlex.join(command), time.monotonic() - began)
 
 
