@@ -203,7 +203,7 @@ class Own:
     loss_factor: Number | None = says("the losses over those of the reference", default=None)
     signature: str = says("the number of the mistake that it looks like, such as S1; empty for none", default="")
     lines: Sequence[str] = says("what the first stage that diverges shows as a whole", default=())
-    axes: Sequence[str] = says("what of the training can be turned off by --off", default=())
+    axes: Sequence[str] = says("with --bisect, what of the training --off can turn off", default=())
     compared: Count = says("the number of tensors that were compared")
     distances: Sequence[ModuleDistance] = says("the worst distances by module, stage and step", default=())
     notes: Sequence[str] = says("what was not judged, and why", default=())

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from shardproof.harness.planning.subject import Built
@@ -46,26 +45,29 @@ _CLIP = "torch.nn.utils.clip_grad._clip_grads_with_norm_"
 class Switches:
     """Turns axes off while it is entered, and notes which axes the training uses.
 
-    It is entered before the model is built and left when the training has ended, in each process.
+    It is entered before the model is built and left when the training has ended, in each process. What is neither off
+    nor to be noted is untouched.
 
     Attributes:
         off: the names of axes that are off.
-        used: the names of those that user code asked for, off or not.
+        used: the names of those that user code asked for, off or not, as far as they are noted.
     """
 
-    def __init__(self, off: Iterable[str] = ()) -> None:
+    def __init__(self, off: Iterable[str] = (), *, notes: bool = False) -> None:
         self.off, self.used = frozenset(off), set[str]()
+        self._touched = frozenset(OWN) if notes else self.off
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> Switches:
         if "compile" in self.off:
             self._exits.enter_context(torch.compiler.set_stance("force_eager"))
-        replaced = {one: made for one, made in self._functions() if one is not None}
+        replaced = {one: made for axes, one, made in self._functions() if self._touched.intersection(axes)}
         _replace(replaced)
         self._exits.callback(_replace, {made: one for one, made in replaced.items()})
-        for owner, name, made in self._methods():
-            self._exits.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, made)
+        for axis, owner, name, made in self._methods():
+            if axis in self._touched:
+                self._exits.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, made)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,9 +96,13 @@ class Switches:
             self.untie(built.model)
             return built
 
+        if "ties" not in self._touched:
+            return functions
         return dataclasses.replace(functions, subject=dataclasses.replace(functions.subject, build=build))
 
-    def _functions(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    def _functions(self) -> Iterator[tuple[tuple[str, ...], Any, Callable[..., Any]]]:
+        """Yield functions with the axes that they are of, and what takes their place."""
+
         def keeping(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if not self.is_off("recomputation"):
                 return recompute(function, *args, **kwargs)
@@ -110,10 +116,9 @@ class Switches:
             return None if self.is_off("clipping") else clip(*args, **kwargs)
 
         def sharding(*args: Any, **kwargs: Any) -> Any:
-            policy = kwargs.get("mp_policy")
-            if self.is_off("mixed-precision", is_used=any(vars(policy or fsdp.MixedPrecisionPolicy()).get(name)
-                           for name in ("param_dtype", "reduce_dtype", "output_dtype"))):  # fmt: skip
-                kwargs["mp_policy"] = fsdp.MixedPrecisionPolicy()
+            policy = vars(kwargs.get("mp_policy") or fsdp.MixedPrecisionPolicy())
+            if self.is_off("mixed-precision", is_used=any(isinstance(one, torch.dtype) for one in policy.values())):
+                del kwargs["mp_policy"]
             if self.is_off("offload", is_used=isinstance(kwargs.get("offload_policy"), fsdp.CPUOffloadPolicy)):
                 del kwargs["offload_policy"]
             if self.is_off("reshard-after-forward", is_used=kwargs.get("reshard_after_forward") is not False):
@@ -123,11 +128,15 @@ class Switches:
         recompute, compile_, shard = checkpoint.checkpoint, torch.compile, fsdp.fully_shard
         # It takes the last one out of its ``kwargs``.
         settings = {*inspect.signature(recompute).parameters, "preserve_rng_state"} - {"function", "args", "kwargs"}
-        clip = private.find(_CLIP)
-        for function, made in ((recompute, keeping), (compile_, compiling), (clip, clipping), (shard, sharding)):
-            yield function, functools.wraps(function)(made)
+        yield ("recomputation",), recompute, functools.wraps(recompute)(keeping)
+        yield ("compile",), compile_, functools.wraps(compile_)(compiling)
+        yield ("mixed-precision", "offload", "reshard-after-forward"), shard, functools.wraps(shard)(sharding)
+        if (clip := private.find(_CLIP)) is not None:
+            yield ("clipping",), clip, functools.wraps(clip)(clipping)
 
-    def _methods(self) -> Iterator[tuple[type, str, Callable[..., Any]]]:
+    def _methods(self) -> Iterator[tuple[str, type, str, Callable[..., Any]]]:
+        """Yield methods with their axis, their class and their name, and what takes their place."""
+
         def autocast(one: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
             kwargs |= dict(zip(("dtype", "enabled", "cache_enabled"), args, strict=False))
             if self.is_off("mixed-precision", is_used=kwargs.get("enabled", True)):
@@ -135,37 +144,22 @@ class Switches:
             start(one, device_type, **kwargs)
 
         def optimizer(one: Any, params: Any, defaults: dict[str, Any]) -> None:
-            # None is torch's own choice, which takes lists of tensors on accelerators alone.
-            if "foreach" in defaults and self.is_off("foreach", is_used=True):
+            # None is torch's own choice: lists of tensors, on accelerators alone.
+            if self.is_off("foreach", is_used="foreach" in defaults):
                 defaults |= {name: False for name in ("foreach", "fused") if name in defaults}
             make(one, params, defaults)
 
-        def flat(one: Any, *args: Any, **kwargs: Any) -> None:
-            for axis, name in (("mixed-precision", "mixed_precision"), ("offload", "cpu_offload")):
-                if self.is_off(axis, is_used=kwargs.get(name) is not None):
-                    del kwargs[name]
-            wrap(one, *args, **kwargs)
+        def prefetching(method: Callable[..., Any]) -> Callable[..., Any]:
+            def prefetch(one: Any, modules: Any) -> Any:
+                return method(one, [] if self.is_off("prefetch", is_used=bool(modules)) else modules)
 
-        def replicas(one: Any, *args: Any, **kwargs: Any) -> None:
-            if self.is_off("mixed-precision", is_used=kwargs.get("mixed_precision") is not None):
-                del kwargs["mixed_precision"]
-            replicate(one, *args, **kwargs)
+            return functools.wraps(method)(prefetch)
 
         start, make = torch.autocast.__init__, torch.optim.Optimizer.__init__
-        wrap, replicate = fsdp.FullyShardedDataParallel.__init__, DistributedDataParallel.__init__
-        yield torch.autocast, "__init__", functools.wraps(start)(autocast)
-        yield torch.optim.Optimizer, "__init__", functools.wraps(make)(optimizer)
-        yield fsdp.FullyShardedDataParallel, "__init__", functools.wraps(wrap)(flat)
-        yield DistributedDataParallel, "__init__", functools.wraps(replicate)(replicas)
+        yield "mixed-precision", torch.autocast, "__init__", functools.wraps(start)(autocast)
+        yield "foreach", torch.optim.Optimizer, "__init__", functools.wraps(make)(optimizer)
         for name in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
-            yield fsdp.FSDPModule, name, self._prefetching(getattr(fsdp.FSDPModule, name))
-
-    def _prefetching(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def prefetch(one: Any, modules: Any) -> Any:
-            return method(one, [] if self.is_off("prefetch", is_used=bool(modules)) else modules)
-
-        return prefetch
+            yield "prefetch", fsdp.FSDPModule, name, prefetching(getattr(fsdp.FSDPModule, name))
 
 
 def _replace(functions: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

@@ -94,29 +94,6 @@ class _Spent(Exception):
     """The trials are used up."""
 
 
-class _Search:
-    def __init__(self, trial: Trial, most: int) -> None:
-        self._trial, self._most = trial, most
-        self._outcomes: dict[Plan, Outcome] = {}
-
-    def of(self, plan: Plan) -> Outcome:
-        if plan not in self._outcomes:
-            if len(self._outcomes) >= self._most:
-                raise _Spent
-            self._outcomes[plan] = self._trial(plan)
-        return self._outcomes[plan]
-
-    @property
-    def trials(self) -> int:
-        return len(self._outcomes)
-
-    def others(self, axes: Plan, first: Outcome) -> Iterator[str]:
-        for plan, outcome in self._outcomes.items():
-            if not outcome.passes and outcome != first:
-                off = ", ".join(sorted(one.name for one in axes - plan))
-                yield f"without {off}: {outcome.verdict}{outcome.text and ': '}{outcome.text}"
-
-
 def bisect(axes: Sequence[Axis], trial: Trial, *, most: int = MOST) -> Bisected:
     """Turn axes off until as few are on as still make the training fail alike.
 
@@ -129,32 +106,40 @@ def bisect(axes: Sequence[Axis], trial: Trial, *, most: int = MOST) -> Bisected:
         trial: runs the training with these axes on; it is called once for a plan, with all axes first.
         most: how many times it may be called.
     """
-    search, full = _Search(trial, most), frozenset(axes)
-    first = search.of(full)
+    outcomes, full = dict[Plan, Outcome](), frozenset(axes)
+
+    def of(plan: Plan) -> Outcome:
+        if plan not in outcomes:
+            if len(outcomes) >= most:
+                raise _Spent
+            outcomes[plan] = trial(plan)
+        return outcomes[plan]
+
+    first = of(full)
     plan, cures, is_complete = list(axes), list[tuple[Axis, ...]](), first.passes
     try:
         if not first.passes:
             # What neither passes nor fails alike without an axis needs the axis, and is not cured by turning it off.
-            alike = []
             for one in axes:
-                outcome = search.of(full - {one})
-                if outcome.passes:
-                    cures.append((one,))
-                elif outcome == first:
-                    alike.append(one)
-            needed = frozenset(axes) - frozenset(alike)
-            for kept in _shrinking(alike, lambda kept: search.of(needed | frozenset(kept)) == first):
+                cures += [(one,)] if of(full - {one}).passes else []
+            alike = [one for one in axes if of(full - {one}) == first]
+            needed = full - frozenset(alike)
+            for kept in _shrinking(alike, lambda kept: of(needed | frozenset(kept)) == first):
                 plan = [one for one in axes if one in needed or one in kept]
             if not cures:
                 rest = [one for one in axes if one not in plan]
                 for pair in itertools.product(plan, rest):
-                    if search.of(full - frozenset(pair)).passes:
-                        cures.append(pair)
+                    cures += [pair] if of(full - frozenset(pair)).passes else []
             is_complete = True
     except _Spent:
         pass
-    others = tuple(dict.fromkeys(search.others(full, first)))
-    return Bisected(first, tuple(axes), tuple(plan), tuple(cures), others, search.trials, is_complete)
+    others = [
+        f"without {', '.join(sorted(one.name for one in full - some))}: {outcome.verdict}{outcome.text and ': '}"
+        f"{outcome.text}"
+        for some, outcome in outcomes.items()
+        if not outcome.passes and outcome != first
+    ]
+    return Bisected(first, tuple(axes), tuple(plan), tuple(cures), tuple(others), len(outcomes), is_complete)
 
 
 def _shrinking(rest: list[Axis], fails: Callable[[Sequence[Axis]], bool]) -> Iterator[Sequence[Axis]]:

@@ -53,7 +53,7 @@ def check(
         Divergence: on every rank, with the text of what diverges first, or of what cannot be checked.
     """
     with contextlib.ExitStack() as stack:
-        switches = stack.enter_context(Switches(request.off))
+        switches = stack.enter_context(Switches(request.off, notes=request.bisect))
         reference = None
         if rank == 0:
             reference = Reference(request, folder, device=device, backend=backend, explains=explains)

@@ -55,6 +55,7 @@ class Request:
         max_norm: to which the default step clips; 0 for no clipping.
         axes: keyword arguments of ``parallelize``.
         off: what of the training is turned off, by its names in :data:`axes.OWN`.
+        bisect: whether it is noted which of them the training uses.
         keep: a folder in which all that was compared stays; empty for none.
     """
 
@@ -80,6 +81,7 @@ class Request:
     max_norm: float = 1.0
     axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     off: tuple[str, ...] = ()
+    bisect: bool = False
     seed: int = 0
     keep: str = ""
 

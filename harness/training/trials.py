@@ -120,7 +120,7 @@ def words_of(request: Request) -> list[str]:
     words = []
     for field in dataclasses.fields(request):
         value = getattr(request, field.name)
-        if field.name == "keep" or value == field.default:
+        if field.name in ("keep", "bisect") or value == field.default:
             continue
         option = f"--{'impl' if field.name == 'implementation' else field.name.replace('_', '-')}"
         if field.name == "axes":

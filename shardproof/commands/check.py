@@ -154,8 +154,8 @@ def _request(options: argparse.Namespace) -> Request:
         plain=options.plain, data_dims=data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
         steps=options.steps, microbatches=options.microbatches, batch=options.batch, sequence=options.sequence,
         dtype=options.dtype, param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, oracle=options.oracle,
-        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), off=options.off, seed=options.seed,
-        keep=os.path.abspath(options.keep) if options.keep else "",
+        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), off=options.off, bisect=options.bisect,
+        seed=options.seed, keep=os.path.abspath(options.keep) if options.keep else "",
     )  # fmt: skip
 
 

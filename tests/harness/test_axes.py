@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -93,26 +93,29 @@ USES = [
 @pytest.mark.parametrize("axis, uses", USES, ids=[use.__name__ for _, use in USES])
 def test_an_axis(axis, uses, monkeypatch):
     def run(*off):
-        with Switches(off) as switches:
+        with Switches(off, notes=True) as switches:
             monkeypatch.setitem(globals(), "built", lambda model: switches.untie(model) or model)
             return bool(uses()), axis in switches.used
 
     patches, names = leftovers.Patches(), {name: globals()[name] for name in ("checkpoint", "fully_shard")}
-    start = FullyShardedDataParallel.__init__
+    start = torch.optim.Optimizer.__init__
     assert run() == (True, True)
     assert run(axis) == (False, True)
     assert run(*OWN.keys() - {axis}) == (True, True)
     assert patches.found() == [] and names == {name: globals()[name] for name in names}
-    assert FullyShardedDataParallel.__init__ is start
+    assert torch.optim.Optimizer.__init__ is start
 
 
 def test_what_is_not_used_is_not_noted():
-    with Switches() as switches:
+    with Switches(notes=True) as switches:
         nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
         with torch.autocast("cpu", enabled=False):
             pass
         switches.untie(nn.Linear(2, 2))
     assert switches.used == set()
+    start = torch.optim.Optimizer.__init__
+    with Switches(["clipping"]):
+        assert torch.optim.Optimizer.__init__ is start and checkpoint is torch.utils.checkpoint.checkpoint
 
 
 def parallelize(
