@@ -111,7 +111,7 @@ def changes_of(request: Request, own: Sequence[str], given: Mapping[str, str]) -
         raise NotCheckable(f"check: {error}") from None
     for name, value in keywords.items():
         if request.axes.get(name, not value) != value:
-            found[Axis(name, repr(value))] = passing(name, value)
+            found[Axis(f"--axis {name}", repr(value))] = passing(name, value)
     return found
 
 

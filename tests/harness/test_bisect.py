@@ -110,7 +110,7 @@ def test_axes_of_a_request():
     changes = trials.changes_of(ASKED, ["clipping", "foreach"], {"style": "ddp"})
     assert [str(axis) for axis in changes] == [
         "dp -> 1", "param_dtype -> float32", "microbatches -> 1", "foreach -> one parameter at a time",
-        "compiled -> False", "level -> 0", "style -> 'ddp'",
+        "--axis compiled -> False", "--axis level -> 0", "--axis style -> 'ddp'",
     ]  # fmt: skip
     changed = ASKED
     for change in changes.values():
