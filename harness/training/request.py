@@ -160,7 +160,9 @@ def data_dims_of(mesh: tuple[tuple[str, int], ...], wanted: tuple[str, ...]) -> 
         )
     found = wanted or tuple(name for name in names if name in DATA and name != "cp")
     if not found:
-        raise NotCheckable(f"check: --data-dims: name the dimensions of {', '.join(names)} over which data differ")
+        text = ",".join(f"{name}={size}" for name, size in mesh)
+        raise NotCheckable(f"check: --data-dims: name the dimensions of {', '.join(names)} over which data differ; if "
+                           f"they differ over none, give one of size 1: --mesh dp=1,{text}")  # fmt: skip
     return found
 
 

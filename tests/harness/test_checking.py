@@ -293,7 +293,11 @@ LINES = [
     (("--mesh", "dp=2,tp"), "--mesh 'dp=2,tp' is no mesh"),
     (("--mesh", "dp=2,dp=2"), "has two dimensions of one name"),
     (("--mesh", "dp=2,tp=2", "--data-dims", "dpp"), "--data-dims dpp: no mesh dimension of this name; known: dp, tp"),
-    (("--mesh", "x=2"), "--data-dims: name the dimensions of x over which data differ"),
+    (
+        ("--mesh", "x=2"),
+        "--data-dims: name the dimensions of x over which data differ; if they differ over none, give "
+        "one of size 1: --mesh dp=1,x=2",
+    ),
     (("--model", f"{HERE}:sums"), "sums(model, microbatches, by) needs arguments"),
     (("--model", "no_such:model"), "'no_such' does not import"),
     (("--model", "no_such.py:model"), "there is no file"),
