@@ -85,6 +85,10 @@ class Divergent:
     module: str
     text: str
 
+    def on(self, rank: int) -> Divergent:
+        """Return the same of another rank, which has the same bits."""
+        return dataclasses.replace(self, location=dataclasses.replace(self.location, rank=rank))
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -203,6 +207,8 @@ class Judge:
         self._ill: dict[Stage, list[Divergent]] = {}
         self._well: dict[Stage, int] = {}
         self._is_routed_otherwise = False
+        #: Whether a gradient before its reduction could be compared.
+        self._has_own = False
         self.outcome = Outcome(step)
 
     def judge(self) -> Outcome:
@@ -381,6 +387,7 @@ class Judge:
             self.outcome.note("ill-conditioned: gradients before their reduction")
             return
         self.outcome.compared += 1
+        self._has_own = True
         residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
         if residual > allowed:
             text = (f"microbatch {key[3]}: a relative distance of {residual:.2g} from the oracle's; the baseline's is "
@@ -446,7 +453,7 @@ class Judge:
 
     def _of_parameters(self, stage: Stage) -> Iterator[Divergent]:
         """Compare a stage's tensor of each parameter on each rank; ranks with the same elements and bits once."""
-        known: dict[tuple[Key, Box], torch.Tensor] = {}
+        known: dict[tuple[Key, Box], tuple[torch.Tensor, list[Divergent]]] = {}
         expected = [key for key in self._oracle.tensors if key[0] == stage]
         for rank in self._ranks:
             mine = rank.state if stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) else rank.events
@@ -460,11 +467,13 @@ class Judge:
                     self.outcome.note(f"{stage.value}s of which it is not known where their elements belong")
                     continue
                 box = event.layout.box
-                if (before := known.get((key, box))) is not None and torch.equal(before, tensor):
+                if (before := known.get((key, box))) is not None and torch.equal(before[0], tensor):
+                    yield from (one.on(rank.rank) for one in before[1])
                     continue
-                known.setdefault((key, box), tensor)
                 name = event.parameter + (f": {event.key}" if event.key else "")
-                yield from self._compared(stage, event, rank.rank, tensor, pair, box, name=name)
+                found = list(self._compared(stage, event, rank.rank, tensor, pair, box, name=name))
+                known.setdefault((key, box), (tensor, found))
+                yield from found
 
     def _absent(
         self, stage: Stage, key: Key, rank: OfRank, here: tuple[Event, torch.Tensor] | None,
@@ -608,8 +617,8 @@ class Judge:
                  f"{spread:.0e}){told} [S1]"]  # fmt: skip
         loss = self.outcome.loss_factor
         if loss is not None:
-            lines.append(f"losses and own gradients agree (factor {loss:.4g}): the mistake lies between backward and "
-                         "the gradients")  # fmt: skip
+            told, since = ("losses and own gradients", "backward") if self._has_own else ("losses", "the loss")
+            lines.append(f"{told} agree (factor {loss:.4g}): the mistake lies between {since} and the gradients")
         size = self._request.data_size
         if loss == 1 and everything and abs(factor * size - 1) < self._near:
             lines.append(f"as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "

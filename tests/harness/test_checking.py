@@ -222,6 +222,11 @@ def test_means_of_microbatches_are_noted(world, tmp_path):
     )
 
 
+def test_ranks_with_the_same_bits_diverge_alike(world, tmp_path):
+    said = answer(tmp_path, step=f"{HERE}:averaged")
+    assert said["ranks"] == [0, 1]
+
+
 def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
     def spoil(rank, one):
         for key, (event, tensor) in one.state.items():
