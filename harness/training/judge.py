@@ -171,7 +171,11 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
         text = f"run {float(tensor.flatten()[index]):.9g}, reference {float(mine.flatten()[index]):.9g}"
         location = _location(Stage.INITIAL, event, 0, rank, index)
         outcome.found.append(Divergent(location, event.module, f"{text}: initial values must be equal"))
-    if moved:
+    turned = [key[2] for key, one in state_of(starts).items() if key in full and one.ndim == 2
+              and not torch.equal(one, full[key]) and torch.equal(one.t(), full[key])]  # fmt: skip
+    if turned:
+        outcome.lines.append(f"{listed(turned)}: the transpose of the reference's")
+    elif moved:
         outcome.signature = "S12"
         names = len({one.location.name for one in outcome.found})
         told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(moved)[:4]]

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.adapters.registry import line_of_error
+from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 from shardproof.harness.training import judge
 from shardproof.harness.training.axes import Switches
+from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
 from shardproof.harness.verdicts.finding import Stage
@@ -125,6 +127,26 @@ class Worker:
         if request.oracle != "none":
             self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
                                    baseline=self._baseline)  # fmt: skip
+        self._notes = [] if self._oracle is None or self._oracle.is_deferred else list(self._changes(self._oracle))
+
+    def _changes(self, oracle: Trainee) -> Iterator[str]:
+        """Say what parallelize() changes on one rank too: the reference begins each step with what the run has."""
+        plain, made = (judge.state_of([{key: one for key, one in seen.items() if key[0] == Stage.PARAMETER}])
+                       for seen in (oracle.state(), self._expected))  # fmt: skip
+        wide = DTYPES[self._request.dtype]
+        both = {key[2]: (made[key], plain[key].to(wide)) for key in made if plain.get(key, made[key]) is not made[key]}
+        both = {name: (one, other) for name, (one, other) in both.items() if one.shape == other.shape}
+        for dtype in dict.fromkeys(one.dtype for one, _ in both.values() if one.dtype != wide):
+            mine = [name for name, (one, _) in both.items() if one.dtype == dtype]
+            narrow = str(dtype).removeprefix("torch.")
+            yield (f"whether parallelize() is meant to make parameters {narrow}, which model() has in "
+                   f"{self._request.dtype}: {listed(mine)}")  # fmt: skip
+        others = {name: pair for name, pair in both.items() if not torch.equal(pair[0], pair[1].to(pair[0].dtype))}
+        if others:
+            turned = [name for name, (one, other) in others.items() if one.ndim == 2 and torch.equal(one.t(), other)]
+            told = f"; {listed(turned)}: the transpose" if turned else ""
+            yield (f"whether parallelize() is meant to change initial values ({len(others)} of {len(both)} parameters: "
+                   f"{listed(list(others))}{told})")  # fmt: skip
 
     def step(self, number: int) -> Answer:
         """Train a step from the run's state before it, and judge what the files of all ranks say of it."""
@@ -133,6 +155,7 @@ class Worker:
         outcome = judge.Outcome(number)
         if number == 0 and not self._baseline.is_deferred:
             outcome = judge.compare_initial(before, self._expected)
+            outcome.notes |= dict.fromkeys(self._notes, 1)
         if not outcome.found:
             outcome = self._judged(number, before, outcome)
         return outcome_as_json(outcome)

@@ -58,6 +58,17 @@ def alone(model, mesh):
     return model
 
 
+def turned(model, mesh):
+    with torch.no_grad():
+        model.hidden.weight.copy_(model.hidden.weight.t().clone())
+    return model
+
+
+def narrowed(model, mesh):
+    model.head.to(torch.bfloat16)
+    return model
+
+
 def data(step, rank):
     made = torch.Generator().manual_seed(10 * step + rank)
     tokens = torch.randint(16, (2, 8), generator=made)
@@ -220,6 +231,31 @@ def test_means_of_microbatches_are_noted(world, tmp_path):
         text.startswith("each microbatch counts alike [S5], whatever the number of its tokens (12, 4, 12, 4)")
         for text in said["notes"]
     )
+
+
+def test_what_parallelize_changes_on_one_rank_too_is_said(world, tmp_path):
+    said = answer(tmp_path, parallelize=f"{HERE}:turned")
+    assert not [text for text in answer(tmp_path)["notes"] if "parallelize()" in text]
+    (text,) = [text for text in said["notes"] if "parallelize()" in text]
+    assert text.endswith("change initial values (1 of 5 parameters: 'hidden.weight'; 'hidden.weight': the transpose)")
+    request = Request(model=f"{HERE}:model", mesh=(("dp", 2),), data_dims=("dp",), parallelize=f"{HERE}:narrowed")
+    told = {"folder": str(tmp_path), "explains": False, "device": "cpu", "backend": "gloo"}
+    (text,) = Worker(request, told)._notes
+    assert text.endswith("make parameters bfloat16, which model() has in float32: 'head.weight', 'head.bias'")
+
+
+def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
+    request = Request(model=f"{HERE}:model", mesh=(("dp", 2),), data_dims=("dp",), parallelize=f"{HERE}:alone")
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    starts = []
+    for way in ("alone", "turned"):
+        own = dataclasses.replace(request, parallelize=f"{HERE}:{way}")
+        trainee = Trainee(own, functions_of(own), "run", mesh, torch.device("cpu"))
+        starts.append(trainee.state())
+        trainee.close()
+    outcome = judge.compare_initial([starts[1], starts[1]], starts[0])
+    assert outcome.lines == ["'hidden.weight': the transpose of the reference's"]
+    assert {one.location.rank for one in outcome.found} == {0, 1}
 
 
 def test_ranks_with_the_same_bits_diverge_alike(world, tmp_path):
