@@ -22,6 +22,7 @@ from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, 
 from shardproof.harness.judging.signatures import (
     Diagnosis,
     diagnose,
+    fit,
     guess_from_values,
     guess_norm,
     name_of_factor,
@@ -213,6 +214,7 @@ class Judge:
         self._is_routed_otherwise = False
         #: Whether a gradient before its reduction could be compared.
         self._has_own = False
+        self._agrees_after_backward = False
         self.outcome = Outcome(step)
 
     def judge(self) -> Outcome:
@@ -228,6 +230,8 @@ class Judge:
                 found = next((ill for kind, ill in self._ill.items() if len(ill) > self._well.get(kind, 0)), [])
             if found:
                 self.outcome.found = found
+                if found[0].location.stage == Stage.CLIPPED_GRADIENT and self._agrees_after_backward:
+                    self._say_of_scale()
                 return self.outcome
         return self.outcome
 
@@ -404,6 +408,7 @@ class Judge:
         if not clipped and not any(self._norms()):
             self.outcome.factor = 1.0
         if not found:
+            self._agrees_after_backward = any(key[0] == Stage.GRADIENT for key in self._oracle.tensors)
             return
         if self.outcome.factor is not None:
             self.outcome.note("gradients after backward, which user code reduces or scales before the optimizer's step")
@@ -439,9 +444,10 @@ class Judge:
                 held = [mine.double().flatten() for key, (_, mine) in rank.events.items() if key[0] == Stage.GRADIENT]
                 local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
                 guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
-                if guess is not None:
-                    self.outcome.signature, text = "S6", f"{guess.seen}, as when {guess.cause} [S6]"
-                    self.outcome.lines = [text]
+                text = f"{guess.seen}, as when {guess.cause} [S6]" if guess is not None else self._summed(
+                    float(value), float(pair[1]), rank, kind)  # fmt: skip
+                if text:
+                    self.outcome.signature, self.outcome.lines = "S6", [text]
                 yield one
 
     def _clipped(self) -> Iterator[Divergent]:
@@ -600,6 +606,56 @@ class Judge:
             self.outcome.signature = "S9"
             self.outcome.lines.append(f"ranks of {', '.join(dims)} hold the same elements of {listed(names)} and have "
                                       f"different gradients: the sum over {dims[0]} is missing [S9]")  # fmt: skip
+
+    def _say_of_scale(self) -> None:
+        """Say if gradients that agree after backward have one factor at the step, and of which norm that is."""
+        factors = []
+        for rank in self._ranks:
+            pairs = []
+            for key, (event, tensor) in rank.events.items():
+                if key[0] == Stage.CLIPPED_GRADIENT and key in self._oracle.tensors and event.layout is not None:
+                    exact = part_of(self._oracle.tensors[key], event.layout.box).reshape(tensor.shape)
+                    pairs.append((tensor.double().flatten(), exact.double().flatten()))
+            factor, residual = fit(*(torch.cat(side) for side in zip(*pairs, strict=True))) if pairs else (0.0, 1.0)
+            if factor <= 0 or residual > self._near:
+                return
+            factors.append(factor)
+        wrong = [one for one, factor in zip(self._ranks, factors, strict=True) if abs(factor - 1) > self._near]
+        shown = ", ".join(_once(f"{factors[one.rank]:.4g}" for one in wrong)[:6])
+        where = "every rank" if len(wrong) == len(self._ranks) else ranks_of([one.rank for one in wrong])
+        self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
+                                  f"optimizer's step on {where}: they are scaled by another norm")  # fmt: skip
+        whole = [tensor.double().flatten() for key, tensor in self._oracle.tensors.items() if key[0] == Stage.GRADIENT]
+        size = float(torch.linalg.vector_norm(torch.cat(whole)))
+        told = [self._summed(size / factors[one.rank], size, one, 2.0) for one in wrong]
+        if told and told[0] and len(set(told)) == 1:
+            self.outcome.signature = "S6"
+            self.outcome.lines.append(told[0])
+
+    def _summed(self, norm: float, exact: float, rank: OfRank, kind: float) -> str:
+        """Say over which dimensions of the mesh a norm sums what ranks hold; nothing if over none."""
+        held = []
+        for one in self._ranks:
+            mine = [tensor.double().flatten() for key, (_, tensor) in one.events.items() if key[0] == Stage.GRADIENT]
+            held.append(torch.linalg.vector_norm(torch.cat(mine), kind) if mine else torch.zeros(()))
+        dims = [(name, size) for name, size in self._request.mesh if size > 1]
+        places = list(itertools.product(*(range(size) for _, size in dims)))
+        for count in range(len(dims) + 1):
+            for some in itertools.combinations(range(len(dims)), count):
+                others = [number for number in range(len(dims)) if number not in some]
+                group = [held[one] for one, place in enumerate(places)
+                         if all(place[number] == places[rank.rank][number] for number in others)]  # fmt: skip
+                if abs(float(torch.linalg.vector_norm(torch.stack(group), kind)) - norm) > max(self._near, 1e-4) * norm:
+                    continue
+                over = " and ".join(dims[number][0] for number in some)
+                if not some:
+                    return "it is the norm of what this rank alone holds, as when its reduction is missing [S6]"
+                if norm > exact:
+                    return (f"it sums what each rank of {over} holds, as when parts that several hold are counted on "
+                            "each [S6]")  # fmt: skip
+                lacks = " and ".join(dims[number][0] for number in others)
+                return f"it sums what the ranks of {over} hold, as when the sum over {lacks} is missing [S6]"
+        return ""
 
     def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
         wrong = {name: one for name, one in factors.items() if abs(one - 1) > self._near}

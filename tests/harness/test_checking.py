@@ -158,6 +158,16 @@ def never_steps(model, optimizer, microbatches, mesh):
 CALLS = [0]
 
 
+def hand_clipped(model, optimizer, microbatches, mesh):
+    """Clips by the root of the sum of squares of both ranks, which read equal data and hold the same elements."""
+    sums(model, microbatches, 8.0 if RANK[0] is not None else 16.0)
+    scale = 0.01 / torch.cat([one.grad.flatten() for one in model.parameters()]).norm()
+    for parameter in model.parameters():
+        parameter.grad *= scale if RANK[0] is None else scale / 2**0.5
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def other_data(step, rank):
     CALLS[0] += 1
     return data(step, CALLS[0])
@@ -256,6 +266,16 @@ def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
     outcome = judge.compare_initial([starts[1], starts[1]], starts[0])
     assert outcome.lines == ["'hidden.weight': the transpose of the reference's"]
     assert {one.location.rank for one in outcome.found} == {0, 1}
+
+
+def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(world, tmp_path):
+    said = answer(tmp_path, step=f"{HERE}:hand_clipped", data=f"{HERE}:equal_data")
+    assert said["found"][0]["stage"] == "CLIPPED_GRADIENT" and said["signature"] == "S6"
+    assert said["lines"] == [
+        "gradients agree after backward and are 0.7071 x the reference's at the optimizer's step on every rank: they "
+        "are scaled by another norm",
+        "it sums what each rank of dp holds, as when parts that several hold are counted on each [S6]",
+    ]
 
 
 def test_ranks_with_the_same_bits_diverge_alike(world, tmp_path):
