@@ -17,7 +17,7 @@ on vectors of any length: a flattened tensor, or its sketch (``tensors.fingerpri
 | S9 | another one on each of the ranks that hold the same elements |
 | S10 | missing |
 | S11 | of data that several ranks read |
-| S12 | of an earlier step |
+| S12 | of an earlier step, or of another rank's place |
 | S13 | rounded to a narrower dtype |
 
 S1 to S5 and S12 are told from vectors (:func:`diagnose`), S6 and S13 from values (:func:`guess_norm`,
