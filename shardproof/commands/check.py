@@ -114,7 +114,11 @@ def _say(request: Request, record: CaseRecord) -> int:
     if text.startswith("check: "):
         print(f"shardproof {text.splitlines()[0]}", file=sys.stderr)
         return BAD_INPUT
-    print(f"{record.verdict}  {text}\nreproduce: {record.reproduction}")
+    print(f"{record.verdict}  {text}")
+    found = record.failure.stage if record.failure is not None else None
+    if record.explanation is None and found in ("output", "loss", "gradient before its reduction"):
+        print("--explain names the first module whose output or gradient diverges")
+    print(f"reproduce: {record.reproduction}")
     return 1
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from shardproof.commands.check import _say
 from shardproof.commands.check import check as command
 from shardproof.harness.training import checking, judge
 from shardproof.harness.training.reference import Worker, check_memory, file_of
@@ -23,6 +24,7 @@ from shardproof.harness.training.request import NotCheckable, Request, functions
 from shardproof.harness.training.starting import name_of
 from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
 from shardproof.harness.verdicts.finding import Divergence
+from shardproof.runfile import Verdict
 
 HERE = "tests.harness.test_checking"
 
@@ -382,6 +384,17 @@ def test_an_option_that_is_not_valid_is_one_line(options, text, monkeypatch, cap
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith("shardproof check: ") and text in said.err, said.err
+
+
+@pytest.mark.parametrize(
+    ("stage", "explanation", "is_told"),
+    [("output", None, True), ("output", "said", False), ("total norm", None, False)],
+)
+def test_how_a_module_is_named_is_told_where_an_output_diverges(stage, explanation, is_told, capsys):
+    record = types.SimpleNamespace(own=None, verdict=Verdict.FAIL, missing=[], explanation=explanation, reproduction="",
+                                   failure=types.SimpleNamespace(text="text", stage=stage))  # fmt: skip
+    assert _say(Request(model="m", mesh=(("dp", 2),)), record) == 1
+    assert ("--explain names the first module" in capsys.readouterr().out) is is_told
 
 
 def test_names_of_meshes():
