@@ -76,8 +76,12 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         rest = {name: sets for name, sets in found.items() if name not in drifted and name not in gradients}
         for alike, names in _by_sets(rest):
             title = "replicas differ after the step" if check == "D1" else "optimizer states of replicas differ"
-            line = what.format(listed(names), _sets(evidence, alike))
-            yield Finding((check,), "S9", evidence.step, title, (line,))
+            lines = [what.format(listed(names), _sets(evidence, alike))]
+            has_gradient = names[0] in evidence.records[alike[0][0]].at_step
+            if check == "D1" and has_gradient and not set(names) & set(states):
+                lines.append("from equal gradients and optimizer states: another learning rate, or a write to it after "
+                             "the step before")  # fmt: skip
+            yield Finding((check,), "S9", evidence.step, title, tuple(lines))
         drifted |= set(found)
 
 

@@ -136,7 +136,10 @@ FOUND = {
     "D1-start": ("start", lambda m: m.starts[2].bits.update(w=(m.box("w", 2), tuple(EVERY), (9,))),
         "step 0: replicas differ when training begins [D1, S9]|'w': ranks 0, 2 hold the same elements and have ..."),
     "D1": ("replicas", lambda m: m.put("w", [2], after=(9,)), "step 0: replicas differ after the step [D1, S9]|"
-        "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step"),
+        "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step|from equal gradients "
+        "and optimizer states: another learning rate, or a write to it after the step before"),
+    "D1-state": ("replicas", lambda m: (m.put("w", [2], after=(9,), state={"exp_avg": (9,)})), "step 0: replicas "
+        "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ..."),
     "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: m.at_step(2, "w", 2), "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 "
