@@ -56,9 +56,11 @@ class Divergent:
             listed = ", ".join(map(repr, more[:_MOST_NAMES]))
             rest = f" and {len(more) - _MOST_NAMES} more" if len(more) > _MOST_NAMES else ""
             lines.append(f"  at the same stage diverge {listed}{rest}")
-        if ranks := [one.location.rank for one in alike if one.location.rank is not None]:
+        # A check tells all ranks of the first one's.
+        ranks = [one.location.rank for one in alike if one.location.rank is not None]
+        if ranks := [rank for rank in ranks if rank != at.rank]:
             lines.append(f"  the same tensor diverges on {ranks_of(ranks)} as well")
-        elif size > 1 and at.rank is not None:
+        elif not alike and size > 1 and at.rank is not None:
             lines.append(f"  on no other rank does this tensor diverge first; {_elsewhere(others, size)}")
         lines.append(f"  compared with {self.title}")
         return lines

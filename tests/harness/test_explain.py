@@ -9,6 +9,8 @@ import subprocess
 
 import pytest
 
+from shardproof.harness.verdicts.explanation import Divergent
+from shardproof.harness.verdicts.finding import Location, Stage
 from tests import warm
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, ROOT
@@ -225,3 +227,11 @@ def test_workers_explain_too_and_nobody_unasked(tmp_path):
     assert all(firsts[0].values())
     ordinary, _ = explained(names, "test_tower and w2", tmp_path)
     assert not any("explanation" in case for case in ordinary)
+
+
+def test_what_a_check_tells_all_ranks_is_said_of_one():
+    one = Divergent(order=(0,), title="others", location=Location(stage=Stage.OUTPUT, step=0, rank=0, name="a"),
+                    module="a", parameter="", where="", text="text")  # fmt: skip
+    other = dataclasses.replace(one, location=dataclasses.replace(one.location, rank=1))
+    assert not any("as well" in line or "no other rank" in line for line in one.render([one], size=2))
+    assert "  the same tensor diverges on rank 1 as well" in one.render([other], size=2)
