@@ -51,6 +51,8 @@ class Step:
         self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
         self.evidence = Evidence(self.records, starts, {})
         self.readers = {rank: ranks[0] for ranks in self.evidence.readers for rank in ranks}
+        #: Parameters of whose gradients some elements are rounding noise.
+        self.noisy = {one.parameter for seen in self.seen for one in seen if one.noise}
         self.by_key: dict[Key, dict[Part, Seen]] = {}
         for rank, seen in enumerate(self.seen):
             for one in seen:

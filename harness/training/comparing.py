@@ -154,9 +154,10 @@ class _Pair:
         return [name for of, name in self.run.first if of == field]
 
     def is_noise(self, name: str) -> bool:
-        """Whether the gradient of a parameter is rounding noise in this step or an earlier one."""
+        """Whether the gradient of a parameter, or a part of it, is rounding noise in this step or an earlier one."""
         vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
         own = vector is not None and float(vector.norm()) < min(_NOISE[0] * self.eps, _NOISE[1]) * floor
+        own = own or name in self.ref.noisy
         return own or any(one.is_noise(name) for one in self.earlier[-1:])
 
     def reduced(self, rank: int, field: str, name: str) -> float | None:
@@ -249,7 +250,7 @@ class _Pair:
             self._note("gradient after backward: user code does more than scale it before the step", name)
             return None
         if seen.stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) and self.is_noise(seen.parameter):
-            self._note("parameters whose gradients are rounding noise", seen.parameter)
+            self._note("parameters whose gradients are rounding noise, or a part of them", seen.parameter)
             return None
         return Judged(seen, distance, allowed)
 
@@ -405,7 +406,7 @@ class _Pair:
     def explain(self, rank: int, seen: Seen) -> list[str]:
         """Return what a tensor that diverges is, in lines."""
         if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
-            return self._explain_weights()
+            return self._explain_weights() or self._explain_forward()
         if seen.stage not in FIELDS:
             return []
         field, name = FIELDS[seen.stage], name_of_seen(seen)
@@ -413,16 +414,15 @@ class _Pair:
         assert mine is not None and other is not None
         if not bool(mine.isfinite().all()):
             return ["it is not finite"]
+        if not bool(mine.any()):
+            return ["it is zero, which the reference's is not"]
         if field in ("after_backward", "at_step"):
             return self._explain_gradient(rank, field, name, mine, other)
         before = self.run.vector(rank, "initial", name)
-        start = self.expected(rank, "initial", name)
-        if field == "after" and before is not None and start is not None:
-            if torch.equal(before, mine):
-                return ["the optimizer has not moved it [S7]"]
-            factor, rest = fit(mine - before, other - start)
-            if rest <= math.sqrt(self.allowed) < abs(factor - 1):
-                return [f"its update is {factor:.4g} x the reference's [S1]"]
+        if field == "after" and before is not None and torch.equal(before, mine):
+            return ["the optimizer has not moved it [S7]"]
+        if field == "after" and (found := self._explain_update(rank, name)):
+            return found
         return self._explain_factor(rank, field, name, mine, other) or self._explain_parts(rank, field, name)
 
     def _explain_gradient(self, rank: int, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
@@ -461,6 +461,69 @@ class _Pair:
         text = f"{who} exactly {factor:.4f} x the reference's ({len(same)} of {count})"
         return [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
 
+    def _explain_update(self, rank: int, name: str) -> list[str]:
+        """Say if updates by equal gradients have a factor, or differ by a part of the parameter."""
+        known: dict[str, tuple[str, float]] = {}
+        names = [one for one in self._names("after") if ":" not in one]
+        for one in names:
+            start, end = (self.run.vector(rank, field, one) for field in ("initial", "after"))
+            begin, goal = (self.expected(rank, field, one) for field in ("initial", "after"))
+            if start is None or end is None or begin is None or goal is None or self.is_noise(one):
+                continue
+            mine, other, size = end - start, goal - begin, float(goal.norm())
+            least = min(float(mine.norm()), float(other.norm()))
+            near = max(math.sqrt(self.allowed), 4 * self.eps * size / least) if least else math.inf
+            factor, residual = fit(mine, other)
+            if residual <= near < 0.1 and abs(factor - 1) > 2 * near and factor > 0:
+                known[one] = ("rate", factor)
+            elif near < 0.1 and residual > near:
+                part, rest = fit(mine - other, begin)
+                if rest * float((mine - other).norm()) <= near * float(other.norm()) and rest <= 0.1:
+                    known[one] = ("decay", part)
+        if name not in known:
+            return self._explain_rates(names)
+        kind, factor = known[name]
+        same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= 0.05 * abs(factor)]
+        which = "every parameter" if len(same) == len(names) else listed(same)
+        if kind == "decay":
+            return [f"by equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: another "
+                    "weight decay"]  # fmt: skip
+        return [
+            f"by equal gradients, {which} moved {factor:.4g} times as far as the reference's: another learning rate"
+        ]
+
+    def _explain_rates(self, names: Sequence[str]) -> list[str]:
+        """Say if updates have one factor for each rank, of the parts that it holds."""
+        columns, goals = [], []
+        for one in names:
+            records = self.run.evidence.records
+            held = [tuple(getattr(record, field).get(one) for field in ("initial", "after")) for record in records]
+            begin, goal = (self.expected(0, field, one) for field in ("initial", "after"))
+            boxes = [end.box for _, end in held if end is not None]
+            if begin is None or goal is None or len({*boxes}) < len(boxes) or len(boxes) < 2 or self.is_noise(one):
+                continue
+            empty = torch.zeros_like(goal)
+            columns.append(torch.stack(
+                [empty if start is None or end is None else vector_of(end) - vector_of(start) for start, end in held], 1
+            ))  # fmt: skip
+            goals.append(goal - begin)
+        if not columns or len(torch.cat(goals)) < 2 * columns[0].shape[1]:
+            return []
+        matrix, wanted = torch.cat(columns), torch.cat(goals)
+        weights = torch.linalg.lstsq(matrix, wanted[:, None]).solution.squeeze(1)
+        near = 8 * math.sqrt(self.allowed)
+        if not float((matrix @ weights - wanted).norm()) <= near * float(wanted.norm()) or not bool(
+            (weights > 0).all()
+        ):
+            return []
+        factors = (1 / weights).tolist()
+        if max(abs(one - 1) for one in factors) <= 4 * near:
+            return []
+        listed_ = ", ".join(f"{one:.3g}" for one in factors[:8])
+        more = f" and {len(factors) - 8} more" if len(factors) > 8 else ""
+        return [f"by equal gradients, what ranks hold moved {listed_}{more} times as far as the reference's, by rank: "
+                "another learning rate"]  # fmt: skip
+
     def _sizes(self, rank: int) -> dict[str, float]:
         """Return the sizes of the run by name; those that are equal are one."""
         sizes = {f"the size of {name}": len(members) for name, members in self.run.evidence.groups_of(rank).items()}
@@ -487,6 +550,15 @@ class _Pair:
         return [
             f"microbatches count with other weights than in the reference: {listed_}{more} times the mean [S5]",
             "as when the sum of the losses of each is divided by its own tokens, not by those of all in the step",
+        ]
+
+    def _explain_forward(self) -> list[str]:
+        """Say if what microbatches compute is not the reference's by any factor; losses make up for one by then."""
+        if not self._own_names or any(one is not None for one in self._factors):
+            return []
+        return [
+            "no factor makes these gradients the reference's, and losses agree by theirs: the forward or the loss "
+            "is another, as with other masks or positions, dropout, or parameters or buffers of another step"
         ]
 
     def _fitted(self) -> list[float]:

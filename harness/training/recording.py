@@ -84,6 +84,10 @@ class Head:
     ties: Sequence[Sequence[str]] = says("the names of parameters that are one", default=())
 
 
+#: Elements of a gradient of one dimension that are at most so many eps of its largest are rounding noise.
+_NOISE_EPS = 16.0
+
+
 @described()
 class RankLine:
     """The first line of events.jsonl."""
@@ -126,6 +130,8 @@ class EventLine:
     sketch: Sequence[float] = says("eight numbers that are linear in its elements; empty if some are not finite",
                                    default=())  # fmt: skip
     bits: Sequence[int] = says("equal for equal elements", default=())
+    noise: Count = says("of a gradient of one dimension at the step, the elements that are not 0 and at most "
+                        "16 eps of the largest", default=0)  # fmt: skip
     by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
     rows: Sequence[int] = says("of the first input, a hash of each row", default=())
     value: bool = says("whether step<step>.safetensors has it", default=False)
@@ -163,6 +169,7 @@ class _Taken:
     shape: tuple[int, ...]
     tensor: torch.Tensor | None = None
     digest: Digest | None = None
+    noise: torch.Tensor | None = None
     rows: torch.Tensor | None = None
     value: torch.Tensor | None = None
     by_rows: bool = False
@@ -363,6 +370,10 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         else:
             own.digest = self._known_digest(own, tensor) or digests([tensor], [own.box])[0]
             self._keep(own)
+        if event.stage is Stage.CLIPPED_GRADIENT and tensor.ndim == 1 and tensor.numel():
+            # Of a bias that several projections share, those of the keys cancel, and Adam makes updates of their rest.
+            sizes = tensor.abs()
+            own.noise = ((sizes > 0) & (sizes <= _NOISE_EPS * torch.finfo(tensor.dtype).eps * sizes.max())).sum()
         if self._has_values and self._is_wanted(own, tensor):
             own.value = tensor.clone()
             self._bytes += tensor.numel() * tensor.element_size()
@@ -459,6 +470,8 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         line: dict[str, Any] = {"n": own.number, "step": step, "stage": event.stage.value, "dtype": own.dtype}
         named = {"parameter": event.parameter, "key": event.key, "microbatch": event.microbatch, "call": event.call,
                  "index": event.index, "by_rows": own.by_rows, "value": own.value is not None}  # fmt: skip
+        if own.noise is not None:
+            named["noise"] = int(own.noise)
         line |= {name: value for name, value in named.items() if value}
         if not event.parameter and event.module:
             line["module"] = event.module
@@ -552,6 +565,7 @@ class Seen:
     by_rows: bool
     rows: tuple[int, ...]
     has_value: bool
+    noise: int
 
     @property
     def box(self) -> Box:
@@ -684,7 +698,7 @@ def _seen(line: dict[str, Any], layouts: dict[int, Layout], first_names: Mapping
     return Seen(
         line["n"], line["step"], Stage(line["stage"]), name, line.get("module", ""), line.get("key", ""),
         line.get("microbatch", 0), line.get("call", 0), line.get("index", 0), layout, shape, line["dtype"], mark,
-        line.get("by_rows", False), tuple(line.get("rows", ())), line.get("value", False),
+        line.get("by_rows", False), tuple(line.get("rows", ())), line.get("value", False), line.get("noise", 0),
     )  # fmt: skip
 
 

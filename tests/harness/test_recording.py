@@ -10,6 +10,8 @@ import jsonschema
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.__main__ import main
@@ -42,7 +44,8 @@ def train(folder, *, microbatches=1, mistake="", steps=2, seed=0, **options):
         for step in range(steps):
             late = mistake if step == 1 else ""
             for number, rows in enumerate(torch.randn(ROWS, 4, generator=made).chunk(microbatches)):
-                loss = model(rows).square().sum() / ROWS
+                made_of = model(rows)
+                loss = (made_of.abs() if late == "forward" else made_of.square()).sum() / ROWS
                 if mistake == "scaled by hand":
                     loss = loss * 4
                 if late == "weights":
@@ -61,10 +64,16 @@ def train(folder, *, microbatches=1, mistake="", steps=2, seed=0, **options):
                 model.head.bias.grad[1] = float("nan")
             if late == "one element":
                 model.head.weight.grad[1, 3] += 1e-3
+            if late == "noise":
+                model.inner[0].bias.grad[:2] = 1e-9 if microbatches == 1 else -1e-9
+            if mistake == "zero":
+                model.head.weight.grad.zero_()
             if late == "still":
                 optimizer.param_groups[0]["lr"] = 0
-            if late == "lr":
-                optimizer.param_groups[0]["lr"] *= 10
+            if late == "rate":
+                optimizer.param_groups[0]["lr"] = 0.015
+            if late == "decay":
+                optimizer.param_groups[0]["weight_decay"] = 1.0
             optimizer.step()
             optimizer.zero_grad()
             if mistake == "between":
@@ -194,17 +203,34 @@ def test_what_is_made_up_for_before_the_step_is_a_note(runs, tmp_path, capsys):
     )
 
 
+def test_a_gradient_of_which_a_part_is_noise_is_no_divergence(tmp_path, capsys):
+    train(tmp_path / "ref", mistake="noise")
+    train(tmp_path / "run", microbatches=2, mistake="noise")
+    code, text = compared(capsys, tmp_path / "ref", tmp_path / "run")
+    assert code == 0 and "rounding noise, or a part of them ('inner.0.bias')" in text, text
+
+
+def test_a_gradient_that_is_zero_is_said_to_be(runs, tmp_path, capsys):
+    train(tmp_path / "run", mistake="zero")
+    code, text = compared(capsys, runs / "ref", tmp_path / "run")
+    assert code == 1 and "it is zero, which the reference's is not" in text, text
+
+
 SAID = {
     "factor": ("gradient at the optimizer's step of 'inner.0.weight' in step 1",
                "every gradient is exactly 4.0000 x the reference's (4 of 4): the number of microbatches [S1]"),
     "zero_grad": ("gradient of 'inner.0.weight' in step 1", "it has the last of 4 microbatches only", "[S4]"),
     "weights": ("gradient of the output of 'head' in step 1",
                 "other weights than in the reference: 0.4, 0.8, 1.2, 1.6 times the mean [S5]"),
+    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss is another, as with other"),
     "no gradient": ("gradient at the optimizer's step of 'head.bias' in step 1", "has no gradient", "[S10]"),
     "not finite": ("gradient at the optimizer's step of 'head.bias' in step 1", "it is not finite"),
     "still": ("parameter after step of 'inner.0.weight' in step 1", "the optimizer has not moved it [S7]"),
+    "rate": ("parameter after step of 'inner.0.weight' in step 1",
+             "by equal gradients, every parameter moved 1.5 times as far as the reference's: another learning rate"),
+    "decay": ("parameter after step of 'inner.0.weight' in step 1", "moved by -0.0099 x itself more than the "
+              "reference's: another weight decay"),
     "between": ("parameter before step of 'head.weight' in step 1", "exactly 1.0100 x the reference's (1 of 4) [S1]"),
-    "lr": ("parameter after step of 'inner.0.weight' in step 1", "its update is 10 x the reference's [S1]"),
     "one element": ("gradient at the optimizer's step of 'head.weight' in step 1", "element [1, 3]: run "),
 }  # fmt: skip
 
@@ -319,3 +345,22 @@ def test_ranks_that_reduce_nothing(rank: Rank):
     assert [one.rank for one in found.divergent] == [0, 1]
     assert found.divergent[1].lines == ["it is this rank's own gradient (c = 1.0000) [S2]"], found.divergent
     assert not compare(read(rank.tmp_path / "own"), read(rank.tmp_path / "own")).divergent
+
+
+@world(2)
+def test_ranks_whose_learning_rates_differ(rank: Rank):
+    """Each shard moves by the rate of its rank, so that no factor fits a full tensor."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for name in ("equal", "different"):
+        torch.manual_seed(0)
+        model = fully_shard(Net(), mesh=mesh)
+        made = torch.Generator().manual_seed(rank.index)
+        rate = 0.01 * (1 + 2 * rank.index) if name == "different" else 0.01
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        with record(model, optimizer, out=rank.tmp_path / name, steps=[0]):
+            model(torch.randn(4, 4, generator=made)).square().mean().backward()
+            optimizer.step()
+    rank.exchange(None)
+    found = compare(read(rank.tmp_path / "equal"), read(rank.tmp_path / "different"))
+    line = "what ranks hold moved 1, 3 times as far as the reference's, by rank: another learning rate"
+    assert found.divergent[0].lines == [f"by equal gradients, {line}"], found.divergent
