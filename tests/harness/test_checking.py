@@ -175,6 +175,22 @@ def other_data(step, rank):
     return data(step, CALLS[0])
 
 
+@pytest.fixture(autouse=True)
+def detached(monkeypatch):
+    """Detach the trainees of references, which in a run live as long as their process."""
+    made, start = [], Trainee.__init__
+
+    def remember(self, *args, **kwargs):
+        made.append(self)
+        start(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainee, "__init__", remember)
+    yield
+    for one in made:
+        if hasattr(one, "watch"):
+            one.watch.detach()
+
+
 @pytest.fixture
 def world():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
