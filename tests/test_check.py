@@ -57,6 +57,7 @@ def test_a_check_from_python_returns_a_record_whose_run_file_stays(tmp_path: pat
     assert load_run(tmp_path / "run.json").end.complete
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_checked_is_one_line_from_python() -> None:
     with pytest.raises(ValueError, match=r"^check: --mesh 'dp=2,dp=2' has two dimensions of one name$"):
         shardproof.check(model=f"{LOOP}:model", mesh="dp=2,dp=2")

@@ -76,6 +76,7 @@ def test_by_night(tmp_path: pathlib.Path, kind: type) -> None:
     assert [*problems(records, is_complete=True)] == []
 
 
+@pytest.mark.nightly
 def test_a_bug_is_found(tmp_path: pathlib.Path) -> None:
     """It does watch: without a doctor the item would fail by another text."""
     bug = table.watched(table.read("accumulation")["flat-existing-replaced"])

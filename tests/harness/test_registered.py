@@ -13,7 +13,7 @@ from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 # Each test starts processes.
-pytestmark = pytest.mark.sampled
+pytestmark = pytest.mark.nightly
 
 
 ADAPTER = """
