@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.training.evidence import EPS, Evidence, Start
 from shardproof.harness.training.recording import Recorded, Seen
 from shardproof.harness.verdicts.finding import Stage
@@ -214,13 +215,7 @@ def values_of(step: Step, rank: int, seen: Seen) -> torch.Tensor | None:
             if full is None:
                 full = torch.zeros(one.box.shape, dtype=torch.float64)
             taken.add(one.box)
-            if one.box.flat is not None:
-                full.view(-1)[slice(*one.box.flat)] = value.double().flatten()
-            elif one.box.dims is not None:
-                places = [torch.tensor([at for a, b in spans for at in range(a, b)]) for spans in one.box.dims]
-                full[torch.meshgrid(*places, indexing="ij")] = value.double().reshape([len(own) for own in places])
-            else:
-                full.copy_(value.double().reshape(one.box.shape))
+            put_into(full, one.box, value.double())
     if full is None or sum(box.numel for box in taken) != full.numel():
         return None
     return full

@@ -24,7 +24,7 @@ from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
-from shardproof.harness.watching.names import parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch
@@ -68,8 +68,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             raise NotWatchable(f"doctor: steps={sorted(steps)}: it needs steps counted from 0")
         if on_finding not in ("raise", "warn", "collect"):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: it is 'raise', 'warn' or 'collect'")
-        self._models = _listed(model)
-        optimizers = _listed(optimizer)
+        self._models = as_list(model)
+        optimizers = as_list(optimizer)
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
         self._checks, self._ties = frozenset(checks), [tuple(names) for names in ties]
         self._on_finding, self._report = on_finding, report
@@ -309,12 +309,6 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if self._exchange is not None:
             with contextlib.suppress(Exception):  # the user may have ended the process groups
                 self._exchange.close()
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

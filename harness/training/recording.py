@@ -48,7 +48,7 @@ from shardproof.harness.tensors.trees import on_host as values_on_host
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of
-from shardproof.harness.watching.names import name_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import LayoutOf, Watch
 from shardproof.jsonfiles import RecordError, check_version, decode, describe, described, encode, says
@@ -234,7 +234,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         self._out, self._steps, self._mesh, self._names = Path(out), sorted(set(steps)), mesh, names
         self._has_values, self._patterns, self._max_bytes = detail == "tensors", tuple(tensors) or ("*",), max_bytes
         self._watch = Watch(
-            self._end, steps=steps, optimizers=_listed(optimizer), layout=layout, on_error=self._on_error,
+            self._end, steps=steps, optimizers=as_list(optimizer), layout=layout, on_error=self._on_error,
             sink=self._take, modules="modules" in stages, digests=False,
         )  # fmt: skip
         self._folder: Path | None = None
@@ -248,7 +248,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         self._length = 1
         self._left_out = {"values": 0, "events": 0}
         self._is_over = False
-        models = _listed(model)
+        models = as_list(model)
         if models:
             self._attach(models)
         else:
@@ -527,12 +527,6 @@ def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
         mesh=layout.mesh,
     )  # fmt: skip
     return dict(encode(line))
-
-
-def _listed(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 record = Recording

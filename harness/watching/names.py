@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,3 +66,10 @@ def is_compiled(module: nn.Module) -> bool:
 def name_of(dtype: torch.dtype) -> str:
     """Return the name of a dtype without its prefix."""
     return str(dtype).removeprefix("torch.")
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return what an argument names, none, one or several, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
