@@ -158,13 +158,13 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
             continue
         event, tensor = seen[key]
         outcome.compared += 1
-        mine = part_of(whole, layout.box).reshape(tensor.shape)
+        mine = part_of(whole, layout.box).reshape(tensor.shape).cpu()
         if torch.equal(tensor, mine):
             continue
         for other, there in enumerate(starts):
             its = there[key][0].layout if key in there else None
             if its is not None and its.box != layout.box and its.box.numel == tensor.numel() and torch.equal(
-                part_of(whole, its.box).reshape(tensor.shape), tensor
+                part_of(whole, its.box).reshape(tensor.shape).cpu(), tensor
             ):  # fmt: skip
                 moved.add((rank, other))
                 break
@@ -173,7 +173,7 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
         location = _location(Stage.INITIAL, event, 0, rank, index)
         outcome.found.append(Divergent(location, event.module, f"{text}: initial values must be equal"))
     turned = [key[2] for key, one in state_of(starts).items() if key in full and one.ndim == 2
-              and not torch.equal(one, full[key]) and torch.equal(one.t(), full[key])]  # fmt: skip
+              and not torch.equal(one, full[key].cpu()) and torch.equal(one.t(), full[key].cpu())]  # fmt: skip
     if turned:
         outcome.lines.append(f"{listed(turned)}: the transpose of the reference's")
     elif moved:
@@ -509,7 +509,7 @@ class Judge:
             )
             return
         base, exact = (part_of(one, box).reshape(tensor.shape) for one in pair)
-        exact = exact.double()
+        tensor, base, exact = tensor.to(exact.device), base.to(exact.device), exact.double()
         self.outcome.compared += 1
         runs = {"the run": tensor, "the baseline": base, "the oracle": exact}
         if (text := not_finite(runs)) is not None:
@@ -598,7 +598,7 @@ class Judge:
                 continue
             layout = held[0][0].layout
             full = torch.stack([tensor.double() for _, tensor in held]).sum(0)
-            exact = None if layout is None else part_of(self._oracle.tensors[key], layout.box).reshape(full.shape)
+            exact = None if layout is None else part_of(self._oracle.tensors[key], layout.box).reshape(full.shape).cpu()
             if exact is not None and float((full - exact).norm()) <= self._near * float(exact.norm()):
                 names.append(name)
         if names:
@@ -615,7 +615,7 @@ class Judge:
             for key, (event, tensor) in rank.events.items():
                 if key[0] == Stage.CLIPPED_GRADIENT and key in self._oracle.tensors and event.layout is not None:
                     exact = part_of(self._oracle.tensors[key], event.layout.box).reshape(tensor.shape)
-                    pairs.append((tensor.double().flatten(), exact.double().flatten()))
+                    pairs.append((tensor.double().flatten(), exact.double().flatten().cpu()))
             factor, residual = fit(*(torch.cat(side) for side in zip(*pairs, strict=True))) if pairs else (0.0, 1.0)
             if factor <= 0 or residual > self._near:
                 return
@@ -625,8 +625,8 @@ class Judge:
         where = "every rank" if len(wrong) == len(self._ranks) else ranks_of([one.rank for one in wrong])
         self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
                                   f"optimizer's step on {where}: they are scaled by another norm")  # fmt: skip
-        whole = [tensor.double().flatten() for key, tensor in self._oracle.tensors.items() if key[0] == Stage.GRADIENT]
-        size = float(torch.linalg.vector_norm(torch.cat(whole)))
+        size = math.hypot(*(float(torch.linalg.vector_norm(tensor.double()))
+                            for key, tensor in self._oracle.tensors.items() if key[0] == Stage.GRADIENT))  # fmt: skip
         told = [self._summed(size / factors[one.rank], size, one, 2.0) for one in wrong]
         if told and told[0] and len(set(told)) == 1:
             self.outcome.signature = "S6"

@@ -120,13 +120,16 @@ class Worker:
         functions = functions_of(request) if switches is None else switches.over(functions_of(request))
         with self._users("parallelize()", 0):
             self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
+        home = home_of(request, sum(one.numel() for one in self._baseline.built.model.parameters()), _free(device),
+                       device)  # fmt: skip
+        self._baseline.home = home
         self._expected = self._baseline.state()
-        check_memory(request, sum(one.numel() for one in self._baseline.built.model.parameters()), _free(device))
         self._earlier: list[dict[str, torch.Tensor]] = []
         self._oracle: Trainee | None = None
         if request.oracle != "none":
             self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
                                    baseline=self._baseline)  # fmt: skip
+            self._oracle.home = home
         self._notes = [] if self._oracle is None or self._oracle.is_deferred else list(self._changes(self._oracle))
 
     def _changes(self, oracle: Trainee) -> Iterator[str]:
@@ -221,6 +224,7 @@ class Worker:
         rows = iter([torch.cat(mine) for mine in zip(*parts, strict=True)])
         trainee = Trainee(self._request, functions_of(self._request), "oracle", self._mesh, self._device,
                           baseline=self._baseline)  # fmt: skip
+        trainee.home = self._baseline.home
         trainee.load(state)
         seen = trainee.step([map_tensors(lambda _: next(rows), microbatches[0])])
         trainee.close()
@@ -262,20 +266,29 @@ class Worker:
 #: From which distance the gradient of one batch is another one than that of its microbatches.
 _APART = 1e-4
 
-#: Bytes of a parameter in the reference: baseline and oracle with gradients, Adam's state, and what is compared.
-_BYTES = {"float64": 48, "float32": 32, "none": 16}
+#: Bytes of a parameter in the reference: baseline and oracle with gradients, Adam's state, and what is compared; the
+#: latter on the host, and where the models are, with what an optimizer makes of all parameters in one call.
+_BYTES = {"float64": (48, 88), "float32": (32, 56), "none": (16, 28)}
 
 
-def check_memory(request: Request, numel: int, free: int) -> None:
-    """Refuse a reference of so many parameters that does not fit into the free bytes."""
-    need = {oracle: numel * count / 2**30 for oracle, count in _BYTES.items()}
-    mine = need[request.oracle]
-    if mine * 2**30 > free:
+def home_of(request: Request, numel: int, free: int, device: torch.device) -> torch.device:
+    """Return where what is compared of so many parameters is kept: on their device, if so many bytes are free there.
+
+    Copies to the host, and comparisons on it, take most of the time of a large check.
+
+    Raises:
+        NotCheckable: not even the models fit into so many free bytes.
+    """
+    least, most = _BYTES[request.oracle]
+    if numel * least > free:
+        need = {oracle: numel * both[0] / 2**30 for oracle, both in _BYTES.items()}
+        mine = need[request.oracle]
         smaller = [f"--oracle {one} ({size:.3g})" for one, size in need.items() if size < mine]
         raise NotCheckable(
             f"check: the reference needs {mine:.3g} GiB ({numel / 1e9:.2g} B parameters, {request.oracle}), "
             f"{free / 2**30:.3g} GiB are free: {', '.join([*smaller, 'fewer layers'])}"
         )
+    return device if numel * most <= free else torch.device("cpu")
 
 
 def _free(device: torch.device) -> int:

@@ -46,7 +46,7 @@ Key = tuple[Stage, str, str, int, int, int, str]
 """What tells the tensors of a step apart: stage, module, parameter, microbatch, call, index, and the key of a state."""
 
 Seen = dict[Key, tuple[Event, torch.Tensor]]
-"""What was seen of a step: local tensors on the host, of own gradients their sketches."""
+"""What was seen of a step: local tensors, of own gradients their sketches."""
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -156,6 +156,8 @@ class Trainee:
         explains: bool = False, baseline: Trainee | None = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
+        #: Where the gradients that it sees are kept; for the reference its state is too.
+        self.home = torch.device("cpu")
         self._device, self._explains = device, explains
         self._adapter: Adapter | None = None
         self._baseline, self._has_own_optimizer = baseline, False
@@ -364,7 +366,8 @@ class Trainee:
             box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
             self._add(event, digest(tensor, box).numbers[:K])
         elif stage in (Stage.GRADIENT, Stage.CLIPPED_GRADIENT):
-            self._add(dataclasses.replace(event, microbatch=0), tensor)  # those after the last backward count
+            # Those after the last backward count.
+            self._add(dataclasses.replace(event, microbatch=0), tensor, self.home)
         else:
             self._add(event, tensor)
 
@@ -376,16 +379,18 @@ class Trainee:
         if self.role != "run":
             self._add(dataclasses.replace(event, key="values"), values)
 
-    def _add(self, event: Event, tensor: torch.Tensor) -> None:
-        self._events[key_of(event)] = event, tensor.detach().to("cpu", copy=True)
+    def _add(self, event: Event, tensor: torch.Tensor, home: torch.device | str = "cpu") -> None:
+        self._events[key_of(event)] = event, tensor.detach().to(home, copy=True)
 
     @torch.no_grad()
     def state(self) -> Seen:
-        """Return copies of the parameters, the optimizer's state and the buffers."""
+        """Return the parameters, the optimizer's state and the buffers: copies of those of a run."""
         found: Seen = {}
+        # The reference trains no further before it is judged, so that its own tensors do.
+        is_copied = self.role == "run"
 
         def add(event: Event, tensor: torch.Tensor) -> None:
-            found[key_of(event)] = event, local_of(tensor.detach()).to("cpu", copy=True)
+            found[key_of(event)] = event, local_of(tensor.detach()).to(self.home, copy=is_copied)
 
         for name, parameter in self.watch.parameters():
             place = self.watch.place(name, parameter)
@@ -415,7 +420,9 @@ class Trainee:
             return
         local = local_of(tensor)
         place = self.watch.place(name, parameter) if tensor.ndim else layout_of(tensor)
-        local.copy_(full if place is None else part_of(full, place.box).view(local.shape))
+        mine = full if place is None else part_of(full, place.box).view(local.shape)
+        # First to its device: the host would make float64 of it with one thread, and send twice as much.
+        local.copy_(mine.to(local.device))
 
     @torch.no_grad()
     def _give(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -52,6 +52,8 @@ def check(arguments: Sequence[str]) -> int:
 
     try:
         request = _request(options)
+        if request.keep:
+            _make_folder(request.keep)
         functions_of(request)
         _fits(request, options.device)
         if options.bisect and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -161,6 +163,15 @@ def _request(options: argparse.Namespace) -> Request:
         max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), off=options.off, bisect=options.bisect,
         seed=options.seed, keep=os.path.abspath(options.keep) if options.keep else "",
     )  # fmt: skip
+
+
+def _make_folder(path: str) -> None:
+    from shardproof.harness.training.request import NotCheckable
+
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise NotCheckable(f"check: --keep {path}: {error.strerror}: give a folder that can be written") from None
 
 
 def _axis(text: str) -> tuple[str, Any]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from shardproof.commands.check import _say
 from shardproof.commands.check import check as command
 from shardproof.harness.training import checking, judge
-from shardproof.harness.training.reference import Worker, check_memory, file_of
+from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
 from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
@@ -445,11 +445,12 @@ def test_the_oracle_stays_in_float64_and_takes_what_wrappers_have():
     assert net.clip_grad_norm_(1.0) == 0
 
 
-def test_a_reference_that_does_not_fit_is_refused():
-    request = Request(model="m", mesh=(("dp", 2),))
-    check_memory(request, 10**9, 64 << 30)
+def test_a_reference_is_kept_where_it_fits():
+    request, there = Request(model="m", mesh=(("dp", 2),)), torch.device("cuda", 1)
+    assert home_of(request, 10**9, 90 << 30, there) == there
+    assert home_of(request, 10**9, 64 << 30, there) == torch.device("cpu")
     with pytest.raises(NotCheckable) as raised:
-        check_memory(request, 10**9, 31 << 30)
+        home_of(request, 10**9, 31 << 30, there)
     assert str(raised.value) == (
         "check: the reference needs 44.7 GiB (1 B parameters, float64), 31 GiB are free: "
         "--oracle float32 (29.8), --oracle none (14.9), fewer layers"
