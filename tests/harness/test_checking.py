@@ -390,6 +390,7 @@ LINES = [
     (("--impl", "ddp", "--param-dtype", "bfloat16"), "ddp has no --param-dtype; --dtype bfloat16"),
     (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not divide over 'tp': give --parallelize"),
     (("--layers", "2"), "--layers and --dim are for known shapes"),
+    (("--keep", f"{__file__}/values"), "Not a directory: give a folder that can be written"),
 ]
 
 
