@@ -28,6 +28,7 @@ from shardproof.harness.judging.signatures import (
     name_of_factor,
     total,
 )
+from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.fingerprints import Box, K, digest
 from shardproof.harness.tensors.layouts import part_of, put_into
 from shardproof.harness.training.findings import listed
@@ -405,7 +406,7 @@ class Judge:
     def _gradients(self) -> Iterator[Divergent]:
         found = list(self._of_parameters(Stage.GRADIENT))
         clipped = list(self._clipped()) if found else []
-        if not clipped and not any(self._norms()):
+        if not clipped:
             self.outcome.factor = 1.0
         if not found:
             self._agrees_after_backward = any(key[0] == Stage.GRADIENT for key in self._oracle.tensors)
@@ -519,9 +520,9 @@ class Judge:
         apart = distance(tensor, base, exact, magnitude=magnitude)
         slack = ulp(magnitude, self._narrow) / apart.unit if stage < Stage.PARAMETER else 1.0
         slack *= self._looser if tensor.ndim == 0 else 1.0
-        if self._request.oracle == "none":
-            # What sharding may change is not known of a baseline that has no oracle.
-            apart = dataclasses.replace(apart, baseline_ulps=SLACK_ULPS * slack)
+        if self._request.oracle == "none" or torch.finfo(DTYPES[self._request.oracle]).eps >= self._eps:
+            # Nothing is known of the rounding of a baseline whose oracle is no finer.
+            apart = dataclasses.replace(apart, baseline_ulps=SLACK_ULPS * slack, is_scalar=False)
         if tensor.numel() == 1 and slack > 1:
             # One sample of rounding has no largest of many to be compared with.
             unit = apart.unit * slack
@@ -634,6 +635,9 @@ class Judge:
 
     def _summed(self, norm: float, exact: float, rank: OfRank, kind: float) -> str:
         """Say over which dimensions of the mesh a norm sums what ranks hold; nothing if over none."""
+        near = max(self._near, 1e-4) * norm
+        if abs(norm - exact) <= near:
+            return ""  # rounding, which no sum over ranks explains
         held = []
         for one in self._ranks:
             mine = [tensor.double().flatten() for key, (_, tensor) in one.events.items() if key[0] == Stage.GRADIENT]
@@ -645,7 +649,7 @@ class Judge:
                 others = [number for number in range(len(dims)) if number not in some]
                 group = [held[one] for one, place in enumerate(places)
                          if all(place[number] == places[rank.rank][number] for number in others)]  # fmt: skip
-                if abs(float(torch.linalg.vector_norm(torch.stack(group), kind)) - norm) > max(self._near, 1e-4) * norm:
+                if abs(float(torch.linalg.vector_norm(torch.stack(group), kind)) - norm) > near:
                     continue
                 over = " and ".join(dims[number][0] for number in some)
                 if not some:

@@ -312,6 +312,18 @@ def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
     assert (found["stage"], found["name"], found["rank"], found["element"]) == ("PARAMETER", "hidden.weight", 1, (3, 2))
 
 
+@pytest.mark.parametrize("oracle, stages", [("float64", {"TOTAL_NORM"}), ("float32", set()), ("none", set())])
+def test_an_oracle_that_is_no_finer_says_nothing_of_the_rounding_of_a_norm(world, tmp_path, oracle, stages):
+    def spoil(rank, one):
+        for key, (_, tensor) in one.events.items():
+            if key[0].value == "total norm":
+                tensor *= 1 + 30 * torch.finfo(torch.float32).eps
+
+    said = answer(tmp_path, seen=spoil, oracle=oracle)
+    assert {one["stage"] for one in said["found"]} == stages
+    assert said["lines"] == []  # no sum over ranks is that near
+
+
 def test_what_the_baseline_cannot_compute_judges_nothing_unless_it_is_most(world, tmp_path, monkeypatch):
     far = [8]  # elements of the tensors of which the baseline is far off: the hidden layer's bias
 
