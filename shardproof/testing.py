@@ -112,6 +112,7 @@ from shardproof.harness.parity.run import Run as Run
 from shardproof.harness.parity.run import StepPicture as StepPicture
 from shardproof.harness.plugin.axes import DELAY_MS as DELAY_MS
 from shardproof.harness.plugin.axes import DELAYED as DELAYED
+from shardproof.harness.plugin.axes import DELAYED_BEFORE as DELAYED_BEFORE
 from shardproof.harness.plugin.axes import DELAYS as DELAYS
 from shardproof.harness.plugin.axes import FLAT as FLAT
 from shardproof.harness.plugin.axes import KEEPS as KEEPS

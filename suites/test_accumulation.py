@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -463,7 +464,7 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
 
 
 @contract("ACCUMULATION-5")
-@world(2)
+@world(2, 4)
 @COUNTED
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.MARKED_LAST_BACKWARD)
 @pytest.mark.parametrize("keeps_gathered", [False, pytest.param(True, marks=needs(Capability.KEEP_AFTER_BACKWARD))])
@@ -513,10 +514,21 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
-    options: Any = {"microbatches": MICROBATCHES, "accumulation": Accumulation(marks_last=True)}
-    pair = pair_by_units(rank, models.Transformer(config), baseline="replicated", **options)
-    drawn = tokens(rank, 3, (2, config.length), vocabulary=config.vocabulary, microbatches=MICROBATCHES)
-    train_and_check(pair, drawn, set_to_none="odd", ahead=1)
+    has = rank.implementation.capabilities()
+    for unshards, keeps_gathered in itertools.product((False, True), (False, True)):
+        if (unshards and Capability.ASYNC_UNSHARD not in has) or (
+            keeps_gathered and Capability.KEEP_AFTER_BACKWARD not in has
+        ):
+            continue
+        how = Accumulation(keeps_gathered=keeps_gathered, marks_last=True)
+        options: Any = {"microbatches": MICROBATCHES, "accumulation": how}
+        pair = pair_by_units(rank, models.Transformer(config), baseline="replicated", **options)
+        drawn = tokens(rank, 3, (2, config.length), vocabulary=config.vocabulary, microbatches=MICROBATCHES)
+        for step, batch in enumerate(drawn):
+            if unshards:
+                pair.adapter.unshard()
+            pair.step(batch, set_to_none=step % 2 == 1, ahead=1)
+        pair.check()
 
 
 @contract("ACCUMULATION-13")

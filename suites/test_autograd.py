@@ -246,7 +246,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
     """Hooks find the tensors in any container that passes between units, and keep its type."""
     model = models.packed_stack(dim=25, container=container, depth=3)
     pair = rank.pair(model, units=[[str(index)] for index in range(5)])
-    train_and_check(pair, batches(rank, 3, (2, 25)))
+    train_and_check(pair, batches(rank, 3, (2, 25)), set_to_none="odd")
 
 
 @contract("AUTOGRAD-3")
@@ -318,9 +318,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 @contract("AUTOGRAD-5")
 @world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK, Capability.ADAM)
-def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank) -> None:
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=needs(Capability.TIED_PARAMETERS))])
+def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank, is_tied: bool) -> None:
     """Stepping each parameter, and its learning rate, in its hook trains the same bits as one step after backward."""
-    model = models.Transformer()
+    model = models.Transformer(models.TransformerConfig(is_tied=is_tied))
     ordinary = rank.run(models.copy_of(model), units=model.units(), optimizer=optim.adamw())
     assert ordinary.adapter.optimizer is not None
     schedule = _schedule(ordinary.adapter.optimizer)

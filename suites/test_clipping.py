@@ -102,10 +102,12 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
 @world(2, 4)
 @needs(Capability.TIED_PARAMETERS)
 def test_tied_parameter_counts_once(rank: Rank) -> None:
-    """The norm counts the gradient of a parameter that two modules share once."""
+    """The norm, of each kind, counts the gradient of a parameter that two modules share once."""
     config = models.TransformerConfig(vocabulary=15, is_tied=True)
-    pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01))
-    train_and_check(pair, tokens(rank, 2, (3, config.length), vocabulary=config.vocabulary))
+    has_all = Capability.CLIP_ANY_NORM in rank.implementation.capabilities()
+    for norm_type in (2.0, 1.0, math.inf) if has_all else (2.0,):
+        pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01, norm_type=norm_type))
+        train_and_check(pair, tokens(rank, 2, (3, config.length), vocabulary=config.vocabulary))
 
 
 @contract("CLIPPING-1")

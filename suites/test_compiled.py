@@ -11,6 +11,8 @@ from torch import nn
 
 from shardproof.suites.common import checked_steps, pair_by_units, tokens
 from shardproof.testing import (
+    DELAYED_BEFORE,
+    DELAYS,
     KEEPS,
     RESHARD,
     Capability,
@@ -111,10 +113,25 @@ def _unsharded_graphs(
 @world(2)
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_root_compiled_after_sharding(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A root that is compiled after sharding, with its units, trains as DDP does and is not recompiled."""
+@pytest.mark.parametrize(
+    ("means", "delays"),
+    [
+        *(pytest.param(None, *one.values, id=one.id, marks=one.marks) for one in DELAYED_BEFORE),
+        *(pytest.param(one, (), id=one, marks=RECOMPUTES) for one in ("call", "wrapper")),
+    ],
+)
+def test_root_compiled_after_sharding(
+    rank: Rank, means: Means | None, delays: tuple[str, ...], reshard_after_forward: bool | int | None
+) -> None:
+    """A root that is compiled after sharding, with its units, trains as DDP does and is not recompiled.
+
+    So it does where its units are recomputed, and where streams run at other speeds.
+    """
     config = models.TransformerConfig(layers=2)
-    pair = pair_by_units(rank, models.Transformer(config), reshard_after_forward=reshard_after_forward, is_traced=False)
+    options: Any = {"reshard_after_forward": reshard_after_forward, "is_traced": False}
+    options |= {"prepare": functools.partial(recompute, means=means)} if means else {}
+    options["delays"] = [DELAYS[name] for name in delays]
+    pair = pair_by_units(rank, models.Transformer(config), **options)
     with compiler("aot_eager") as compiled:
         pair.adapter.module.compile(backend=compiled)
         graphs = _graphs_of_steps(rank, pair, config, compiled)

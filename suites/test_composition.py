@@ -141,15 +141,21 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     model = MLPStack(dim)
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
     run = run_by_units(rank, model, mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]))
-    for name, parameter in run.adapter.named_parameters().items():
-        if not isinstance(parameter, DTensor):
-            continue  # the layout of plain tensors is the implementation's own
-        assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), f"{name} is on {parameter.device_mesh}"
-        found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]()
-        assert found == expected, f"{name} is placed {found} instead of {expected}"
-        assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
-        whole: torch.Tensor = parameter.full_tensor()
-        assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
+    for step in range(2):
+        for name, parameter in run.adapter.named_parameters().items():
+            if not isinstance(parameter, DTensor):
+                # The layout of plain tensors is the implementation's own.
+                kinds = rank.implementation.capabilities()
+                assert Capability.DTENSOR_PARAMETERS not in kinds, f"{name} is no DTensor after {step} steps"
+                continue
+            assert parameter.device_mesh.mesh_dim_names == ("dp", "tp"), f"{name} is on {parameter.device_mesh}"
+            found, expected = tuple(parameter.placements), PLACEMENTS[name.partition(".")[2].partition(".")[2]]()
+            assert found == expected, f"{name} is placed {found} instead of {expected} after {step} steps"
+            assert parameter.shape == full[name].shape, f"{name} has the global shape {tuple(parameter.shape)}"
+            whole: torch.Tensor = parameter.full_tensor()
+            if step == 0:
+                assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
+        run.step([(rank.batch(step, (4, dim), mesh=mesh["dp"]),)], loss=models.mean_square)
 
 
 #: Placements of a layer's parameters on the mesh (dp, tp). A strided shard cuts a dimension that TP has already cut.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import pair_by_units, run_by_units, tokens, tower, train_and_check
+from shardproof.suites.common import batches, pair_by_units, run_by_units, tokens, tower, train_and_check
 from shardproof.testing import (
     DELAYED,
     DELAYS,
@@ -45,6 +45,20 @@ def test_offloaded(rank: Rank, delays: tuple[str, ...], offload: str) -> None:
     for step, batch in enumerate(batches):
         pair.step(batch, set_to_none=step % 2 == 0)
     pair.check()
+
+
+@contract("OFFLOAD-1")
+@needs(Capability.ADAM)
+@KINDS
+def test_adam_of_offloaded_shards(rank: Rank, offload: str) -> None:
+    """Adam steps shards that live on the CPU as it does those of DDP, and its state lives with them."""
+    pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], offload=offload, optimizer=optim.adam())
+    train_and_check(pair, batches(rank, 1, (2, 5)))
+    optimizer = pair.adapter.optimizer
+    if optimizer is not None:
+        held = pair.adapter.held_parameters()
+        state = {name: optimizer.state[value].get("exp_avg") for name, value in held.items()}
+        _assert_on_cpu("first moment of", state, is_pinned=None)
 
 
 @contract("OFFLOAD-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -211,9 +212,10 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
 
 
 def make(rank: Rank, means: Means, **options: Any) -> tuple[Pair, Computations]:
-    """A transformer whose layers are units that are recomputed by ``means``."""
+    """A transformer whose layers are units that are recomputed by ``means``, tied where the implementation can."""
     computations = Computations(inside="w1")
-    return make_watched(rank, models.Transformer(CONFIG), computations, means, **options), computations
+    config = dataclasses.replace(CONFIG, is_tied=Capability.TIED_PARAMETERS in rank.implementation.capabilities())
+    return make_watched(rank, models.Transformer(config), computations, means, **options), computations
 
 
 def make_watched(rank: Rank, model: Any, computations: Computations, means: Means, **options: Any) -> Pair:

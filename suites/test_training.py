@@ -151,9 +151,12 @@ def test_list_that_computes(rank: Rank) -> None:
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("delays", DELAYED)
-def test_many_units(rank: Rank, delays: tuple[str, ...], reshard_after_forward: bool | int | None) -> None:
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=needs(Capability.TIED_PARAMETERS))])
+def test_many_units(
+    rank: Rank, is_tied: bool, delays: tuple[str, ...], reshard_after_forward: bool | int | None
+) -> None:
     """A transformer of several units trains as DDP does, also when streams run at other speeds."""
-    config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
+    config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4, is_tied=is_tied)
     chosen = [DELAYS[name] for name in delays]
     pair = pair_by_units(rank, models.Transformer(config), delays=chosen, reshard_after_forward=reshard_after_forward)
     # Made in advance: copying them to the device would wait for the step before.
@@ -255,7 +258,7 @@ def test_unit_called_twice(
 ) -> None:
     """A unit that runs twice in a forward, in a chain or on one input, is reduced with both contributions."""
     pair = rank.pair(model(5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
-    train_and_check(pair, batches(rank, 3, (32, 5)))
+    train_and_check(pair, batches(rank, 3, (32, 5)), set_to_none="even")
 
 
 @contract("TRAINING-5")
@@ -267,8 +270,12 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     torch casts by setting the parameters' data or, as it announces for the future, by swapping tensors.
     """
     rank.monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swaps)
-    pair = rank.pair(models.MLP(5), units=[["in_proj"], ["out_proj"]], baseline="replicated", cast=torch.float64)
-    train_and_check(pair, (batch.double() for batch in batches(rank, 3, (2, 5))), set_to_none="even")
+    options: Any = {"units": [["in_proj"], ["out_proj"]], "baseline": "replicated", "cast": torch.float64}
+    drawn = [batch.double() for batch in batches(rank, 3, (2, 5))]
+    train_and_check(rank.pair(models.MLP(5), **options), drawn, set_to_none="even")
+    if Capability.ADAM in rank.implementation.capabilities():
+        pair = rank.pair(models.MLP(5), optimizer=optim.adam(kernels="foreach"), **options)
+        train_and_check(pair, drawn[:1])
 
 
 @contract("TRAINING-5")

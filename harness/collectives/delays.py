@@ -83,8 +83,8 @@ class Perturbation:
 
     def install(self, recorder: Recorder) -> None:
         """Delay the collectives that ``recorder`` records."""
-        recorder.before = functools.partial(self._around, "before")
-        recorder.after = functools.partial(self._around, "after")
+        recorder.before = functools.partial(self.around, "before")
+        recorder.after = functools.partial(self.around, "after")
 
     def at(self, point: Literal["loss", "step"], when: Literal["before", "after"] = "before") -> None:
         """Apply the delays of a point; the run calls this when the loss is ready and around the optimizer step."""
@@ -97,7 +97,8 @@ class Perturbation:
         for delay, count in self.met.items():
             assert count, f"{delay} matched nothing in this run, so it had no effect"
 
-    def _around(self, when: str, collective: Collective) -> None:
+    def around(self, when: Literal["before", "after"], collective: Collective) -> None:
+        """Apply the delays of a collective; without a recorder, the run calls this before each."""
         for delay in self.met:
             if delay.when == when and delay.matches(collective):
                 self._meet(delay)

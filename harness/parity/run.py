@@ -109,8 +109,8 @@ class RunOptions:
     compared_as: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.delays and not self.is_traced:
-            raise ValueError("delays need is_traced=True: a delay is injected where the trace records a collective")
+        if not self.is_traced and any(one.at == "collective" and one.when == "after" for one in self.delays):
+            raise ValueError("delays after a collective need is_traced=True: without, only its beginning is seen")
 
 
 @dataclasses.dataclass
@@ -430,6 +430,7 @@ class Run:
     def _hear(self, collective: Collective) -> None:
         unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
         self.recorder.trace.append(dataclasses.replace(collective, unit=unit))
+        self.perturbation.around("before", collective)
 
 
 def sharded_run(

@@ -69,6 +69,9 @@ DELAYS = {
 """The delays of the cases about device streams, by name."""
 
 
+_BEFORE = tuple(name for name in DELAYS if not name.startswith("after-reduce"))
+
+
 def _delayed(*names: str) -> pytest.MarkDecorator:
     """What delays need: streams and, where a gather or a reduction is delayed, an implementation that issues them."""
     issued = any(DELAYS[name].at == "collective" for name in names)
@@ -80,6 +83,11 @@ DELAYED = [
     pytest.param((), id="undelayed"),
     *(pytest.param((name,), id=name, marks=_delayed(name)) for name in DELAYS),
     pytest.param(tuple(DELAYS), id="all-delayed", marks=_delayed(*DELAYS)),
+]
+#: The same without what follows a collective, for runs that see nothing but its beginning.
+DELAYED_BEFORE = [
+    *(one for one in DELAYED[:-1] if one.id != "after-reduce-scatter"),
+    pytest.param(_BEFORE, id="all-delayed", marks=_delayed(*_BEFORE)),
 ]
 
 #: The optimizer has the parameters of the model, or one flat parameter for each unit.
