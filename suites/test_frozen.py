@@ -56,6 +56,33 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
+class Gate(models.MLP):
+    """A frozen MLP whose output requires no gradient."""
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class Gated(models.Tower):
+    """A :class:`Tower` whose layer 1 is a :class:`Gate`, which scales what layer 0 passes to layer 2.
+
+    ``is_recorded`` says whether it is called with autograd enabled.
+    """
+
+    def __init__(self, dim: int, *, is_recorded: bool) -> None:
+        super().__init__(dim)
+        self.layers[1] = Gate(dim).requires_grad_(False)
+        self.is_recorded = is_recorded
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        first, gate, last = self.layers
+        x = first(x)
+        with torch.set_grad_enabled(self.is_recorded):
+            scale = gate(x)
+        return last(x * scale)  # type: ignore[no-any-return]
+
+
 @contract("FROZEN-1")
 @world(2, 4)
 @pytest.mark.parametrize(
@@ -163,6 +190,16 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
     """A frozen unit that runs twice in a forward, and that backward passes twice, is gathered for both."""
     model = _frozen(models.ReusedInner(9), lambda name: name.startswith("inner."))
     pair = rank.pair(model, units=[["before"], ["inner"], ["outer"]], reshard_after_forward=reshard_after_forward)
+    train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
+
+
+@contract("FROZEN-1")
+@world(2)
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
+@pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
+def test_frozen_unit_without_a_gradient_for_its_input(rank: Rank, ahead: bool | None, is_recorded: bool) -> None:
+    """A frozen unit whose input requires a gradient and whose output does not leaves the units around it right."""
+    pair = pair_by_units(rank, Gated(9, is_recorded=is_recorded), gathers_ahead_in_forward=ahead)
     train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
