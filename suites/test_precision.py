@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -383,31 +384,67 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
             check_evaluation(rank, run, replica, rank.batch(step, (4, 8)), number=step + 1)
 
 
-@contract("PRECISION-1")
+@contract("PRECISION-1", "EVALUATION-4")
 @needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
 @FLAT
-def test_whole_parameters(rank: Rank, flat_parameters: bool) -> None:
-    """Full parameters have the dtype and the values of the shards, not the compute dtype."""
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
+@KEEPS
+def test_whole_parameters(rank: Rank, reshard_after_forward: bool | None, flat_parameters: bool) -> None:
+    """Full parameters have the dtype and the values of the shards, not the compute dtype, whatever is gathered.
+
+    The next forward uses what user code has written to them.
+    """
+    options: Any = {"flat_parameters": flat_parameters, "reshard_after_forward": reshard_after_forward}
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], **options)
     for step in range(3):
         train(rank, run, replica, first=step, steps=1)
+        gather_between_steps(rank, run, step)
         with run.adapter.whole_parameters(WholeParameters()) as found:
             for name, expected in replica.model.named_parameters():
                 assert found[name].dtype == FULL, f"{name} is of {found[name].dtype}"
                 assert torch.equal(found[name], expected), f"{name} has other values than the shards"
+            states.write(found)
+        states.write(dict(replica.model.named_parameters()))
+    check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
 
 
-@contract("PRECISION-1")
+def gather_between_steps(rank: Rank, run: Run, step: int) -> None:
+    """Leave parameters gathered by an evaluation, or after the last of three steps by a forward with autograd."""
+    with torch.set_grad_enabled(step == 2):
+        run.adapter.forward(rank.batch(step, SHAPE))
+
+
+@contract("PRECISION-1", "STATE-5")
 @needs(Capability.MIXED_PRECISION, Capability.DISTRIBUTED_CHECKPOINT)
 @FLAT
+@KEEPS
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=needs(Capability.FULL_STATE_DICT))])
-def test_state_dicts(rank: Rank, form: StateForm, flat_parameters: bool) -> None:
-    """Saved states of a model and its optimizer have the dtype and the values of the shards, and training goes on."""
-    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
+def test_state_dicts(rank: Rank, form: StateForm, reshard_after_forward: bool | None, flat_parameters: bool) -> None:
+    """Saved states of a model and its optimizer have the dtype and the values of the shards, whatever is gathered.
+
+    The next forward uses what was loaded, and training goes on.
+    """
+    options: Any = {"flat_parameters": flat_parameters, "reshard_after_forward": reshard_after_forward}
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], **options)
     for step in range(3):
         train(rank, run, replica, first=step, steps=1)
         states.check_held(rank, run, states.read(rank, run, form=form))
-        run.adapter.restore(run.adapter.checkpoint(form=form), form=form)
+        saved = copy.deepcopy(run.adapter.checkpoint(form=form))
+        states.halve(run, replica.model)
+        gather_between_steps(rank, run, step)
+        run.adapter.restore(saved, form=form)
+        for parameter in replica.model.parameters():
+            parameter.data *= 2
+    check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
+
+
+@contract("AUTOGRAD-14")
+@MIXED
+@FLAT
+def test_forward_that_is_dropped(rank: Rank, flat_parameters: bool) -> None:
+    """A forward in another dtype whose output is dropped leaves the next steps right."""
+    run, replica = both(rank, mixed.Mixed(), precision=POLICIES["bf16-fp32"], flat_parameters=flat_parameters)
+    run.adapter.forward(rank.batch(0, SHAPE))
+    train(rank, run, replica)
 
 
 @contract("PRECISION-1")
