@@ -197,6 +197,11 @@ POLICIES = {
 FLAT = pytest.mark.parametrize(
     "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
+#: Where compute and reduction have one dtype, unreduced gradients can add up in no other.
+ADDED = pytest.mark.parametrize(
+    "policy",
+    ["bf16", *(pytest.param(one, marks=needs(Capability.ACCUMULATION_DTYPES)) for one in ("bf16-fp32", "fp32-bf16"))],
+)
 NORMS = ("inner.1", "norm", "last")
 
 ROWS = 7
@@ -477,9 +482,15 @@ def test_replicas(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@needs(Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
-@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
-@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@MIXED
+@ADDED
+@pytest.mark.parametrize(
+    "defers",
+    [
+        pytest.param(False, marks=needs(Capability.ACCUMULATION_DTYPES)),
+        pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION)),
+    ],
+)
 def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
     """Reduced gradients add up in float32, and those whose reduction is deferred in the reduce dtype."""
     later = Accumulation() if defers else None
@@ -488,11 +499,12 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 @contract("PRECISION-3")
 @MIXED
-@needs(Capability.ACCUMULATION_DTYPES, Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
-def test_parameters_of_one_microbatch(rank: Rank) -> None:
+@needs(Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
+@ADDED
+def test_parameters_of_one_microbatch(rank: Rank, policy: str) -> None:
     """Gradients that have accumulated in the reduce dtype keep it next to new ones in the compute dtype."""
     run, replica = both(
-        rank, models.Branches(8, 2), units=[], precision=POLICIES["bf16-fp32"], microbatches=3,
+        rank, models.Branches(8, 2), units=[], precision=POLICIES[policy], microbatches=3,
         accumulation=Accumulation(), find_unused=True,
     )  # fmt: skip
     for step in range(3):
