@@ -396,10 +396,11 @@ def test_whole_parameters(
     check_twins(rank, run, twin, 2)
 
 
-def check_twins(rank: Rank, run: Run, twin: Run, steps: int, *, why: str = WHY) -> None:
-    """Train two runs, which have the same bits after each step (collective)."""
+def check_twins(rank: Rank, run: Run, twin: Run, steps: int, *, why: str = WHY, dtype: Any = torch.float32) -> None:
+    """Train two runs, which have the same bits after each step, on batches of a dtype (collective)."""
     for step, batch in enumerate(batches(rank, steps, (4, 9))):
-        check_exact(rank, *(one.step([(batch,)], loss=models.mean_square) for one in (run, twin)), step=step, why=why)
+        pictures = (one.step([(batch.to(dtype),)], loss=models.mean_square) for one in (run, twin))
+        check_exact(rank, *pictures, step=step, why=why)
 
 
 @contract("EVALUATION-4")
@@ -461,9 +462,12 @@ def test_whole_tied_parameters(rank: Rank) -> None:
 @contract("EVALUATION-4")
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("keeps_changes", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, keeps_changes: bool) -> None:
+def test_whole_gradients(
+    rank: Rank, reshard_after_forward: bool | int | None, keeps_changes: bool, dtype: torch.dtype
+) -> None:
     """Between backward and the step full gradients are those of the shards; writes reach the step if written back."""
     how = WholeParameters(keeps_changes=keeps_changes, with_gradients=True)
 
@@ -482,10 +486,11 @@ def test_whole_gradients(rank: Rank, reshard_after_forward: bool | int | None, k
             if piece is not None and keeps_changes:
                 piece.tensor.mul_(2)
 
-    model, options = models.Tower(dim=9), {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
+    model = models.Tower(dim=9).to(dtype)
+    options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
     twin = run_by_units(rank, models.copy_of(model), after_backward=double_shards, **options)
     run = run_by_units(rank, model, after_backward=double, **options)
-    check_twins(rank, run, twin, 3, why="a product with two has no rounding")
+    check_twins(rank, run, twin, 3, why="a product with two has no rounding", dtype=dtype)
 
 
 @contract("EVALUATION-4")
