@@ -89,6 +89,16 @@ def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_
 
 
 @contract("SCALER-1")
+@world(2)
+def test_rank_without_a_gradient(rank: Rank) -> None:
+    """A rank that holds no element with a gradient lowers the scale with the others."""
+    model = mixed.Mixed(*SHAPE)  # in a flat parameter of two ranks the first one holds the weight
+    for parameter in (model.low.shift, model.high.shift, model.gain):
+        parameter.requires_grad_(False)
+    check(rank, model)
+
+
+@contract("SCALER-1")
 @world(4)
 @needs(Capability.MIXED_PRECISION, Capability.HYBRID)
 def test_replicas(rank: Rank) -> None:
@@ -118,13 +128,15 @@ def test_gradients_on_the_cpu(rank: Rank, delayed: bool, offload: str) -> None:
     check(rank, offload=offload, delays=delays)
 
 
-def check(rank: Rank, **options: Any) -> None:
+def check(rank: Rank, model: mixed.Mixed | None = None, **options: Any) -> None:
     """Train five steps, in two of which a gradient is infinite, and compare each with full copies and plain scaling."""
     scaling = Scaling(options.get("clip"))
     # Powers of two, so that a kernel on the CPU and one on a device round alike.
     optimizer = optim.sgd(lr=2.0**-5, momentum=0.5)
     hooks: dict[str, Any] = {"after_backward": scaling.unscale, "step": scaling.step}
-    run, replica = run_and_replica(rank, mixed.Mixed(*SHAPE), units=UNITS, optimizer=optimizer, **hooks, **options)
+    run, replica = run_and_replica(
+        rank, model or mixed.Mixed(*SHAPE), units=UNITS, optimizer=optimizer, **hooks, **options
+    )
     scaling.begin(run, replica)
     for step, expected_scale in enumerate(SCALES):
         x = rank.batch(step, SHAPE, mesh=options.get("mesh"))
