@@ -1,4 +1,4 @@
-"""A plain copy of the model beside one that ``FullyShardedDataParallel`` shards, and what of the two must agree."""
+"""Models under ``FullyShardedDataParallel``, and the warnings that they give."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from fsdp_impl import FullyShardedDataParallel, ShardingStrategy
-from tests.fsdp_impl.replicas import assert_close
 
 FULL, ZERO2, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
@@ -31,19 +30,6 @@ def wrap_children(model: nn.Sequential, **options: Any) -> FullyShardedDataParal
     for index in range(1, len(model)):
         model[index] = wrap(model[index], **options)
     return wrap(model, **options)
-
-
-def assert_same_whole(plain: nn.Module, sharded: nn.Module, *, grads: bool = True, **tolerance: float) -> None:
-    """Parameters agree, and with ``grads`` gradients (for which ``use_orig_params`` must be set); collective."""
-    with FullyShardedDataParallel.summon_full_params(sharded, writeback=False, with_grads=grads):
-        for (name, expected), (other, param) in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
-            assert name == other
-            assert_close(name, param.detach(), expected.detach(), **tolerance)
-            if not grads:
-                continue
-            assert (param.grad is None) == (expected.grad is None), f"gradient of {name}"
-            if param.grad is not None and expected.grad is not None:
-                assert_close(f"gradient of {name}", param.grad, expected.grad, **tolerance)
 
 
 def texts(fn: Callable[[], Any]) -> list[str]:

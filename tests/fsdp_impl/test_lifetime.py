@@ -1,0 +1,256 @@
+"""A model that nobody has any more is freed at once, without the garbage collector: nothing in it is a cycle.
+
+What waits for the garbage collector, as models of torch 2.13's ``fully_shard`` do, holds device memory that the next
+model needs.
+"""
+
+import gc
+import importlib
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdp_impl import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+    validate_order,
+)
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.tensors import memory
+from shardproof.testing import world
+from tests.fsdp_impl.flat_replicas import FULL, NONE, ZERO2, wrap_children
+from tests.fsdp_impl.replicas import batch, tower
+
+Make = Callable[[Rank], Any]
+Use = Callable[[Rank, Any], Any]
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    # The first call of a function that stays outside graphs imports it, which leaves the caller's frame in a circle.
+    importlib.import_module("torch._dynamo")
+    memory.collect_garbage()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """The storages of all tensors that Python knows, by their identity."""
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+
+
+def parts(model: nn.Module) -> list[Any]:
+    """Modules, units, parameters, and of a DTensor its shard."""
+    units = [module._unit for module in model.modules() if hasattr(module, "_unit")]
+    shards = [getattr(param, "_local_tensor", param) for param in model.parameters()]
+    return [*model.modules(), *(unit() if callable(unit) else unit for unit in units), *model.parameters(), *shards]
+
+
+def check(rank: Rank, make: Make, use: Use) -> None:
+    use(rank, make(rank))  # what torch keeps after its first use
+    with without_collection():
+        before = storages()
+        model = make(rank)
+        found = parts(model)
+        left = use(rank, model)
+        found += parts(model)
+        alive = [(type(one).__name__, weakref.ref(one)) for one in found]
+        held = [StorageWeakRef(storage) for key, storage in storages().items() if key not in before]
+        assert len(held) >= 3
+        del model, left, found
+        # A thread of gloo may hold the tensors of a collective for a moment after it has ended.
+        deadline = time.monotonic() + 10
+        while not all(storage.expired() for storage in held) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [name for name, one in alive if one() is not None] == []
+        assert all(storage.expired() for storage in held)
+
+
+# What is done with a model; what is returned lives as long
+
+
+def nothing(rank: Rank, model: Any) -> Any:
+    return None
+
+
+def forward(rank: Rank, model: Any) -> Any:
+    return model(batch(rank, 0, (2, 4)))
+
+
+def evaluation(rank: Rank, model: Any) -> Any:
+    with torch.no_grad():
+        return model.eval()(batch(rank, 0, (2, 4)))
+
+
+def steps(rank: Rank, model: Any) -> Any:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for number in range(2):
+        output = model(batch(rank, number, (2, 4)))
+        output.sum().backward()
+        optimizer.step()
+    return optimizer, output
+
+
+def microbatches(rank: Rank, model: Any) -> Any:
+    with model.no_sync():
+        return forward(rank, model).sum().backward()
+
+
+def around(rank: Rank, model: Any) -> Any:
+    """What happens between steps."""
+    with FullyShardedDataParallel.summon_full_params(model):
+        pass
+    model.load_state_dict(model.state_dict())
+    model.clip_grad_norm_(1.0)
+    return model.to(torch.float64)
+
+
+def steps_with_prefetch(rank: Rank, model: Any) -> Any:
+    first, second = (module for module in list(model.modules())[:3] if hasattr(module, "unshard"))
+    for one, other in ((first, second), (second, first)):
+        one.set_modules_to_forward_prefetch([other])
+        one.set_modules_to_backward_prefetch([other])
+    return steps(rank, model)
+
+
+def accumulation(rank: Rank, model: Any) -> Any:
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 1)
+        model(batch(rank, number, (2, 4))).sum().backward()
+
+
+def replicas_not_reduced(rank: Rank, model: Any) -> Any:
+    model.set_requires_all_reduce(False)
+    model(batch(rank, 0, (2, 4))).sum().backward()
+
+
+def unsharded_by_hand(rank: Rank, model: Any) -> Any:
+    model.unshard()
+    model.state_dict()
+    model.unshard(async_op=True)
+
+
+def checked(rank: Rank, model: Any) -> Any:
+    validate_order(model)
+    return steps(rank, model)
+
+
+# Under FullyShardedDataParallel
+
+FLAT: dict[str, dict[str, Any]] = {
+    "full": {"sharding_strategy": FULL},
+    "kept": {"sharding_strategy": ZERO2},
+    "not sharded": {"sharding_strategy": NONE},
+    "low precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
+    "prefetching": {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+}
+
+
+@world(2)
+@pytest.mark.parametrize("use", [nothing, forward, evaluation, steps, microbatches, around])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("options", FLAT)
+def test_a_deleted_model_of_wrappers_is_freed(rank: Rank, options: str, use_orig_params: bool, use: Use) -> None:
+    chosen = {"device_id": rank.device, "use_orig_params": use_orig_params, **FLAT[options]}
+    check(rank, lambda rank: wrap_children(tower(4, 2), **chosen), use)
+
+
+@world(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_an_inner_wrapper_keeps_no_other(rank: Rank, use_orig_params: bool) -> None:
+    """A part of a model that is kept does not keep the rest."""
+    with without_collection():
+        options = {"device_id": rank.device, "use_orig_params": use_orig_params, "forward_prefetch": True}
+        model = wrap_children(tower(4, 2), **options)
+        steps(rank, model)
+        inner = model[1]
+        others = [weakref.ref(unit) for unit in model.fsdp_modules(model) if unit is not inner]
+        flat = [weakref.ref(unit()._unit.group.shards.flat) for unit in others]
+        del model
+        assert [reference() for reference in (*others, *flat) if reference() is not None] == []
+        inner(batch(rank, 0, (2, 4))).sum().backward()
+
+
+# Under fully_shard
+
+
+def sharded(rank: Rank, **options: Any) -> nn.Module:
+    model = tower(4, 2).to(rank.device)
+    for layer in model[1:]:
+        fully_shard(layer, mesh=rank.mesh(), **options)
+    return fully_shard(model, mesh=rank.mesh(), **options)
+
+
+def kept(rank: Rank) -> nn.Module:
+    return sharded(rank, reshard_after_forward=False)
+
+
+def in_two_sizes(rank: Rank) -> nn.Module:
+    return sharded(rank, reshard_after_forward=2)
+
+
+def offloaded(rank: Rank) -> nn.Module:
+    return sharded(rank, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def in_low_precision(rank: Rank) -> nn.Module:
+    return sharded(rank, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+def with_replicas(rank: Rank) -> nn.Module:
+    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard"))
+    model = tower(4, 2).to(rank.device)
+    fully_shard(model[1], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def of_several_modules(rank: Rank) -> nn.Module:
+    model = tower(4, 3).to(rank.device)
+    fully_shard([model[1], model[2]], mesh=rank.mesh())
+    return fully_shard(model, mesh=rank.mesh())
+
+
+def tied(rank: Rank) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(rank.device)
+    model[2].weight = model[0].weight
+    return fully_shard(model, mesh=rank.mesh())
+
+
+USES = [nothing, forward, evaluation, steps, accumulation, unsharded_by_hand, checked, steps_with_prefetch]
+
+
+@world(2)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("make", [sharded, kept])
+def test_a_deleted_model_is_freed(rank: Rank, make: Make, use: Use) -> None:
+    check(rank, make, use)
+
+
+@world(2)
+@pytest.mark.parametrize("use", [forward, steps])
+@pytest.mark.parametrize("make", [in_two_sizes, offloaded, in_low_precision, of_several_modules, tied])
+def test_in_every_form(rank: Rank, make: Make, use: Use) -> None:
+    check(rank, make, use)
+
+
+@world(4)
+@pytest.mark.parametrize("use", [steps, replicas_not_reduced])
+def test_with_replicas(rank: Rank, use: Use) -> None:
+    check(rank, with_replicas, use)
