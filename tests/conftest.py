@@ -16,16 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests import warm
-
 SCHEMA = pathlib.Path(__file__).parents[1] / "reports/run-file.schema.json"
 
 pytest_plugins = ["pytester"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share one warm Python between xdist's workers."""
-    config.add_cleanup(warm.make_folder())
+    """Give the workers of xdist temporary directories of their own."""
     if hasattr(config, "workerinput"):
         config.add_cleanup(_own_temporary_directory())
 

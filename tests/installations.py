@@ -3,13 +3,14 @@
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
-from tests import warm
-
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
+_BYTECODE = tempfile.TemporaryDirectory(prefix="bytecode-")
 
 
 def run(*arguments, cwd, path, timeout=240, **variables):
@@ -19,9 +20,9 @@ def run(*arguments, cwd, path, timeout=240, **variables):
     paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONPYCACHEPREFIX": f"{os.path.dirname(warm.python())}/bytecode",
+        "PYTHONPYCACHEPREFIX": _BYTECODE.name,
     }
-    command = [warm.python(), *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=timeout)
 
 

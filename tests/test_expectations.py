@@ -2,13 +2,13 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardproof.harness.adapters.registry import BUILT_IN
 from shardproof.harness.plugin.known_failures import load
-from tests import warm
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "suites/expectations"
@@ -23,7 +23,7 @@ def case_ids():
 
 def collected(*which):
     options = [*which, "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr
     return [line.replace("[reference-", "[") for line in found.stdout.splitlines() if "::" in line]

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 import planted.run
 from planted import table, watched
 from shardproof.harness.plugin.known_failures import KnownFailures, load
-from tests import warm
 from tests.harness.inner import PYTHONPATH, name_of
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def test_a_bug_is_found(tmp_path: pathlib.Path) -> None:
     """It does watch: without a doctor the item would fail by another text."""
     bug = table.watched(table.read("accumulation")["flat-existing-replaced"])
     item = bug.with_bug(bug.item)
-    records = planted.run.records_of([item], [bug.name], tmp_path, "--device", "cpu", python=warm.python())
+    records = planted.run.records_of([item], [bug.name], tmp_path, "--device", "cpu")
     text = planted.run.text_of(records[item])
     assert f"{table.UNHEALTHY} 0: gradients lack microbatches [D11, S4]" in text
 
@@ -94,7 +94,7 @@ def test_each_line_is_in_its_file() -> None:
 def run(kinds: Sequence[type], options: Sequence[str], folder: pathlib.Path, *, timeout: float) -> list[dict[str, Any]]:
     """The records of the cases of the chapters that are watched."""
     report = folder / "run.json"
-    command = [warm.python(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *FILES]
     command += ["--impl", ",".join(map(name_of, kinds)), "--device", "cpu", "--report", str(report), *options]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

@@ -11,7 +11,6 @@ import pytest
 
 import shardproof.commands.run
 from shardproof.__main__ import COMMANDS, USAGE, main
-from tests import warm
 from tests.harness.inner import CASE, PYTHONPATH, QUIET
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +85,7 @@ LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "
 def test_pytest_without_its_cache(tmp_path, monkeypatch, given):
     """The option for the place of the cache is the cache's own."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    command = [warm.python(), "-m", "shardproof", "run", *given, *LISTED]
+    command = [sys.executable, "-m", "shardproof", "run", *given, *LISTED]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [*tmp_path.iterdir()], "nothing is written where the run began"

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-
 ROOT = Path(__file__).parents[1]
 
 # Run in both: every name in sys.modules whose file is one of ours, by the real file.
@@ -56,7 +54,7 @@ def test_one_name_for_each_file(tmp_path, folder):
     paths = filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")])
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     cases = [str(tmp_path / "test_names.py"), str(ROOT / folder / "test_training.py"), "-k", "ranks or 16x15"]
-    command = [warm.python(), "-m", "pytest", *cases, *options]
+    command = [sys.executable, "-m", "pytest", *cases, *options]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "controller: {} []\n" in done.stdout

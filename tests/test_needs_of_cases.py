@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import pytest
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.state import STATE
-from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def test_an_adapter_that_declares_nothing_is_asked_two_thirds_of_what_is_for_any
     contract = (ROOT / "docs/contract.md").read_text()
     marked = set(re.findall(r"^\| ([A-Z]+-\d+) \| any \|", contract, flags=re.MULTILINE))
     command = [
-        warm.python(),
+        sys.executable,
         "-m",
         "pytest",
         "suites",

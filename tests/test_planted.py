@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from planted import run, table
-from tests import warm
 
 BUGS = table.every()
 #: By day some edits are looked for only; a fixed eightieth is planted. What needs GPUs runs wherever they are.
@@ -51,7 +50,7 @@ def _records(
     groups = [able] if len(able) < 100 else [list(group) for _, group in itertools.groupby(able, key=by_file)]
 
     def run_one(group: list[table.Bug]) -> run.Records:
-        return run.run(group, folders.mktemp("planted"), python=warm.python(), elsewhere=elsewhere)
+        return run.run(group, folders.mktemp("planted"), elsewhere=elsewhere)
 
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
         for part in threads.map(run_one, groups):

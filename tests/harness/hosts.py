@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 NAMES = ("hosta", "hostb")
@@ -38,11 +37,11 @@ def verdicts(report: pathlib.Path) -> dict[str, str]:
 
 def torchrun(folder: pathlib.Path, ranks: int, *arguments: str, options: Sequence[str] = (), **more: str):
     """Run a job of so many ranks on this host; returns the completed process, with both streams in ``stdout``."""
-    start = [warm.python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    start = [*_torchrun(), "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [*start, *options, *_pytest(), *arguments],
         cwd=folder,
-        env=environment(PYTHON_EXEC=warm.python(), **more),
+        env=environment(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,6 @@ from typing import Any
 import shardproof.harness.adapters.reference
 import shardproof.harness.adapters.replicas
 import shardproof.harness.models.plain  # noqa: F401
-from tests import warm
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -48,7 +48,7 @@ def run_suites(
         timeout: seconds.
     """
     report = folder / "run.json"
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, "-k", words]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, "-k", words]
     command += ["--impl", ",".join(names), "--device", device, "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)

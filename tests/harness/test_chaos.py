@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from shardproof.harness.worlds.world import GRACE_SECONDS
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 # Each test starts processes.
@@ -316,9 +315,7 @@ def started(command, **options):
 def test_chaos_controller_ends(tmp_path, signals, own_hash_seeds):
     """However pytest ends, no rank outlives it by 5 seconds; test_journal.py has the other signals."""
     tmp_path.joinpath("test_inner.py").write_text(STUCK.format(own_hash_seeds=own_hash_seeds))
-    # SIGKILL leaves no time to anybody: it is sent to pytest itself, and not to one that passes signals on.
-    python = sys.executable if signal.SIGKILL in signals else warm.python()
-    command = [python, "-m", "pytest", *OPTIONS, "test_inner.py"]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "test_inner.py"]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 60

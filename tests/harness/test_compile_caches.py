@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.runfile import load_run
 from shardproof.testing import world
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 # Each test starts processes.
@@ -67,7 +67,7 @@ def run(folder, text):
     """Run cases in a process of its own, whose environment chooses one cache for everything."""
     folder.joinpath("test_inner.py").write_text(text)
     shared = {name: str(folder / "shared") for name in VARIABLES}
-    command = [warm.python(), "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json"]
+    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json"]
     environment = {**os.environ, **shared, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     cases = {case.id.partition("::")[2].partition("[")[0]: case for case in load_run(folder / "run.json").cases}

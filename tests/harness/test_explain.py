@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
 from shardproof.harness.verdicts.explanation import Divergent
 from shardproof.harness.verdicts.finding import Location, Stage
-from tests import warm
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, ROOT
 
@@ -91,7 +91,7 @@ ROWS = [
 def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH):
     """Run the cases with `--explain`; the records, and what pytest printed."""
     report = folder / "run.json"
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__]
     command += ["-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", str(report), *options]
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import subprocess
+import sys
 import time
 import types
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.runfile import Verdict
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET, ROOT, run_suites
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
@@ -261,7 +261,7 @@ def test_the_printed_case_fails_alike(searched, bug, tmp_path):
     name = adapter_of(bug)
     path, report = tmp_path / "test_pasted.py", tmp_path / "run.json"
     path.write_text(searched[name]["failure"]["text"].partition(TO_PASTE)[2])
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", str(path)]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", str(path)]
     command += ["--rootdir", str(tmp_path), "--impl", name, "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -19,7 +19,6 @@ import pytest
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, RunFileError, load_run
-from tests import warm
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error
 from tests.harness.test_chaos import is_alive, started
 
@@ -482,8 +481,7 @@ def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, numbe
     tmp_path.joinpath("test_inner.py").write_text(MANY)
     tmp_path.joinpath("run.json").write_text("as it was")
     options = ["--impl", "ddp", "--report", "run.json", "-n", str(workers), "--deadline", "300"]
-    python = warm.python() if workers or number != signal.SIGTERM else sys.executable
-    command = [python, "-m", "pytest", *QUIET, *options]
+    command = [sys.executable, "-m", "pytest", *QUIET, *options]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 100
@@ -543,7 +541,7 @@ class Sender:
 sys.exit(pytest.main([*{QUIET!r}, "--impl", "ddp", "--report", "run.json"], plugins=[Sender()]))
 """
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([warm.python(), "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert not load_run(tmp_path / "run.json").incomplete
 

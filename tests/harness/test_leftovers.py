@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import os
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 
 from shardproof.harness.worlds import leftovers
-from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 CPU = torch.device("cpu")
@@ -119,5 +119,5 @@ torch.new_name = sum
 torch.nn.Module.__init__ = lambda self: None
 assert patches.found() == ["torch.new_name", "torch.nn.modules.module.Module.__init__"], patches.found()
 """
-    done = subprocess.run([warm.python(), "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
     assert done.returncode == 0

@@ -12,7 +12,6 @@ import types
 import pytest
 
 from shardproof.harness.plugin import terminal
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 # Each test starts processes.
@@ -45,7 +44,7 @@ def on_terminal(tmp_path, monkeypatch):
 
     def on_terminal(*options):
         ours, theirs = pty.openpty()
-        command = [warm.python(), "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", *options]
+        command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", *options]
         process = subprocess.Popen(
             command, cwd=tmp_path, env={**os.environ, **environment}, stdin=theirs, stdout=theirs, stderr=theirs
         )

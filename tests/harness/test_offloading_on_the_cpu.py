@@ -6,11 +6,9 @@ The capabilities that the adapter lacks for these reasons would only skip the ca
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET, ROOT
 
 # Each test starts processes.
@@ -54,7 +52,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_adapter_avoids_is_found(pytester, monkeypatch, case):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    monkeypatch.setattr(sys, "executable", warm.python())
     pytester.makepyfile(adapters=OFFLOADS)
     node, says = CASES[case]
     options = ("--impl", "adapters:Offloads", "--device", "cpu", "--report", "run.json")

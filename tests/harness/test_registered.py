@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.reference import ReferenceAdapter
-from tests import warm
 from tests.harness.inner import PYTHONPATH
 
 # Each test starts processes.
@@ -61,7 +61,7 @@ def start(tmp_path):
 
     def start(*arguments):
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), PYTHONPATH])}
-        command = [warm.python(), "-m", *arguments]
+        command = [sys.executable, "-m", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
 
     return start

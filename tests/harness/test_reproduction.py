@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import types
 
 import pytest
 
 from shardproof.harness.plugin import reproduction
-from tests import warm
 from tests.harness.inner import PYTHONPATH, ROOT
 
 # Each test starts processes.
@@ -44,7 +44,7 @@ def start(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def start(*arguments, cwd=None):
-        command = [warm.python(), "-m", *map(str, arguments)]
+        command = [sys.executable, "-m", *map(str, arguments)]
         done = subprocess.run(command, cwd=cwd or tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stdout
@@ -170,6 +170,6 @@ def test_the_run_file_has_the_line_and_the_report_prints_it(start, tmp_path):
     options = ["--impl", "ddp", "--device", "cpu", "--report", "run.json"]
     line = line_of(start("pytest", "-p", "shardproof.plugin", *options))
     done = subprocess.run(
-        [warm.python(), "-m", "shardproof", "report", "run.json"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "shardproof", "report", "run.json"], cwd=tmp_path, capture_output=True, text=True
     )
     assert f"  reproduce: {line}\n" in done.stdout

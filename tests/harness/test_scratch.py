@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from shardproof.runfile import load_run
-from tests import warm
 from tests.harness.inner import PYTHONPATH, QUIET
 
 OWNER = """
@@ -99,7 +98,7 @@ def test_a_temporary_directory_with_a_long_path_is_refused_in_one_line(tmp_path)
     folder.mkdir()
     tmp_path.joinpath("test_inner.py").write_text(CASES)
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder)}
-    command = [warm.python(), "-m", "pytest", *QUIET, "--impl", "ddp"]
+    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert done.stderr.strip() == (

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from shardproof.harness.adapters.reference import ReferenceAdapter
-from tests import warm
 from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, ROOT, name_of
 
 # Each test starts processes.
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sampled
 def run(folder, implementations, *options, cases="tests/harness/simulated_cases.py"):
     """Run cases; returns the exit code, the records and what was printed."""
     report = folder / "run.json"
-    command = [warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", cases, *options]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", cases, *options]
     command += ["--impl", implementations, "--device", "cpu", "--report", str(report)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
