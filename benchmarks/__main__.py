@@ -1,7 +1,5 @@
 """Runs a benchmark by its name: ``python -m benchmarks NAME [arguments]``, for the file ``benchmarks/NAME.py``."""
 
-from __future__ import annotations
-
 import pathlib
 import runpy
 import sys

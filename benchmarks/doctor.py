@@ -11,8 +11,6 @@ which other processes of the host lengthen less. A watched step may take 1.5 tim
 an unwatched one; 1 % of the parameters and 64 MiB are allowed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import pathlib

@@ -8,8 +8,6 @@ time: training the sharded run, replaying the steps on the baseline and the orac
 in the harness's exchanges, sharding models, and looking for left-overs, garbage collection included.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import os

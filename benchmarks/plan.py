@@ -13,8 +13,6 @@ float32. `--blocking` waits for each kernel (CUDA_LAUNCH_BLOCKING), so that memo
 (``record_stream``) goes back when the host frees it: without, it goes back some time later.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import json

@@ -14,8 +14,6 @@ collective takes time or moves data, and losses mean nothing. Then `host` is the
 processes do not lengthen, and with the models `thin` and `thin-small` it is that of the implementation alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

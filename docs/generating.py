@@ -1,7 +1,5 @@
 """What the scripts of this folder share: they collect the suites, and write files or compare them."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -8,8 +8,6 @@ declare these capabilities. Both ways are checked: every requirement has a case,
 Run as ``python docs/make_features.py`` in the repository's root.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

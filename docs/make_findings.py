@@ -3,8 +3,6 @@
 ``--check`` compares instead of writing. Run as ``python docs/make_findings.py`` in the repository's root.
 """
 
-from __future__ import annotations
-
 import pathlib
 import sys
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ contract and a column for each implementation, and explains each failure by the 
 Run as ``python docs/make_matrix.py`` in the repository's root. It needs neither torch nor pytest's suites.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import re

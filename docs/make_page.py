@@ -3,8 +3,6 @@
 Run as ``python docs/make_page.py`` in the repository's root, where the extra ``page`` is installed.
 """
 
-from __future__ import annotations
-
 import sys
 
 from generating import ROOT

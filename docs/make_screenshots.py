@@ -4,8 +4,6 @@ Run as ``tox -e screenshots``, or as ``python docs/make_screenshots.py`` where t
 installed and Chromium with its driver is.
 """
 
-from __future__ import annotations
-
 import pathlib
 import sys
 import tempfile

@@ -5,8 +5,6 @@ unexpected failure, the collectives, distances, losses and seconds of each activ
 names them, as in a record that was too large. A file of that form has at most 120 kB for each implementation.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """What tests share."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import gzip

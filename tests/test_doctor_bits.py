@@ -1,7 +1,5 @@
 """The doctor changes no bit of a training, nor does a recording: losses of 20 steps of the loops of examples/loops."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """The doctor watches cases that pass, and finds in them only what they do on purpose."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import fnmatch

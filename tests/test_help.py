@@ -1,7 +1,5 @@
 """`shardproof --help` and that of each command read as documentation, and README names each command."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Those with a loop are watched by the doctor, or recorded and compared; those wit
 process.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

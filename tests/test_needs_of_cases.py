@@ -1,7 +1,5 @@
 """Cases ask for no more than they need: an implementation that declares nothing is asked most of what is for any."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Each planted bug is found by the item of its row, for the reason that the row gives; the tables fit the suites."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """``python -m benchmarks reference`` and ``plan``: what they measure of a small model, and how they print figures."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import pathlib

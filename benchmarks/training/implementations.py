@@ -1,7 +1,5 @@
 """How each implementation shards a model, and how user code says that a microbatch does not reduce."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The models that are trained: transformers, and units of many small parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ A measured rank is one of a world over NCCL or gloo, or of a world that is not t
 collectives move nothing and take the memory that they take elsewhere.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import math

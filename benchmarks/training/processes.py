@@ -1,7 +1,5 @@
 """How a benchmark starts the processes that train, and reads what they answer; imports no torch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

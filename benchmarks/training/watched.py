@@ -1,7 +1,5 @@
 """One rank that trains alone, under the doctor and recorded, and measures all. Its answer is one line of JSON."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

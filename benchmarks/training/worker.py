@@ -4,8 +4,6 @@ Commands come as lines of JSON on standard input, and each has one answer. Betwe
 other implementations are measured undisturbed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -5,8 +5,6 @@ stand-ins, so that buffers live as long as on a device: from the call that alloc
 The other rank is not there, and collectives allocate nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Streams of the reference on an accelerator, where there is one, and what stands in their place on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

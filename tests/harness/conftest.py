@@ -1,7 +1,5 @@
 """Fixtures that the tests of the harness share."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.harness.inner import PYTHONPATH, QUIET

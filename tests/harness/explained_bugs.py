@@ -1,7 +1,5 @@
 """Adapters with one bug of a kind each, for the tests of ``--explain``; what is wrong shows in one place first."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Cases for the tests of ``--explain``: small trainings, each of which asks one thing of an implementation."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

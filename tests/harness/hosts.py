@@ -1,7 +1,5 @@
 """Jobs of torchrun for tests: on this host, and on two hosts that are network namespaces of this machine."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Inner pytest runs on one file of cases: what tests of the plugin share."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

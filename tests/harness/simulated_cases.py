@@ -3,8 +3,6 @@
 ``test_simulated_as_real.py`` runs them; no chapter has them, because they check the simulation and no implementation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

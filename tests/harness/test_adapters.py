@@ -1,7 +1,5 @@
 """Adapters: how they are found, what they declare, what they are told, and the example of docs/adapters.md."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """What is turned off from outside: an axis is noted where it is used, is off where it should be, and on again after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whose case fails: that of the adapter that did it, whatever runs before or after."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

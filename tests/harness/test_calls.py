@@ -1,7 +1,5 @@
 """Functions of torch that are observed are torch's own again when nobody observes them."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

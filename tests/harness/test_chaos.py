@@ -1,7 +1,5 @@
 """What a failing, dying, stuck or untidy rank does: its case gets the verdict, the next one passes, nothing stays."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

@@ -4,8 +4,6 @@ Ranks are trained one after the other in a world of one, so that nothing is redu
 gives each what a reduction would have given, or what a mistake makes of it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 import types

@@ -1,7 +1,5 @@
 """The trace: one vocabulary for every way in which a collective is issued, and what differs between ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

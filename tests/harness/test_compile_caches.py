@@ -1,7 +1,5 @@
 """Compilers' caches: a world has its own, which ends with it, so that no world can break what another compiles."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import subprocess

@@ -1,7 +1,5 @@
 """Which pieces of several ranks make up a tensor, without any rank."""
 
-from __future__ import annotations
-
 import functools
 import types
 

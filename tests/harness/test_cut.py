@@ -1,7 +1,5 @@
 """How full tensors are cut by placements, against rows written by hand, and which parts flat shards have of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Broken adapter classes: each gets one line, and exit code 4, before any rank starts."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

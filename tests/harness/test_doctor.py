@@ -1,7 +1,5 @@
 """The doctor around real loops: what it refuses, each in one line, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

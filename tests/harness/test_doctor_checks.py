@@ -1,7 +1,5 @@
 """Each check of the doctor on records that are made by hand: nothing is found in a healthy step, one change is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Shorter runs: what they leave out, what they never leave out, and what they print of it; the order of cases."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A sink gets each tensor of a watched step in execution order, and a watch without one records what it did."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

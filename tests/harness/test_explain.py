@@ -1,7 +1,5 @@
 """`--explain`: where it says that a bug shows first, what it leaves as it is, and that no other run captures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Sketches add over shards and contributions, tell distances, and with two numbers for the bits tell equal tensors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import weakref

@@ -1,7 +1,5 @@
 """What the controller of a torchrun job does with its processes: where worlds live, whom it trusts, what it reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import multiprocessing.connection

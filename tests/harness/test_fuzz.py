@@ -1,7 +1,5 @@
 """Cases that draw their parameter: the search, what it shrinks to, and the case to paste."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Worlds whose ranks have hash seeds of their own: which they are, and that such ranks end as others do."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

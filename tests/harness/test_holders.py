@@ -1,7 +1,5 @@
 """Which ranks hold the same elements of a parameter."""
 
-from __future__ import annotations
-
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.training.evidence import Start, holders_of
 from shardproof.harness.watching.records import Groups

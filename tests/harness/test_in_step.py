@@ -1,7 +1,5 @@
 """After which failures the ranks of a world run further cases."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

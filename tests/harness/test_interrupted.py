@@ -1,7 +1,5 @@
 """Whatever interrupts the controller while a world runs a case, the case's results do not become those of the next."""
 
-from __future__ import annotations
-
 import multiprocessing.connection
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The run file is a journal: nothing that has ended is lost, and an incomplete run never looks like a complete one."""
 
-from __future__ import annotations
-
 import fcntl
 import gzip
 import json

@@ -1,7 +1,5 @@
 """What is known to fail: read, matched, not one case more excused than the file says, and when a run says so."""
 
-from __future__ import annotations
-
 import datetime
 import fnmatch
 import json

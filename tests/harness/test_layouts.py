@@ -1,7 +1,5 @@
 """The layout of a tensor says which elements the local tensor really holds, as torch itself has cut it."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Leases: whole sets or nothing, shared or alone, and gone with the process that held them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

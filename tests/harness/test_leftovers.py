@@ -1,7 +1,5 @@
 """What does not count as left behind; test_chaos.py has what does."""
 
-from __future__ import annotations
-
 import _thread
 import os
 import subprocess

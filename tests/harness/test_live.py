@@ -1,7 +1,5 @@
 """The live line: on a terminal what is done, failed, running and left; anywhere else nothing."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

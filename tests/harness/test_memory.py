@@ -1,7 +1,5 @@
 """The census of tensors: what counts, and that garbage does not; what is freed where models are kept."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -1,7 +1,5 @@
 """What a user reads of failures: bounded, once for ranks and cases that fail alike, with what explains them."""
 
-from __future__ import annotations
-
 import json
 import types
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """Mistakes that implementations do not refuse, as tutorials lead to them: a case finds each, at the stage of it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

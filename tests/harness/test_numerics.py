@@ -1,7 +1,5 @@
 """Ulps, distances and the oracle, against values worked out by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

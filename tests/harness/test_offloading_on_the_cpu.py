@@ -3,8 +3,6 @@
 The capabilities that the adapter lacks for these reasons would only skip the cases.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

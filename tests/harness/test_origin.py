@@ -1,7 +1,5 @@
 """A run file knows the commit of shardproof and the files of its cases, and git costs a run next to nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

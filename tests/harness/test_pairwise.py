@@ -1,7 +1,5 @@
 """The choices of an effort: every pair that exists, for whoever can run what, and one item of each function."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

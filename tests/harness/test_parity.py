@@ -1,7 +1,5 @@
 """Comparisons: the first stage that diverges, the element, and the guess at the cause."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

@@ -1,7 +1,5 @@
 """Taking a picture reads: state, memory, streams and trace are the same with and without."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans: simulated numbers against trainings with real tensors and against closed formulas, units, and rings."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

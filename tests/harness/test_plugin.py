@@ -1,7 +1,5 @@
 """The plugin: what it selects, refuses, and reports. Inner runs share this process's forkserver where they can."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What only a rank can see of a broken adapter fails with a sentence about the method, and without our own frames."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

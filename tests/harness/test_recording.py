@@ -1,7 +1,5 @@
 """Recordings and their comparison: what is written, what is refused in one line, and where runs diverge."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

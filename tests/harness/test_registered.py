@@ -1,7 +1,5 @@
 """Implementations that installed packages register, and the command that lists what --impl can name."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The baseline and the oracle are computed once for all cases that have the same, and never taken where they differ."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

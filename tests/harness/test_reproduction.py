@@ -1,7 +1,5 @@
 """The line that reproduces a failure, pasted into a shell that is in another directory."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

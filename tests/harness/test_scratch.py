@@ -1,7 +1,5 @@
 """Temporary directories: nothing of a killed run stays, and a full one is not blamed on the implementation."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

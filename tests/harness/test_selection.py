@@ -1,7 +1,5 @@
 """What can be asked for, on hosts of other kinds too; the marks' own checks; and options whose names others have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

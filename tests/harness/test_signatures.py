@@ -1,7 +1,5 @@
 """Each mistake of the table is named for a gradient that was made with it, from sketches and from full vectors."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

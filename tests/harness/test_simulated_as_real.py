@@ -1,7 +1,5 @@
 """Simulation and reality agree: the collectives, the layouts and the optimizer's state of a rank, exactly."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

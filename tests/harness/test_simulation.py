@@ -1,7 +1,5 @@
 """Simulated worlds: what they leave behind, what the ledger counts, and what is refused."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

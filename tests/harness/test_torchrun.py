@@ -1,7 +1,5 @@
 """A job of torchrun on one host: one run, with the verdicts of an ordinary one, whatever its ranks do."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 

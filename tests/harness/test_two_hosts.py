@@ -3,8 +3,6 @@
 The hosts are network namespaces of this machine, with a cable between them that a test can pull.
 """
 
-from __future__ import annotations
-
 import json
 import os
 

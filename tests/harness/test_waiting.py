@@ -1,7 +1,5 @@
 """Waiting for what other processes have: visible after some seconds, and bounded; for the forkserver to start alone."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

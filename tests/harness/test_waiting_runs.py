@@ -1,7 +1,5 @@
 """Runs whose leases or forkserver are stopped or killed: the case in the way says so, and the next one runs."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Stack dumps are read when they are complete, or are called cut off; and what is read from the board is whole."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """Worlds: which cases share one, what their ranks run with, and worlds of another size in the ranks of a case."""
 
-from __future__ import annotations
-
 import itertools
 import os
 
