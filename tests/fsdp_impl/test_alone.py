@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_impl
@@ -33,55 +32,11 @@ def batch() -> torch.Tensor:
     return torch.ones(2, 4)
 
 
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (0, "it should be a factor of 1, not 0"),
-        (-1, "it should be a factor of 1, not -1"),
-        (3, "it should be a factor of 1, not 3"),
-        ("yes", "should be a bool or an int representing the group size to reshard to, not yes"),
-        (1.5, "should be a bool or an int representing the group size to reshard to, not 1.5"),
-    ],
-)
-def test_wrong_reshard_after_forward_is_refused_and_leaves_the_module_alone(value: Any, text: str) -> None:
-    module = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=text):
-        fully_shard(module, reshard_after_forward=value)
-    assert type(module) is nn.Linear
-    fully_shard(module)(batch())
-
-
-@pytest.mark.parametrize("container", [nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict({"a": nn.Linear(4, 4)})])
-def test_containers_without_forward_are_refused(container: nn.Module) -> None:
-    with pytest.raises(ValueError, match=r"does not support containers that do not implement forward: Module"):
-        fully_shard(container)
-
-
-def test_meshes_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh"):
-        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1, 1)))
-    with pytest.raises(AssertionError, match="Please init the 2D mesh for HSDP with mesh_dim_names specified"):
-        fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1, 1)))
-
-
 def test_scalar_parameters_are_refused_by_name() -> None:
     module = nn.Module()
     module.temperature = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="Change temperature to a 1D tensor with numel equal to 1"):
         fully_shard(module)
-
-
-def test_strided_parameters_are_refused_by_name() -> None:
-    module = nn.Linear(4, 4)
-    module.weight = nn.Parameter(torch.ones(4, 4).t())
-    with pytest.raises(NotImplementedError, match="does not support non-contiguous parameters yet: weight"):
-        fully_shard(module)
-
-
-def test_a_module_is_a_unit_once() -> None:
-    module = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(AssertionError, match="can only be applied to a module once"):
-        fully_shard(module)  # type: ignore[call-overload]
 
 
 def test_the_class_is_swapped_for_a_subclass_of_both() -> None:
@@ -113,11 +68,6 @@ def mix_dtypes(module: nn.Sequential) -> None:
     fully_shard(module)
 
 
-def replace_by_plain(module: nn.Sequential) -> None:
-    fully_shard(module)
-    module[1].weight = nn.Parameter(torch.ones(4, 4))
-
-
 def take_away(module: nn.Sequential) -> None:
     fully_shard(module)
     module[1].weight = None
@@ -133,7 +83,6 @@ def make_root_of_two(module: nn.Sequential) -> None:
         (run_child_first, RuntimeError, "FSDP state has already been lazily initialized for 0\n.*root module first"),
         (tie_across_units, ValueError, "'(0|1).weight' is shared with a parameter already managed by another"),
         (mix_dtypes, AssertionError, "uniform original parameter dtype but got .*float64"),
-        (replace_by_plain, ValueError, "1.weight to stay a DTensor, but it was replaced by a .*Parameter"),
         (take_away, ValueError, "weight to stay a DTensor, but it was replaced by a .*NoneType"),
         (make_root_of_two, RuntimeError, "requires a single root module but got "),
     ],
