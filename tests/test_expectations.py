@@ -1,14 +1,13 @@
 """The files of suites/expectations: for known implementations, about cases and findings that there are."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardproof.harness.adapters.registry import BUILT_IN
 from shardproof.harness.plugin.known_failures import load
+from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "suites/expectations"
@@ -23,8 +22,7 @@ def case_ids():
 
 def collected(*which):
     options = [*which, "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = python("-m", "pytest", "-p", "no:cacheprovider", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     return [line.replace("[reference-", "[") for line in found.stdout.splitlines() if "::" in line]
 

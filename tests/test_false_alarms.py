@@ -4,11 +4,8 @@ import dataclasses
 import datetime
 import fnmatch
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +15,7 @@ import torch
 import planted.run
 from planted import table, watched
 from shardproof.harness.plugin.known_failures import KnownFailures, load
-from tests.harness.inner import PYTHONPATH, name_of
+from tests.harness.inner import NO_HYPOTHESIS, name_of, python
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [f"suites/test_{chapter}.py" for chapter in table.WATCHED]
@@ -92,10 +89,8 @@ def test_each_line_is_in_its_file() -> None:
 def run(kinds: Sequence[type], options: Sequence[str], folder: pathlib.Path, *, timeout: float) -> list[dict[str, Any]]:
     """The records of the cases of the chapters that are watched."""
     report = folder / "run.json"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *FILES]
-    command += ["--impl", ",".join(map(name_of, kinds)), "--device", "cpu", "--report", str(report), *options]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    options = ["--impl", ",".join(map(name_of, kinds)), "--device", "cpu", "--report", str(report), *options]
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *NO_HYPOTHESIS, *FILES, *options, timeout=timeout)
     assert report.exists(), done.stdout + done.stderr
     records: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
     return records

@@ -2,13 +2,12 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from planted.table import contract_marks
+from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
 CONTRACT = """# The contract
@@ -29,8 +28,7 @@ def make_features(monkeypatch):
 
 
 def test_the_tables_are_up_to_date():
-    command = [sys.executable, "docs/make_features.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("docs/make_features.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

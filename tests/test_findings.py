@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from shardproof.commands import findings as command
 from shardproof.findings import FindingError, load, markdown, read
 from shardproof.harness.adapters.registry import BUILT_IN
+from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
 FINDINGS = load()
@@ -22,8 +23,7 @@ HEADER = '# implementations = ["torch.fsdp"]'
 
 
 def test_the_page_is_up_to_date():
-    done = [sys.executable, "docs/make_findings.py", "--check"]
-    done = subprocess.run(done, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("docs/make_findings.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

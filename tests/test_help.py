@@ -1,7 +1,6 @@
 """`shardproof --help` and that of each command read as documentation, and README names each command."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 import shardproof.commands.run
 from shardproof.__main__ import COMMANDS, USAGE, main
-from tests.harness.inner import CASE, PYTHONPATH, QUIET
+from tests.harness.inner import CASE, PYTHONPATH, QUIET, python
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,29 +79,24 @@ LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "
     [["-p", "no:cacheprovider"], pytest.param(["-pno:cacheprovider"], marks=pytest.mark.nightly)],
     ids=["apart", "together"],
 )
-def test_pytest_without_its_cache(tmp_path, monkeypatch, given):
+def test_pytest_without_its_cache(tmp_path, given):
     """The option for the place of the cache is the cache's own."""
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
-    command = [sys.executable, "-m", "shardproof", "run", *given, *LISTED]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    done = python("-m", "shardproof", "run", *given, *LISTED, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [*tmp_path.iterdir()], "nothing is written where the run began"
 
 
 @pytest.mark.parametrize("command", [("shardproof", "run"), ("pytest", *QUIET)], ids=["run", "pytest"])
 @pytest.mark.parametrize("device", [(), ("--simulate", "1024")], ids=["", "simulated"])
-def test_a_typo_is_answered_before_torch_is_imported(tmp_path, monkeypatch, command, device):
+def test_a_typo_is_answered_before_torch_is_imported(tmp_path, command, device):
     """Neither this process nor the forkserver, which would import it meanwhile, spends seconds on it."""
     (tmp_path / "stub/torch").mkdir(parents=True)
     imported = tmp_path / "imported"
     stub = f"open({str(imported)!r}, 'w').close()\nraise ImportError('torch was imported')\n"
     (tmp_path / "stub/torch/__init__.py").write_text(stub)
     (tmp_path / "test_inner.py").write_text(CASE.format(body="pass"))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'stub'}:{PYTHONPATH}")
-    options = ["--impl", "ddp,refrence", *device]
-    done = subprocess.run(
-        [sys.executable, "-m", *command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    path = f"{tmp_path / 'stub'}:{PYTHONPATH}"
+    done = python("-m", *command, "--impl", "ddp,refrence", *device, cwd=tmp_path, PYTHONPATH=path)
     assert not imported.exists(), "torch was imported"
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
     assert "ERROR: unknown implementation 'refrence': did you mean reference" in done.stderr

@@ -4,13 +4,12 @@ import gzip
 import importlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shardproof.findings import Finding
+from tests.harness.inner import python
 from tests.reports import samples
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +51,7 @@ def made(make_matrix, place):
 
 @pytest.mark.nightly
 def test_the_page_and_the_table_are_up_to_date():
-    command = [sys.executable, "docs/make_matrix.py", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("docs/make_matrix.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from shardproof.harness.adapters.base import Adapter, Traits
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.state import STATE
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,21 +50,10 @@ def pytest_collection_finish(session):
 def test_an_adapter_that_declares_nothing_is_asked_two_thirds_of_what_is_for_any(tmp_path):
     contract = (ROOT / "docs/contract.md").read_text()
     marked = set(re.findall(r"^\| ([A-Z]+-\d+) \| any \|", contract, flags=re.MULTILINE))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "suites",
-        "--co",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.test_needs_of_cases",
-    ]
-    command += ["--impl", "tests.test_needs_of_cases:Minimal", "--device", "cpu", "--world", "1,2,4"]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "ASKED": str(tmp_path / "asked")}
-    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
+    options = ["--impl", "tests.test_needs_of_cases:Minimal", "--device", "cpu", "--world", "1,2,4"]
+    plugin = ["-p", "no:cacheprovider", "-p", "tests.test_needs_of_cases"]
+    done = python("-m", "pytest", "suites", "--co", "-q", *plugin, *options, ASKED=str(tmp_path / "asked"))
+    assert done.returncode == 0, done.stdout + done.stderr
     asked = set(json.loads((tmp_path / "asked").read_text()))
     assert len(marked) > 20
     assert 3 * len(marked & asked) >= 2 * len(marked), f"not asked: {sorted(marked - asked)}"

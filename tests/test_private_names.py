@@ -6,20 +6,21 @@ import ast
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fsdp_impl.common import private as private_of_the_reference
 from shardproof.harness.tensors import private
+from tests.harness.inner import PYTHONPATH, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
 
 
 ROOT = Path(__file__).parents[1]
+#: With what hides a name of torch from whoever is not torch.
+HIDING = f"{ROOT / 'tests/hiding'}{os.pathsep}{PYTHONPATH}"
 FOLDERS = ("harness", "suites", "shardproof", "benchmarks", "reports")
 
 OF_MODULES = "what subclasses of nn.Module are written against"
@@ -266,13 +267,9 @@ def run_without(folder, *options, impl=EVERYONE, torch=None, **environment):
     """Run the cases in a process that sees another torch; return the exit code, what it printed and the run file."""
     folder.joinpath("test_cases.py").write_text(CASES)
     folder.joinpath("pytest.ini").write_text("[pytest]\n")
-    paths = filter(None, [str(ROOT / "tests/hiding"), str(ROOT), os.environ.get("PYTHONPATH")])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), **environment}
-    command = [
-        sys.executable, "-m", "pytest", "test_cases.py", "-p", "shardproof.plugin", "-p", "no:cacheprovider", "-rs",
-        "--impl", ",".join(impl), "--device", "cpu", "--report", "run.json", *options,
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    options = ("-rs", "--impl", ",".join(impl), "--device", "cpu", "--report", "run.json", *options)
+    words = ("test_cases.py", "-p", "shardproof.plugin", "-p", "no:cacheprovider", *options)
+    done = python("-m", "pytest", *words, cwd=folder, timeout=600, PYTHONPATH=HIDING, **environment)
     file = folder / "run.json"
     return done.returncode, done.stdout + done.stderr, json.loads(file.read_text()) if file.exists() else None
 
@@ -343,10 +340,7 @@ def test_a_mend_that_is_left_out(tmp_path):
     assert code == 0, printed
     assert printed.count("shardproof: gloo: not applied: ") == 1, printed
     assert path in run["environment"]["mends"]["gloo"]
-    report = subprocess.run(
-        [sys.executable, "-m", "shardproof", "report", str(tmp_path / "run.json")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    report = python("-m", "shardproof", "report", tmp_path / "run.json")
     assert f"gloo: {run['environment']['mends']['gloo']}" in report.stdout
 
 
@@ -389,10 +383,8 @@ def test_a_torch_of_tomorrow(tmp_path):
 
 def test_the_command_lists_what_is_missing():
     path = "torch._C._current_graph_task_id"
-    env = os.environ | {"PYTHONPATH": f"{ROOT / 'tests/hiding'}{os.pathsep}{ROOT}", "TORCH_LACKS": path}
-    command = [sys.executable, "-m", "shardproof", "torch-names"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = python("-m", "shardproof", "torch-names", PYTHONPATH=HIDING, TORCH_LACKS=path)
     assert done.returncode == 1, done.stderr
     assert f"\n  {path}\n    for counting recomputations; without it: they are unmet\n" in done.stdout
-    wrong = subprocess.run([*command, "--what"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    wrong = python("-m", "shardproof", "torch-names", "--what")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)

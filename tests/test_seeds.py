@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.plugin import cases, effort
+from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
 TABLE = tomllib.loads((ROOT / "suites" / effort.TABLE).read_text())
@@ -31,8 +30,7 @@ def items(tmp_path_factory):
     path = tmp_path_factory.mktemp("seeds") / "items.json"
     # Any implementation has all items, those that it cannot run too.
     options = ["--collect-only", "-q", "-p", "no:cacheprovider", "-p", "tests.test_seeds", "--impl", "reference"]
-    command, variables = [sys.executable, "-m", "pytest", "suites", *options], {**os.environ, "ITEMS": str(path)}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    done = python("-m", "pytest", "suites", *options, ITEMS=str(path))
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return json.loads(path.read_text())
 

@@ -32,6 +32,13 @@ def test_case(rank):
 """
 
 
+def python(*arguments, cwd=ROOT, timeout=300, **variables):
+    """Run this Python with this clone before everything else; returns the completed process, its output as text."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
 def run_suites(
     names: Sequence[str], file: str, words: str, folder: pathlib.Path, *, device: str = "cpu", timeout: float = 1800
 ) -> list[dict[str, Any]]:
@@ -46,10 +53,8 @@ def run_suites(
         timeout: seconds.
     """
     report = folder / "run.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, "-k", words]
-    command += ["--impl", ",".join(names), "--device", device, "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    options = ["-k", words, "--impl", ",".join(names), "--device", device, "--report", report]
+    done = python("-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, *options, timeout=timeout)
     assert done.returncode == 1, done.stdout + done.stderr
     cases: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
     return cases

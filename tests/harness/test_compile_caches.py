@@ -2,15 +2,13 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.runfile import load_run
 from shardproof.testing import world
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.inner import QUIET, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -65,9 +63,8 @@ def run(folder, text):
     """Run cases in a process of its own, whose environment chooses one cache for everything."""
     folder.joinpath("test_inner.py").write_text(text)
     shared = {name: str(folder / "shared") for name in VARIABLES}
-    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json"]
-    environment = {**os.environ, **shared, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    options = ["--impl", "ddp", "--device", "cpu", "--report", "run.json"]
+    done = python("-m", "pytest", *QUIET, *options, cwd=folder, **shared)
     cases = {case.id.partition("::")[2].partition("[")[0]: case for case in load_run(folder / "run.json").cases}
     return cases, done.stdout + done.stderr
 

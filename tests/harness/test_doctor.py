@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import os
-import subprocess
 import sys
 
 import pytest
@@ -20,7 +18,7 @@ from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.training.doctor import Unhealthy, doctor
 from shardproof.harness.worlds import leftovers
 from shardproof.testing import world
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import python
 
 
 def net():
@@ -223,4 +221,5 @@ found = {name.partition(".")[0] for name in set(sys.modules) - before} - sys.std
 assert found == {"shardproof"}, found
 assert not {"pytest", "jinja2", "rich", "plotly"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

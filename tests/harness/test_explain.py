@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from shardproof.harness.verdicts.explanation import Divergent
 from shardproof.harness.verdicts.finding import Location, Stage
 from tests.harness import explained_cases
-from tests.harness.inner import PYTHONPATH, ROOT
+from tests.harness.inner import PYTHONPATH, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -89,10 +86,8 @@ ROWS = [
 def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH):
     """Run the cases with `--explain`; the records, and what pytest printed."""
     report = folder / "run.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__]
-    command += ["-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", str(report), *options]
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    options = ("-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", report, *options)
+    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__, *options, PYTHONPATH=path)
     assert done.returncode == (0 if passes else 1), done.stdout + done.stderr
     return json.loads(report.read_text())["cases"], done.stdout
 

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import pickle
-import subprocess
-import sys
 import time
 import types
 from typing import Any, NamedTuple
@@ -19,7 +16,7 @@ from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.runfile import Verdict
-from tests.harness.inner import PYTHONPATH, QUIET, ROOT, run_suites
+from tests.harness.inner import PYTHONPATH, QUIET, python, run_suites
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 st: Any = pytest.importorskip("hypothesis.strategies")
@@ -259,10 +256,8 @@ def test_the_printed_case_fails_alike(searched, bug, tmp_path):
     name = adapter_of(bug)
     path, report = tmp_path / "test_pasted.py", tmp_path / "run.json"
     path.write_text(searched[name]["failure"]["text"].partition(TO_PASTE)[2])
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", str(path)]
-    command += ["--rootdir", str(tmp_path), "--impl", name, "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    options = ["--rootdir", tmp_path, "--impl", name, "--device", "cpu", "--report", report]
+    done = python("-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", path, *options)
     assert done.returncode == 1, done.stdout + done.stderr
     (case,) = json.loads(report.read_text())["cases"]
     assert (case["verdict"], case["requirement"]) == (expected.verdict, "DRAWN-1")

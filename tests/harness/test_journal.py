@@ -17,7 +17,7 @@ import pytest
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, RunFileError, load_run
-from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error
+from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error, python
 from tests.harness.test_chaos import is_alive, started
 
 # Each test starts processes.
@@ -538,8 +538,7 @@ class Sender:
         os.kill(os.getpid(), signal.SIGHUP)
 sys.exit(pytest.main([*{QUIET!r}, "--impl", "ddp", "--report", "run.json"], plugins=[Sender()]))
 """
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("-c", script, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert not load_run(tmp_path / "run.json").incomplete
 

@@ -2,8 +2,6 @@
 
 import _thread
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.worlds import leftovers
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import python
 
 CPU = torch.device("cpu")
 
@@ -117,5 +115,5 @@ torch.new_name = sum
 torch.nn.Module.__init__ = lambda self: None
 assert patches.found() == ["torch.new_name", "torch.nn.modules.module.Module.__init__"], patches.found()
 """
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False)
-    assert done.returncode == 0
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

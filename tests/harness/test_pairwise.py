@@ -2,15 +2,12 @@
 
 import dataclasses
 import itertools
-import os
 import random
-import subprocess
-import sys
 
 import pytest
 
 from shardproof.harness.plugin.effort import WORLD, Candidate, Combination, choose_quick, cover
-from tests.harness.inner import ROOT
+from tests.harness.inner import python
 
 
 def grid(axes, sizes=(2,), needs=lambda values: frozenset()):
@@ -75,18 +72,8 @@ def test_what_is_listed_is_kept_where_it_exists():
 def test_the_choice_is_the_same_in_every_process():
     """Sets of texts are iterated in an order that depends on the seed of hashes."""
     script = "from tests.harness.test_pairwise import *; print([cover(random_grid(seed)) for seed in range(20)])"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2", "3")
-    }
-    assert len(printed) == 1
+    printed = {python("-c", script, PYTHONHASHSEED=seed).stdout for seed in ("1", "2", "3")}
+    assert len(printed) == 1 and printed.pop()
 
 
 # One item of each function

@@ -1,14 +1,12 @@
 """Implementations that installed packages register, and the command that lists what --impl can name."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.reference import ReferenceAdapter
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import PYTHONPATH, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.nightly
@@ -58,9 +56,7 @@ def start(tmp_path):
     """Run a module of this Python with these packages installed, and return what came of it."""
 
     def start(*arguments):
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), PYTHONPATH])}
-        command = [sys.executable, "-m", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        return python("-m", *arguments, cwd=tmp_path, PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{PYTHONPATH}")
 
     return start
 

@@ -3,13 +3,12 @@
 import os
 import shlex
 import subprocess
-import sys
 import types
 
 import pytest
 
 from shardproof.harness.plugin import reproduction
-from tests.harness.inner import PYTHONPATH, ROOT
+from tests.harness.inner import ROOT, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -37,13 +36,11 @@ NAMES_US = 'pytest_plugins = ["shardproof.plugin"]\n'
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def start(tmp_path):
     """Run a module of this Python in a directory of its own, and return what it printed."""
-    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
     def start(*arguments, cwd=None):
-        command = [sys.executable, "-m", *map(str, arguments)]
-        done = subprocess.run(command, cwd=cwd or tmp_path, capture_output=True, text=True, timeout=240)
+        done = python("-m", *arguments, cwd=cwd or tmp_path)
         assert done.returncode == 1, done.stdout + done.stderr
         return done.stdout
 
@@ -167,7 +164,5 @@ def test_the_run_file_has_the_line_and_the_report_prints_it(start, tmp_path):
     (tmp_path / "test_own.py").write_text(FAILS)
     options = ["--impl", "ddp", "--device", "cpu", "--report", "run.json"]
     line = line_of(start("pytest", "-p", "shardproof.plugin", *options))
-    done = subprocess.run(
-        [sys.executable, "-m", "shardproof", "report", "run.json"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = python("-m", "shardproof", "report", "run.json", cwd=tmp_path)
     assert f"  reproduce: {line}\n" in done.stdout

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shardproof.runfile import load_run
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.inner import PYTHONPATH, QUIET, python
 
 OWNER = """
 import sys
@@ -95,9 +95,7 @@ def test_a_temporary_directory_with_a_long_path_is_refused_in_one_line(tmp_path)
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     tmp_path.joinpath("test_inner.py").write_text(CASES)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = python("-m", "pytest", *QUIET, "--impl", "ddp", cwd=tmp_path, TMPDIR=str(folder))
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert done.stderr.strip() == (
         f"ERROR: the forkserver cannot start: AF_UNIX path too long, in {folder}; set TMPDIR to a directory with space "

@@ -3,14 +3,12 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from shardproof.harness.adapters.reference import ReferenceAdapter
-from tests.harness.inner import NO_HYPOTHESIS, PYTHONPATH, ROOT, name_of
+from tests.harness.inner import NO_HYPOTHESIS, ROOT, name_of, python
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -19,10 +17,8 @@ pytestmark = pytest.mark.sampled
 def run(folder, implementations, *options, cases="tests/harness/simulated_cases.py"):
     """Run cases; returns the exit code, the records and what was printed."""
     report = folder / "run.json"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", cases, *options]
-    command += ["--impl", implementations, "--device", "cpu", "--report", str(report)]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    options = (*options, "--impl", implementations, "--device", "cpu", "--report", report)
+    done = python("-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", cases, *options, timeout=900)
     records = json.loads(report.read_text())["cases"] if report.exists() else []
     return done.returncode, records, done.stdout + done.stderr
 
