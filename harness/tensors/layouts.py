@@ -93,8 +93,3 @@ def _index(dims: tuple[Spans, ...], device: torch.device) -> tuple[Any, ...]:
         return tuple(slice(*spans[0]) if spans else slice(0, 0) for spans in dims)
     held = [torch.cat([torch.arange(*one, device=device) for one in spans] or [torch.arange(0)]) for spans in dims]
     return tuple(torch.meshgrid(*held, indexing="ij"))
-
-
-def span_text(spans: Spans) -> str:
-    """Return spans for a message: "0-3, 8-11"."""
-    return ", ".join(f"{start}-{stop - 1}" for start, stop in spans)

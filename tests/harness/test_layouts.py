@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.tensors.fingerprints import Box, digest
-from shardproof.harness.tensors.layouts import Layout, layout_of, span_text
+from shardproof.harness.tensors.layouts import Layout, layout_of
 
 
 @contextlib.contextmanager
@@ -97,6 +97,5 @@ def test_sums_that_are_pending(placements, pending, dims):
     assert (layout.pending, layout.box) == (pending, Box((5, 2), dims))
 
 
-def test_plain_tensors_and_spans_in_messages():
+def test_plain_tensors():
     assert layout_of(torch.zeros(3, 2)) == Layout(Box((3, 2)))
-    assert span_text(((0, 4), (8, 12))) == "0-3, 8-11"
