@@ -22,9 +22,9 @@ def main(rank, world, path):
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     policy = MixedPrecision(param_dtype=torch.bfloat16)
     model = FSDP(nn.Linear(2, 2), device_id=torch.device("cpu"), use_orig_params=True, mixed_precision=policy)
-    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))  # without this, one parameter has a gradient
     model(torch.ones(1, 2)).sum().backward()
-    print(rank, [parameter.grad for parameter in model.parameters()])  # [None, None]; without the first line, one has some
+    print(rank, [parameter.grad for parameter in model.parameters()])  # [None, None]
     dist.destroy_process_group()
 
 

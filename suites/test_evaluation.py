@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -491,6 +492,25 @@ def test_whole_gradients(
     twin = run_by_units(rank, models.copy_of(model), after_backward=double_shards, **options)
     run = run_by_units(rank, model, after_backward=double, **options)
     check_twins(rank, run, twin, 3, why="a product with two has no rounding", dtype=dtype)
+
+
+@contract("EVALUATION-4")
+@world(2)
+@needs(Capability.WHOLE_PARAMETERS)
+def test_whole_gradients_of_some(rank: Rank) -> None:
+    """Gradients that user code set to None stay None after full ones were read: momentum does not move these."""
+
+    def drop(adapter: Adapter, *, reads: bool) -> None:
+        for name, parameter in adapter.held_parameters().items():
+            if name.endswith("in_proj.weight") and adapter.optimizer and adapter.optimizer.state.get(parameter):
+                parameter.grad = None
+        with adapter.whole_parameters(how) if reads else contextlib.nullcontext():
+            pass
+
+    how = WholeParameters(keeps_changes=False, with_gradients=True)
+    model, drops = models.Tower(dim=9), [functools.partial(drop, reads=reads) for reads in (True, False)]
+    run, twin = (run_by_units(rank, models.copy_of(model), optimizer=optim.sgd(), after_backward=one) for one in drops)
+    check_twins(rank, run, twin, 3)
 
 
 @contract("EVALUATION-4")
