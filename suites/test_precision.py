@@ -226,12 +226,20 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 @contract("PRECISION-1", "PRECISION-5")
 @needs(Capability.MIXED_PRECISION, Capability.RECOMPUTATION)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_recomputation(rank: Rank, policy: str) -> None:
-    """A unit that backward recomputes has the same dtypes in both computations."""
-    precision, model = POLICIES[policy], mixed.Mixed(recomputes=True)
-    trained(rank, model, unit_precision={"low": precision})
-    assert len(model.low.seen) == 6, f"in three steps the unit was computed {len(model.low.seen)} times, not 6"
-    assert_seen(model.low.seen, precision)
+@pytest.mark.parametrize("name", ["low", "high"], ids=["around", "reentrant-inside"])
+def test_recomputation(rank: Rank, name: str, policy: str) -> None:
+    """A unit that backward recomputes has the same dtypes in both computations, and its gradients are reduced."""
+    precision, model = POLICIES[policy], mixed.Mixed(recomputes=name == "low")
+
+    def prepare(model: Any) -> nn.Module:
+        if name == "high":  # a re-entrant one needs an input that requires a gradient
+            model.high.forward = functools.partial(checkpoint, model.high.forward, use_reentrant=True)
+        return model  # type: ignore[no-any-return]
+
+    run = trained(rank, model, unit_precision={name: precision}, prepare=prepare)
+    seen = cast(mixed.Scale, run.original_module(name)).seen
+    assert len(seen) == 6, f"in three steps the unit was computed {len(seen)} times, not 6"
+    assert_seen(seen, precision)
 
 
 @contract("PRECISION-1")
