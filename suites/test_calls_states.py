@@ -396,6 +396,23 @@ def test_group_whose_first_rank_saves(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(4)
 @needs(Capability.HYBRID)
+@each_value("given")
+@pytest.mark.parametrize("given", ["nothing", "all", "replica"])
+def test_states_of_the_first_rank_on_replicas(rank: Rank, given: str) -> None:
+    """Every rank of replicas loads the optimizer's state that only first ranks have saved, with the same group."""
+    fsdp = hybrid(rank)
+    model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
+    optimizer = fsdp.train(model)
+    groups = {"nothing": {}, "all": {"group": dist.group.WORLD}, "replica": {"group": fsdp.mesh.get_group(1)}}
+    with fsdp.full_states(model, first_rank=True):
+        saved = fsdp.kind.optim_state_dict(model, optimizer, **groups[given])
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, **groups[given])
+    _check_loaded(optimizer, loaded)
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
 def test_first_rank_of_each_replica(rank: Rank) -> None:
     """If full parameters or states are for the first rank only, that is the first rank of each replica."""
     fsdp = hybrid(rank)
@@ -448,12 +465,17 @@ def test_states_of_modules_of_one_rank(rank: Rank) -> None:
     optimizer = fsdp.train(model)
     with fsdp.full_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
-        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)["state"]
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)
     names = sorted(saved["state"])
     expected = sorted([*(f"all.{name}" for name in NAMES), f"{own}.bias", f"{own}.weight"])
     assert names == expected, f"this rank saves the states of {names}"
-    before = optimizer.state_dict()["state"]
-    others = [number for number, state in before.items() if not _is_same(state, loaded[number])]
+    _check_loaded(optimizer, loaded)
+
+
+def _check_loaded(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Check that what is to be loaded has this rank's states, which were saved."""
+    before, after = optimizer.state_dict()["state"], loaded["state"]
+    others = [number for number, state in before.items() if not _is_same(state, after.get(number, {}))]
     assert not others, f"the states of the parameters {others} are loaded with other values than were saved"
 
 

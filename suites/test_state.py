@@ -99,6 +99,11 @@ pytestmark = [needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETER
 
 FULL = needs(Capability.FULL_STATE_DICT)
 FORMS = pytest.mark.parametrize("form", ["sharded", *(pytest.param(one, marks=FULL) for one in ("full", "first-rank"))])
+WHOLE_FORMS = pytest.mark.parametrize(
+    ("form", "shards"),
+    [("full", True), ("first-rank", True), pytest.param("full", False, marks=needs(Capability.REPLICAS_ALONE))],
+    ids=["full", "first-rank", "full-replicas-alone"],
+)
 WHY = "a state dict is read, or loaded with the values that are there"
 
 Means = Literal["plain", "hooks", "wrapper", "compiled"]
@@ -309,11 +314,11 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 @contract("STATE-3")
 @FULL
 @FLAT
-@pytest.mark.parametrize("form", ["full", "first-rank"])
-def test_into_a_new_optimizer(rank: Rank, form: StateForm, flat: bool) -> None:
+@WHOLE_FORMS
+def test_into_a_new_optimizer(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """An optimizer that has not stepped yet can load a full state."""
-    saved = states.make(rank, 0, for_flat=flat)
-    states.check_loads(rank, saved, states.make(rank, 1, for_flat=flat, flat_parameters=flat), form, steps_first=False)
+    saved, options = states.make(rank, 0, for_flat=flat), {"flat_parameters": flat, "shards": shards}
+    states.check_loads(rank, saved, states.make(rank, 1, for_flat=flat, **options), form, steps_first=False)
 
 
 @contract("STATE-3")
@@ -461,11 +466,7 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 @needs(Capability.SHARDED, Capability.FULL_STATE_DICT)
 @each_value("form", "shards")
 @FLAT
-@pytest.mark.parametrize(
-    ("form", "shards"),
-    [("full", True), ("first-rank", True), pytest.param("full", False, marks=needs(Capability.REPLICAS_ALONE))],
-    ids=["full", "first-rank", "full-replicas-alone"],
-)
+@WHOLE_FORMS
 def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """Full values do not follow the training, and user code's writes to them change nothing."""
     # torch's own functions share tensors that need no gather with the optimizer: findings/F170.py.
