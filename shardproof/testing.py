@@ -26,6 +26,7 @@ from shardproof.harness.adapters.capability import Capability as Capability
 from shardproof.harness.adapters.capability import Hardware as Hardware
 from shardproof.harness.adapters.config import NamedDimensions as NamedDimensions
 from shardproof.harness.adapters.registry import built_in_with as built_in_with
+from shardproof.harness.casework import crossed as crossed
 from shardproof.harness.casework import states as states
 from shardproof.harness.casework.baselines import Undivided as Undivided
 from shardproof.harness.casework.baselines import backward_of_copies as backward_of_copies

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -121,15 +121,16 @@ def _part(full: torch.Tensor, *, cut: Cut, order: tuple[int, ...], first: int, l
 
 
 def flat_units(
-    model: nn.Module, modules: Sequence[str], *, alignment: int = 1, ignored: Sequence[str] = ()
-) -> list[FlatLayout]:
+    model: nn.Module, modules: Sequence[str], *, alignments: Mapping[str, int] | None = None,
+    ignored: Sequence[str] = (),
+) -> list[FlatLayout]:  # fmt: skip
     """Return the layouts of the flat parameters that wrapping makes; of modules that are left without parameters none.
 
     Args:
         model: the model before anything is wrapped.
         modules: the names of the modules in the order of wrapping; "" is the root. A parameter belongs to the first of
             them that contains it.
-        alignment: each parameter starts at a multiple of this number of elements.
+        alignments: by module, each parameter starts at a multiple of so many elements; 1 where it has none.
         ignored: the names of the parameters that belong to none.
     """
     claimed = {id(model.get_parameter(name)) for name in ignored}
@@ -147,6 +148,7 @@ def flat_units(
             numels = tuple(piece.tensor.numel() for piece in pieces)
             names, cuts = tuple(name for name, _ in named), tuple(piece.cut for piece in pieces)
             orders = tuple(_order(piece.tensor) for piece in pieces)
+            alignment = (alignments or {}).get(module, 1)
             found.append(FlatLayout(module, names, numels, cuts, orders, alignment))
     return found
 
@@ -301,8 +303,10 @@ class FlatAdapter(WrappingAdapter):
         assert not (config.shard_dim or config.unit_meshes), "FullyShardedDataParallel has no such option"
         names = names_of(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
-        alignment = 1 if config.flat_parameters else _ALIGNMENT_BYTES // itemsize
-        self._units = flat_units(model, [*names, ""], alignment=alignment, ignored=config.ignored)
+        # Of the dtype in which the unit computes, to which its shard is cast before it is gathered.
+        sizes = {name: one.itemsize if (one := config.precision_of(name).compute) else itemsize for name in [*names, ""]}
+        alignments = {} if config.flat_parameters else {name: _ALIGNMENT_BYTES // size for name, size in sizes.items()}
+        self._units = flat_units(model, [*names, ""], alignments=alignments, ignored=config.ignored)
         options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored))
         if config.wraps is not None:
             options["auto_wrap_policy"] = self._policy(config.wraps)

@@ -123,7 +123,7 @@ def test_without_a_shard_there_is_nothing():
 def test_aligned_parameters_start_at_multiples(size):
     model = models.two_linear((3, 5), (5, 2))
     named = dict(model.named_parameters())
-    (unit,) = flat_units(model, [""], alignment=4)
+    (unit,) = flat_units(model, [""], alignments={"": 4})
     aligned = [nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 4)) for value in named.values()]
     # 15, 5, 10 and 2 elements at 0, 16, 24 and 36; nothing follows the last.
     for index, shard in enumerate(shards_of([torch.cat(aligned)[:38]], size)):
