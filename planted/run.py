@@ -34,6 +34,7 @@ import pytest
 
 from planted import table
 from planted.table import Bug
+from shardproof import jsonfiles
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = ("reference", "reference.flat")
@@ -81,17 +82,36 @@ def records_of(
     *options: str,
     python: str = sys.executable,
     timeout: float | None = None,
+    environment: Mapping[str, str] | None = None,
+    early: bool = False,
 ) -> Records:
-    """The records of a run of items of the suites, by their ids; RuntimeError if it wrote no run file."""
+    """The records of a run of items, or of files, of the suites, by the items' ids; RuntimeError without a run file.
+
+    With ``early``, a run that ends early, or that the timeout kills, returns the records that it has written.
+    """
     report = folder / "run.json"
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", __spec__.name]
+    ids = list(ids)
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += ["-p", "planted.run"] if any("::" in one for one in ids) else []
     command += [*ids, "--impl", ",".join(names), "--report", str(report), *options]
-    environment = {**os.environ, "PYTHONPATH": _search(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
-    if not report.exists():
-        raise RuntimeError(f"pytest ended with {done.returncode} and no run file:\n{done.stdout}{done.stderr}")
-    return {_node_id(case): case for case in json.loads(report.read_text())["cases"]}
+    environment = {**os.environ, "PYTHONPATH": _search(), "OMP_NUM_THREADS": "1", **(environment or {})}
+    try:
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+        ended = f"pytest ended with {done.returncode} and no run file:\n{done.stdout}{done.stderr}"
+    except subprocess.TimeoutExpired:
+        if not early:
+            raise
+        ended = f"pytest took more than {timeout} seconds and left no run file"
+    partial = report.with_name(f"{report.name}{jsonfiles.PARTIAL}")
+    if early and not report.exists() and partial.exists():
+        cases = jsonfiles.content(partial, is_journal=True).get("cases", ())
+    elif report.exists():
+        cases = json.loads(report.read_text())["cases"]
+    else:
+        raise RuntimeError(ended)
+    partial.unlink(missing_ok=True)
+    return {_node_id(case): case for case in cases}
 
 
 def _search() -> str:
