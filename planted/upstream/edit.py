@@ -21,7 +21,10 @@ def edited(source: str, function: str, old: str, new: str) -> str:
     """A module's source after the edit; ValueError if the function's text does not have the old text exactly once."""
     node: Any = ast.parse(source)
     for name in function.split("."):
-        named = [one for one in ast.walk(node) if getattr(one, "name", None) == name and hasattr(one, "decorator_list")]
+        level, named = [node], []
+        while level and not named:
+            level = [child for one in level for child in ast.iter_child_nodes(one)]
+            named = [one for one in level if getattr(one, "name", None) == name and hasattr(one, "decorator_list")]
         if not named:
             raise ValueError(f"there is no {function}")
         node = named[-1]  # the overloads of a function come before it
