@@ -116,11 +116,15 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 @contract("EVALUATION-1")
 @world(2)
 @SHARDS
-def test_first_forward_is_in_inference_mode(rank: Rank, shards: bool) -> None:
-    """A model whose first forward ran in inference mode trains as any other."""
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluated-again", "trained"])
+def test_first_forward_is_in_inference_mode(rank: Rank, trains: bool, shards: bool) -> None:
+    """A model whose first forward ran in inference mode is evaluated in that mode, and trains, as any other."""
     pair = tower(rank, shards=shards)
-    pair.evaluate(rank.batch(0, (2, 9), microbatch=1), mode="inference_mode")
-    train_and_check(pair, batches(rank, 2, (4, 9)))
+    for microbatch in (1, 2):
+        pair.evaluate(rank.batch(0, (2, 9), microbatch=microbatch), mode="inference_mode")
+    pair.check()
+    if trains:
+        train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("EVALUATION-2")
