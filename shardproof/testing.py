@@ -77,6 +77,7 @@ from shardproof.harness.models.parallel import Projections as Projections
 from shardproof.harness.models.parallel import Router as Router
 from shardproof.harness.models.parallel import Skipping as Skipping
 from shardproof.harness.models.parallel import SplitTransformer as SplitTransformer
+from shardproof.harness.models.parallel import cut_factors as cut_factors
 from shardproof.harness.models.parallel import divide_experts as divide_experts
 from shardproof.harness.models.parallel import parallelize_mlps as parallelize_mlps
 from shardproof.harness.models.parallel import parallelize_projections as parallelize_projections

@@ -48,6 +48,7 @@ from shardproof.testing import (
     check_gradients,
     check_parameters,
     contract,
+    cut_factors,
     divide_experts,
     each_value,
     exact_difference,
@@ -97,6 +98,15 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
     """Tensor-parallel parameters are sharded again, and train as DDP over the data-parallel ranks does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     train(rank, mesh, dim=dim, recomputes=recomputes, reshard_after_forward=reshard_after_forward)
+
+
+@contract("COMPOSITION-1")
+@world(4)
+def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
+    """A cut parameter, of whose gradient each tensor-parallel rank has a part for all elements, trains as DDP does."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    pair = rank.pair(Factors(9), mesh=mesh["dp"], prepare=functools.partial(cut_factors, mesh=mesh["tp"]))
+    train_and_check(pair, batches(rank, 2, (4, 9), mesh=mesh["dp"]))
 
 
 @contract("COMPOSITION-2")

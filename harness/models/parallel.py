@@ -188,6 +188,26 @@ def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(distribute_module(model, mesh), mesh, style)
 
 
+def cut_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut the parameter of :class:`Factors` over a one-dimensional mesh, whose ranks divide the rows among them, in place.
+
+    Input and output are full. Of the parameter's gradient each rank has a part, of all elements: a sum over the ranks is
+    pending, although the parameter is cut.
+    """
+
+    def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight").detach(), mesh, [Shard(0)]))
+
+    def divide(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return tuple(DTensor.from_local(one, mesh, run_check=False).redistribute(placements=[Shard(0)]) for one in inputs)
+
+    def collect(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+        return output.full_tensor()
+
+    # The type of these functions differs between versions of torch.
+    return distribute_module(model, mesh, cut, input_fn=divide, output_fn=collect)  # type: ignore[arg-type]
+
+
 class Attention(nn.Module):
     """Causal attention with separate projections for queries, keys and values, without biases.
 
