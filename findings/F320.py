@@ -3,12 +3,12 @@
 `_register_post_backward_hook` hooks the AccumulateGrad node of the first forward since the last backward. With `param_dtype`
 the flat parameter has other data in each forward, and so another node: if the output of the first one is dropped, its hook
 never runs. The next backward reduces nothing. Original parameters have no gradient, a flat parameter has this rank's own,
-unsharded; the optimizer skips the step without an error. torch 2.13.0. Seen by AUTOGRAD-14.
+unsharded; the optimizer skips the step without an error. torch 2.13.0. Seen by PRECISION-2.
 """
 
 # /// finding
 # implementations = ["torch.fsdp"]
-# requirements = ["AUTOGRAD-14"]
+# requirements = ["PRECISION-2"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-26"]
 # shows = '^\d \[None, None\]$'
 # ///

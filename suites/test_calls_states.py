@@ -403,10 +403,10 @@ def test_states_of_the_first_rank_on_replicas(rank: Rank, given: str) -> None:
     fsdp = hybrid(rank)
     model = fsdp.wrap(fsdp.layers(), sharding_strategy=fsdp.api.ShardingStrategy.HYBRID_SHARD)
     optimizer = fsdp.train(model)
-    groups = {"nothing": {}, "all": {"group": dist.group.WORLD}, "replica": {"group": fsdp.mesh.get_group(1)}}
+    group = {"nothing": None, "all": dist.group.WORLD, "replica": fsdp.mesh.get_group(1)}[given]
     with fsdp.full_states(model, first_rank=True):
-        saved = fsdp.kind.optim_state_dict(model, optimizer, **groups[given])
-        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, **groups[given])
+        saved = fsdp.kind.optim_state_dict(model, optimizer, group=group)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, group=group)
     _check_loaded(optimizer, loaded)
 
 

@@ -397,7 +397,7 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
             check_evaluation(rank, run, replica, rank.batch(step, (4, 8)), number=step + 1)
 
 
-@contract("PRECISION-1", "EVALUATION-4")
+@contract("PRECISION-1")
 @needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
 @FLAT
 @KEEPS
@@ -426,7 +426,7 @@ def gather_between_steps(rank: Rank, run: Run, step: int) -> None:
         run.adapter.forward(rank.batch(step, SHAPE))
 
 
-@contract("PRECISION-1", "STATE-5")
+@contract("PRECISION-1")
 @needs(Capability.MIXED_PRECISION, Capability.DISTRIBUTED_CHECKPOINT)
 @FLAT
 @KEEPS
@@ -450,7 +450,7 @@ def test_state_dicts(rank: Rank, form: StateForm, reshard_after_forward: bool | 
     check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
 
 
-@contract("AUTOGRAD-14")
+@contract("PRECISION-2")
 @MIXED
 @FLAT
 def test_forward_that_is_dropped(rank: Rank, flat_parameters: bool) -> None:
