@@ -27,8 +27,9 @@ def make_features(monkeypatch):
     return importlib.import_module("make_features")
 
 
-def test_the_tables_are_up_to_date():
-    done = python("docs/make_features.py", "--check")
+@pytest.mark.parametrize("script", ["make_features", "make_crossed"])
+def test_the_tables_are_up_to_date(script):
+    done = python(f"docs/{script}.py", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
