@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardproof.testing import Adapter, Rank, Refusal, models, sharded
 
+#: Without a move to the CPU, as in :meth:`Fsdp1.full_states`.
+_OF_THE_FIRST_RANK = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 #: The names of the parameters of the two layers.
 NAMES = ["0.bias", "0.weight", "1.bias", "1.weight"]
 
@@ -128,6 +136,24 @@ class Fsdp1(Api):
         config = self.api.FullOptimStateDictConfig(rank0_only=first_rank, offload_to_cpu=False)
         form = self.api.StateDictType.FULL_STATE_DICT
         return self.kind.state_dict_type(model, form, self.api.FullStateDictConfig(), config)
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """The optimizer's full state where the first rank alone saves, by torch's function for any model.
+
+        That function takes torch's wrappers alone. Of others it is what their own call saves.
+        """
+        if isinstance(model, FullyShardedDataParallel):
+            return get_optimizer_state_dict(model, optimizer, options=_OF_THE_FIRST_RANK)
+        with self.full_states(model, first_rank=True):
+            return self.kind.optim_state_dict(model, optimizer)
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """Load what :meth:`save` returned on each rank."""
+        if isinstance(model, FullyShardedDataParallel):
+            set_optimizer_state_dict(model, optimizer, state, options=_OF_THE_FIRST_RANK)
+            return
+        with self.full_states(model, first_rank=True):
+            self.kind.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
 
     def saved_by_the_first_rank(self, model: nn.Module) -> list[str]:
         """The names in the full state dict on this rank, where the first rank alone has the values."""

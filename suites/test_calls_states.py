@@ -444,6 +444,27 @@ def test_states_of_a_submesh(rank: Rank) -> None:
 
 
 @contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+@pytest.mark.parametrize("loads", [False, True], ids=["saves", "loads"])
+def test_general_functions_on_a_submesh(rank: Rank, loads: bool) -> None:
+    """By functions for any model, too, the first rank of a sub-mesh saves, and the others load what it has."""
+    fsdp = hybrid(rank)
+    ranks = fsdp.mesh["shard"]
+    model = fsdp.wrap(fsdp.layers(), device_mesh=ranks)
+    optimizer = fsdp.train(model)
+    saved, before = fsdp.save(model, optimizer), copy.deepcopy(optimizer.state_dict()["state"])
+    found, expected = sorted(saved.get("state", {})), NAMES if ranks.get_local_rank() == 0 else []
+    assert found == expected, f"rank {ranks.get_local_rank()} of the sub-mesh saves the states of {found}"
+    if loads:
+        fsdp.train(model, optimizer=optimizer)
+        fsdp.load(model, optimizer, saved)
+        after = optimizer.state_dict()["state"]
+        others = [number for number, state in before.items() if not _is_same(state, after[number])]
+        assert not others, f"the states of the parameters {others} are loaded with other values than were saved"
+
+
+@contract("CALLS-7")
 @world(2)
 def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
     """If only the first rank saves full values, every rank still saves the plain modules next to a wrapper."""

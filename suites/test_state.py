@@ -316,7 +316,7 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
 @FLAT
 @WHOLE_FORMS
 def test_into_a_new_optimizer(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
-    """An optimizer that has not stepped yet can load a full state, and the options that a schedule adds to its groups."""
+    """An optimizer that has not stepped yet can load a full state, and options that a schedule has added."""
     saved, options = states.make(rank, 0, for_flat=flat), {"flat_parameters": flat, "shards": shards}
     if form == "first-rank" or rank.implementation.checkpoint is not Adapter.checkpoint:
         # torch's own functions raise for such an option where all ranks have the full state: findings/F311.py.

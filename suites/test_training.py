@@ -451,7 +451,7 @@ def test_member_that_does_not_run(rank: Rank) -> None:
 
 
 @contract("TRAINING-7")
-@needs(Capability.GROUPED_UNIT, Capability.NON_ROOT_FORWARD, Capability.AUTOGRAD_CALLS)
+@needs(Capability.GROUPED_UNIT, Capability.NON_ROOT_FORWARD, Capability.AUTOGRAD_CALLS, Capability.INPUTS_TO_DEVICE)
 def test_chunks_of_a_head(rank: Rank) -> None:
     """A head in a shared unit, which the loss calls for chunks of the output, each with a backward, trains."""
     model = Headless(9)
@@ -469,7 +469,8 @@ def test_chunks_of_a_head(rank: Rank) -> None:
             yield (hidden * cut.grad).sum()
 
         with run.recorder.during("backward"):
-            for loss in losses(run.adapter.forward, run.adapter.submodule("head")):
+            # In each step the root moves its input to the device.
+            for loss in losses(run.adapter.forward, run.adapter.submodule("head"), batch.cpu()):
                 loss.backward()
         for loss in losses(plain, plain.head):
             backward_of_copies(rank, plain, loss=loss)

@@ -189,17 +189,19 @@ def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def cut_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Cut the parameter of :class:`Factors` over a one-dimensional mesh, whose ranks divide the rows among them, in place.
+    """Cut the parameter of :class:`Factors` over a one-dimensional mesh, whose ranks divide the rows, in place.
 
-    Input and output are full. Of the parameter's gradient each rank has a part, of all elements: a sum over the ranks is
-    pending, although the parameter is cut.
+    Input and output are full. Of the parameter's gradient each rank has a part, for all elements: a sum over the ranks
+    is pending, although the parameter is cut.
     """
 
     def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight").detach(), mesh, [Shard(0)]))
 
     def divide(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(DTensor.from_local(one, mesh, run_check=False).redistribute(placements=[Shard(0)]) for one in inputs)
+        return tuple(
+            DTensor.from_local(one, mesh, run_check=False).redistribute(placements=[Shard(0)]) for one in inputs
+        )
 
     def collect(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
         return output.full_tensor()
