@@ -25,9 +25,10 @@ SELDOM = ("compiled",)
 _HEAD = """\
 # Features crossed
 
-Most bugs that were missed needed three features at once. Each row of [`suites/crossed.toml`](../suites/crossed.toml) is a
-training with one value of each axis, an ordinary item of `suites/test_drawn_crossed.py`; it is compared, bit for bit,
-with full copies that make the same casts. An implementation is asked the rows whose values it claims.
+Most bugs that were missed needed three features at once. Each row of
+[`suites/crossed.toml`](../suites/crossed.toml) is a training with one value of each axis, an ordinary item of
+`suites/test_drawn_crossed.py`; it is compared, bit for bit, with full copies that make the same casts. An
+implementation is asked the rows whose values it claims.
 
 Written by `python docs/make_crossed.py`; `tests/test_features.py` compares."""
 
@@ -38,8 +39,8 @@ def made() -> Mapping[pathlib.Path, str]:
     rows: list[crossed.Row] = []
     for name in sorted(claims, key=lambda one: one not in TRIPLES):
         rows += crossed.draw(claims[name], 3 if name in TRIPLES else 2, known=rows, seldom=SELDOM)
-    lines = ["# Written by docs/make_crossed.py: in each row the values of", f"# {', '.join(crossed.AXES)}.", "rows = ["]
-    table = "\n".join([*lines, *(f'    "{" ".join(row.values())}",' for row in rows), "]", ""])
+    head = f"# Written by docs/make_crossed.py: in each row the values of\n# {', '.join(crossed.AXES)}.\nrows = ["
+    table = "\n".join([head, *(f'    "{" ".join(row.values())}",' for row in rows), "]", ""])
     page = [_HEAD, "", "| axis | values |", "|---|---|"]
     page += [f"| {axis} | {', '.join(values)} |" for axis, values in crossed.AXES.items()]
     page += ["", "| implementation | rows | pairs | triples |", "|---|---|---|---|"]

@@ -20,7 +20,8 @@ dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=
 layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 layers[1].weight = layers[0].weight
 policy, strategy = MixedPrecision(param_dtype=torch.bfloat16), ShardingStrategy.NO_SHARD
-model = FSDP(layers, device_id=torch.device("cpu"), use_orig_params=True, mixed_precision=policy, sharding_strategy=strategy)
+options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+model = FSDP(layers, mixed_precision=policy, sharding_strategy=strategy, **options)
 with model.no_sync():
     model(torch.ones(1, 4)).sum().backward()
 try:

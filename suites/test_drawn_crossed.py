@@ -50,7 +50,7 @@ ACCUMULATIONS = {"deferred": Accumulation(), "kept": Accumulation(keeps_gathered
 
 
 class Layer(nn.Module):
-    """Linear(dim, width) and back, times a gain of dim elements; where it is tied, a second one has the first's weight."""
+    """Linear(dim, width) and back, times a gain of dim elements; where tied, beside one with the first's weight."""
 
     def __init__(self, dim: int, width: int, *, is_tied: bool) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def prepare_step(rank: Rank, row: crossed.Row, run: Run, replica: CastReplica, n
         with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
             for name, expected in replica.held_parameters().items():
                 difference = exact_difference(found[name].detach(), expected.detach())
-                assert difference is None, f"full {name!r} before step {number}: element, it and the copy's: {difference}"
+                assert difference is None, f"full {name!r} before step {number}: element, both values: {difference}"
 
 
 def batch_of(rank: Rank, run: Run, step: int, microbatch: int) -> torch.Tensor:

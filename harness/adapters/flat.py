@@ -304,7 +304,8 @@ class FlatAdapter(WrappingAdapter):
         names = names_of(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         # Of the dtype in which the unit computes, to which its shard is cast before it is gathered.
-        sizes = {name: one.itemsize if (one := config.precision_of(name).compute) else itemsize for name in [*names, ""]}
+        computed = {name: config.precision_of(name).compute for name in [*names, ""]}
+        sizes = {name: itemsize if dtype is None else dtype.itemsize for name, dtype in computed.items()}
         alignments = {} if config.flat_parameters else {name: _ALIGNMENT_BYTES // size for name, size in sizes.items()}
         self._units = flat_units(model, [*names, ""], alignments=alignments, ignored=config.ignored)
         options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored))
