@@ -8,7 +8,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from shardproof.testing import (
     Accumulation,
     CastReplica,
     Clip,
+    Means,
     Precision,
     Rank,
     Run,
@@ -74,9 +75,10 @@ class Layers(Stacked):
         super().__init__()
         self.layers = nn.ModuleList(Layer(DIM, DIM + n, is_tied=row["tied"] == "yes") for n in range(3))
         self.out = nn.Linear(DIM, DIM)
-        frozen = {"none": [], "unit": [*self.layers[0].parameters()], "part": [self.layers[1].gain]}[row["frozen"]]
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        if row["frozen"] == "unit":
+            self.layers[0].requires_grad_(False)
+        elif row["frozen"] == "part":
+            self.layers[1].get_parameter("gain").requires_grad_(False)
 
 
 def rows(*, on_replicas: bool) -> pytest.MarkDecorator:
@@ -107,11 +109,11 @@ def train(rank: Rank, row: crossed.Row) -> None:
     model = Layers(row)
     plain = models.copy_of(model)
     with contextlib.ExitStack() as stack:
-        prepare = []
+        prepare: list[Any] = []
         if row["compiled"] == "yes":
             prepare.append(stack.enter_context(compiler("aot_eager")).compile_layers)
-        if row["recomputed"] != "no":
-            prepare.append(functools.partial(recompute, means=row["recomputed"]))
+        if (means := row["recomputed"]) != "no":
+            prepare.append(functools.partial(recompute, means=cast(Means, means)))
         run = rank.run(model, optimizer=optim.sgd(), units=model.units(), **options_of(rank, row, prepare))
         step = clipped if row["clip"] == "yes" else None
         replica = CastReplica(
