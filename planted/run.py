@@ -52,7 +52,6 @@ def run(
     bugs: Iterable[Bug],
     folder: pathlib.Path,
     *,
-    python: str = sys.executable,
     workers: int = 0,
     elsewhere: bool = False,
     timeout: float = 3600,
@@ -71,7 +70,7 @@ def run(
         options = ["--device", "cuda" if gpus else "cpu", "-n", str(workers), "--deadline", str(_DEADLINE)]
         options += ["--simulate", str(simulate)] if simulate else []
         names = dict.fromkeys([*(bug.implementation for bug in mine if sound), *(bug.name for bug in mine)])
-        records |= records_of(ids, names, folder, *options, python=python, timeout=timeout)
+        records |= records_of(ids, names, folder, *options, timeout=timeout)
     return records
 
 
@@ -80,7 +79,6 @@ def records_of(
     names: Iterable[str],
     folder: pathlib.Path,
     *options: str,
-    python: str = sys.executable,
     timeout: float | None = None,
     environment: Mapping[str, str] | None = None,
     early: bool = False,
@@ -92,7 +90,7 @@ def records_of(
     report = folder / "run.json"
     report.unlink(missing_ok=True)
     ids = list(ids)
-    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command += ["-p", "planted.run"] if any("::" in one for one in ids) else []
     command += [*ids, "--impl", ",".join(names), "--report", str(report), *options]
     environment = {**os.environ, "PYTHONPATH": _search(), "OMP_NUM_THREADS": "1", **(environment or {})}
