@@ -502,7 +502,10 @@ def test_whole_gradients(
 @world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_gradients_of_some(rank: Rank) -> None:
-    """Gradients that user code set to None stay None after full ones were read: momentum does not move these."""
+    """Gradients that user code set to None stay None after full ones were read: momentum does not move these.
+
+    Before any backward there are no full ones.
+    """
 
     def drop(adapter: Adapter, *, reads: bool) -> None:
         for name, parameter in adapter.held_parameters().items():
@@ -514,6 +517,9 @@ def test_whole_gradients_of_some(rank: Rank) -> None:
     how = WholeParameters(keeps_changes=False, with_gradients=True)
     model, drops = models.Tower(dim=9), [functools.partial(drop, reads=reads) for reads in (True, False)]
     run, twin = (run_by_units(rank, models.copy_of(model), optimizer=optim.sgd(), after_backward=one) for one in drops)
+    with run.adapter.whole_parameters(how) as found:
+        made = [name for name, parameter in found.items() if parameter.grad is not None]
+    assert not made, f"full gradients before any backward: {', '.join(made)}"
     check_twins(rank, run, twin, 3)
 
 
