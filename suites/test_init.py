@@ -694,13 +694,19 @@ def _differs(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> None:
     """Ranks on the meta device take parameters and buffers of the first rank's state dict, also with unknown names.
 
-    Five rows divide by no number of ranks, and the last of four ranks has none.
+    Five rows divide by no number of ranks, and of a single one all ranks but the first have an empty shard.
     """
+
+    def made() -> mixed.Mixed:
+        model = mixed.Mixed(5)
+        model.single = nn.Parameter(torch.randn(1, 4))
+        return model
+
     torch.manual_seed(rank.seeds.init + 1)
-    saved, first = mixed.Mixed(5), rank.index == 0
+    saved, first = made(), rank.index == 0
     units: Any = [["low"], ["high"]]
     prepare: Any = None if first and on_meta == "others" else lambda model: model.to("meta")
-    run = rank.run(mixed.Mixed(5), units=units, prepare=prepare, materializes=False)
+    run = rank.run(made(), units=units, prepare=prepare, materializes=False)
     state = copy.deepcopy(saved.state_dict()) if first else {}
     if first and not strict:
         state["stray"] = torch.ones(3)
