@@ -250,6 +250,23 @@ def test_steps_in_evaluation_mode(rank: Rank) -> None:
         assert orders[-1] == orders[0], f"in training mode: {orders[0]}; {step_label(step)}: {orders[-1]}"
 
 
+@contract("COLLECTIVES-4")
+@world(2)
+@needs(Capability.COUNTED_UNITS, Capability.CONTAINER_OUTPUT)
+@each_value("container")
+@pytest.mark.parametrize("container", ["dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
+def test_order_with_containers(rank: Rank, container: models.Container) -> None:
+    """Units reduce as soon as their gradients are complete, also where a container brings their input."""
+
+    def order(container: models.Container) -> list[str]:
+        run = rank.run(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
+        run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
+        return _order(run.trace)
+
+    expected, found = order("tuple"), order(container)
+    assert found == expected, f"with a tuple: {expected}; with a {container}: {found}"
+
+
 def _order(trace: Sequence[Collective]) -> list[str]:
     return [f"{item.phase}: {item.kind} of {item.unit}" for item in trace]
 

@@ -109,6 +109,16 @@ def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
     train_and_check(pair, batches(rank, 2, (4, 9), mesh=mesh["dp"]))
 
 
+@contract("COMPOSITION-1")
+@world(4)
+def test_pending_sums_that_a_model_declares(rank: Rank) -> None:
+    """A full parameter, of whose gradient a tensor-parallel rank declares that it has a part, trains as DDP does."""
+    mesh = rank.mesh((2, 2), ("dp", "tp"))
+    prepare = functools.partial(cut_factors, mesh=mesh["tp"], replicated=True)
+    pair = rank.pair(Factors(9), mesh=mesh["dp"], prepare=prepare)
+    train_and_check(pair, batches(rank, 2, (4, 9), mesh=mesh["dp"]))
+
+
 @contract("COMPOSITION-2")
 @world(8)
 @WAYS

@@ -15,7 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -175,7 +183,11 @@ class Factors(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
+        weight = self.weight
+        if isinstance(weight, DTensor) and not isinstance(x, DTensor):
+            # The rank's own rows: of the full weight's gradient it has a part.
+            weight = weight.to_local(grad_placements=[Partial()])
+        return x * weight
 
 
 def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -188,23 +200,25 @@ def split_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(distribute_module(model, mesh), mesh, style)
 
 
-def cut_factors(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def cut_factors(model: nn.Module, mesh: DeviceMesh, *, replicated: bool = False) -> nn.Module:
     """Cut the parameter of :class:`Factors` over a one-dimensional mesh, whose ranks divide the rows, in place.
 
     Input and output are full. Of the parameter's gradient each rank has a part, for all elements: a sum over the ranks
-    is pending, although the parameter is cut.
+    is pending, although the parameter is cut. With ``replicated`` it is not, and the ranks compute with plain tensors.
     """
+    how: Placement = Replicate() if replicated else Shard(0)
 
     def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight").detach(), mesh, [Shard(0)]))
+        module.weight = nn.Parameter(distribute_tensor(module.get_parameter("weight").detach(), mesh, [how]))
 
     def divide(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return tuple(
-            DTensor.from_local(one, mesh, run_check=False).redistribute(placements=[Shard(0)]) for one in inputs
-        )
+        full = [DTensor.from_local(one, mesh, run_check=False) for one in inputs]
+        own = [one.redistribute(placements=[Shard(0)]) for one in full]
+        return tuple(one.to_local() if replicated else one for one in own)
 
-    def collect(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-        return output.full_tensor()
+    def collect(module: nn.Module, output: Any, mesh: DeviceMesh) -> torch.Tensor:
+        whole = output if isinstance(output, DTensor) else DTensor.from_local(output, mesh, [Shard(0)])
+        return whole.full_tensor()
 
     # The type of these functions differs between versions of torch.
     return distribute_module(model, mesh, cut, input_fn=divide, output_fn=collect)  # type: ignore[arg-type]

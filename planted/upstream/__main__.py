@@ -46,7 +46,8 @@ Do the suites find the bugs that FSDP really had? A row is a fix that landed in 
 by one small edit ([fixes.toml](../planted/upstream/fixes.toml), whose head says how rows were drawn;
 [dropped.toml](../planted/upstream/dropped.toml) has what was drawn and left out, with the reason). The rows were
 frozen before the suites ran on them. A row is *found* if an item that passes on the sound torch fails twice with the
-edit; *coarse* rows break more than half of the items of their chapter. Rows about GPUs are not run here.
+edit; *coarse* rows break more than half of the items of their chapter. Of an *unseen* row a user of the implementation
+sees nothing in today's torch, for the reason in the last column. Rows about GPUs are not run here.
 
 `python -m planted.upstream ROW` runs a row. Written by `python -m planted.upstream --page`, which
 `tests/test_upstream.py` compares.
@@ -67,6 +68,7 @@ class Row:
     new: str
     torch: str = ""  # the versions that have the text, as a specifier
     gpu: bool = False  # whether only a GPU can show it
+    unseen: str = ""  # why a user of the implementation sees nothing of the edit in today's torch, as tried by hand
 
     def edited(self) -> str:
         """The module's source after the edit; ValueError or SyntaxError if it cannot be made."""
@@ -82,7 +84,7 @@ class Row:
         """Why the row is not run here; empty if it is."""
         if not SpecifierSet(self.torch).contains(TORCH.partition("+")[0], prereleases=True):
             return f"needs torch{self.torch}, not {TORCH}"
-        return "needs a GPU" if self.gpu else ""
+        return "needs a GPU" if self.gpu else self.unseen
 
     @property
     def environment(self) -> dict[str, str]:
@@ -169,11 +171,13 @@ def _says(record: dict[str, Any]) -> str:
     return f"{record['verdict']}: {lines[0][:160]}" if lines else record["verdict"]
 
 
-_KINDS = ("found", "coarse", "missed", "needs a GPU", "not run")
+_KINDS = ("found", "coarse", "missed", "unseen", "needs a GPU", "not run")
 
 
 def _kind(row: Row, known: dict[str, dict[str, Any]]) -> str:
     result = known.get(row.id, {"verdict": "needs a GPU" if row.gpu else "not run"})
+    if row.unseen and result["verdict"] != "found":
+        return "unseen"
     is_coarse = result["verdict"] == "found" and 2 * result.get("failed", 0) > result.get("of", 0)
     return "coarse" if is_coarse else result["verdict"]
 
@@ -190,12 +194,14 @@ def page() -> str:
     every, known = rows(), {one["row"]: one for one in results(RESULTS)}
     lines = [_HEAD]
     for key in ("implementation", "area"):
-        lines += [f"| {key} | found | found, coarse | missed | needs a GPU | not run |", "|---" * 6 + "|"]
+        lines += [f"| {key} | found | found, coarse | missed | unseen | needs a GPU | not run |", "|---" * 7 + "|"]
         lines += [f"| {name} | {' | '.join(map(str, count))} |" for name, count in _counts(every, known, key)] + [""]
     lines += ["| row | implementation, area | what a user saw | found by |", "|---|---|---|---|"]
     for row in every:
         link, kind = f"[{row.id}](https://github.com/pytorch/pytorch/pull/{row.pr})", _kind(row, known)
-        by = f"`{known[row.id]['found_by'].removeprefix('suites/')}`" if kind in ("found", "coarse") else kind
+        by = f"unseen: {row.unseen}" if kind == "unseen" else kind
+        if kind in ("found", "coarse"):
+            by = f"`{known[row.id]['found_by'].removeprefix('suites/')}`"
         by = by.replace("|", "\\|") + " (coarse)" * (kind == "coarse")
         lines.append(f"| {link} | {row.implementation}, {row.area} | {row.says} | {by} |")
     return "\n".join(lines) + "\n"
