@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import pytest
@@ -18,6 +18,7 @@ from shardproof.testing import (
     Adapter,
     Capability,
     Census,
+    OptimizerFactory,
     Piece,
     Rank,
     Refusal,
@@ -326,18 +327,40 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, shards: bool, flat: b
 
 
 @contract("STATE-3")
+@each_value("strict")
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @FORMS
-def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm) -> None:
-    """An optimizer of the trainable parameters loads the options and states that one of all parameters has saved."""
-    saved = states.make(rank, 0, optimizer=optim.adamw(lr=states.LR))
-    loaded = states.make(rank, 1, optimizer=optim.of_trainable(optim.adamw(lr=3 * states.LR)))
+def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm, strict: bool) -> None:
+    """An optimizer of the trainable parameters loads the options and states that one of all parameters has saved.
+
+    Both have a second group without parameters. If not strict, the state of one parameter may be missing.
+    """
+    saved = states.make(rank, 0, optimizer=beside_none(optim.adamw(lr=states.LR)))
+    loaded = states.make(rank, 1, optimizer=optim.of_trainable(beside_none(optim.adamw(lr=3 * states.LR))))
     for run in (saved, loaded):
         states.train(rank, run, 0)
-    loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
+    state, expected, before = saved.adapter.checkpoint(form=form), states.read(rank, saved), states.read(rank, loaded)
+    if not strict:
+        state["optimizer"].get("state", {}).pop("layers.1.first.bias", None)
+    loaded.adapter.restore(state, form=form, strict=strict)
+    if not strict:  # the optimizer keeps the state that it had, or has none
+        keeps = "layers.1.first.bias" in states.read(rank, loaded)["optimizer"]["state"]
+        kept = before["optimizer"]["state"]["layers.1.first.bias"] if keeps else {}
+        expected["optimizer"]["state"]["layers.1.first.bias"] = kept
     assert loaded.adapter.optimizer is not None
-    rates = [group["lr"] for group in loaded.adapter.optimizer.param_groups]
-    assert rates == [states.LR], f"learning rates {rates} instead of {states.LR}"
-    states.check_held(rank, loaded, states.read(rank, saved))
+    rates = [group.get("lr") for group in loaded.adapter.optimizer.param_groups]
+    assert rates == [states.LR] * 2, f"learning rates {rates} instead of {states.LR} in both groups"
+    states.check_held(rank, loaded, expected)
+
+
+def beside_none(factory: OptimizerFactory) -> OptimizerFactory:
+    """A factory of optimizers with a second group, to which user code may add parameters later."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: list[Any] = [{"params": [*parameters]}, {"params": []}]
+        return factory(groups)
+
+    return make
 
 
 @contract("STATE-3")
@@ -441,13 +464,28 @@ def test_saving_changes_nothing(
 @FORMS
 @FLAT
 def test_saving_before_a_step_without_state(rank: Rank, flat: bool, form: StateForm) -> None:
-    """A save between backward and the step of an optimizer without any state keeps the gradients."""
-    options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.sgd(momentum=0.0)}
+    """Saves before the first step of an optimizer without any state change neither its learning rate nor a gradient.
+
+    The rate is a tensor, as which some optimizers read it in every step, also in one that a save runs.
+    """
+
+    def with_rate_in_a_tensor(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=torch.tensor(0.05), foreach=False)
+        optimizer.register_step_pre_hook(check_rates)
+        return optimizer
+
+    def check_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        rates = [group["lr"] for group in optimizer.param_groups]
+        wrong = [rate for rate in rates if not isinstance(rate, torch.Tensor)]
+        assert not wrong, f"the optimizer steps with the learning rates {wrong}, which were tensors before the save"
+
+    options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": with_rate_in_a_tensor}
 
     def save(adapter: Adapter) -> None:
         adapter.checkpoint(form=form)
 
     twin, run = states.make(rank, 0, **options), states.make(rank, 0, after_backward=save, **options)
+    save(run.adapter)  # before any gradient
     for step in range(2):
         check_exact(rank, states.train(rank, run, step), states.train(rank, twin, step), step=step, why=WHY)
 

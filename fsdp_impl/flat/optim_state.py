@@ -430,9 +430,12 @@ def _one_for_all(key: str, values: Sequence[Any], names: Sequence[str]) -> Any:
 
 
 def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) -> dict[str, Any]:
-    """The options of the group that had these parameters when they were saved; the optimizer's own if none had."""
+    """The options of the group that had these parameters, or none, when it was saved; the optimizer's own if none had.
+
+    A group without parameters may get some later, and needs its options then.
+    """
     for group in given:
-        if set(names) & set(group["params"]):
+        if set(names) & set(group["params"]) or not (names or group["params"]):
             return {key: value for key, value in group.items() if key != "params"}
     return {key: value for key, value in own.items() if key != "params"}
 
