@@ -98,14 +98,22 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 @world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
 @each_value("call")
-@pytest.mark.parametrize("call", ["divide_factor", "older_divide_factor"])
-def test_divide_factor_of_another_step(rank: Rank, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "replicas"),
+    [
+        pytest.param("divide_factor", True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+        ("older_divide_factor", False),
+    ],
+    ids=["replicas-of-one-rank", "older-call"],
+)
+def test_divide_factor_of_another_step(rank: Rank, call: str, replicas: bool) -> None:
     """The second of two steps divides by the factor that user code has set since the first.
 
     The factors are half, a quarter of and twice the number of ranks: bit for bit, gradients are twice, four times and
     half of those without.
     """
-    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2)
+    mesh = rank.mesh((2, 1), NAMES) if replicas else None
+    runs = two_runs(rank, accumulation=Accumulation(), microbatches=2, mesh=mesh)
     (changed,) = [one for one in runs[1].units if one.label == "layers.1"]
     for step, factor in enumerate([0.5, 0.25, 2.0]):
         runs[1].adapter.change(Settings(**{call: factor * rank.world_size}), unit="layers.1")  # type: ignore[arg-type]
