@@ -115,6 +115,7 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 
 @contract("EVALUATION-1")
 @world(2)
+@each_value("trains")
 @SHARDS
 @pytest.mark.parametrize("trains", [False, True], ids=["evaluated-again", "trained"])
 def test_first_forward_is_in_inference_mode(rank: Rank, trains: bool, shards: bool) -> None:
