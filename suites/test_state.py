@@ -310,6 +310,10 @@ def test_module_with_two_names(rank: Rank, form: StateForm) -> None:
         assert torch.equal(*(state["model"][name] for name in names)), f"{names} have different values"
     if form == "sharded":  # torch's functions for full ones shard what they load under one name only
         states.check_loads(rank, saved, loaded, form)
+        if Capability.DTENSOR_PARAMETERS in rank.implementation.capabilities():
+            states.train(rank, saved, 2)
+            loaded.adapter.restore(saved.adapter.checkpoint(form="flattened"), form="flattened")
+            states.check_same(rank, states.read(rank, loaded), states.read(rank, saved))
 
 
 @contract("STATE-3")
@@ -561,6 +565,20 @@ def test_parameters_of_one_element(rank: Rank, form: StateForm) -> None:
     found = run.adapter.checkpoint(form=form)["optimizer"].get("state", {})
     wrong = {name: state["step"].shape for name, state in found.items() if torch.as_tensor(state["step"]).ndim}
     assert not wrong, f"numbers of steps have shapes: {wrong}"
+
+
+@contract("STATE-7")
+@needs(Capability.DTENSOR_PARAMETERS, Capability.COMPILED_MODULES)
+def test_missing_entry_of_a_compiled_model(rank: Rank) -> None:
+    """Not strict, a model that user code has compiled after sharding loads entries by unsharded names, but for one."""
+    run, source = (states.make(rank, number, optimizer=None) for number in (0, 1))
+    name, state, expected = "layers.1.first.bias", source.adapter.checkpoint(), states.read(rank, source)
+    expected["model"][name] = states.read(rank, run)["model"][name]
+    del state["model"][name]
+    with rank.monkeypatch.context() as patched:
+        patched.setattr(run.adapter, "module", torch.compile(run.adapter.module, backend="eager"))
+        run.adapter.restore(state, strict=False)
+    states.check_held(rank, run, expected)
 
 
 @contract("STATE-1")

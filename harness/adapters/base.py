@@ -84,10 +84,13 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
     """Return the options of ``torch.distributed.checkpoint.state_dict`` for state dicts of a form."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-    whole_ones = form != "sharded"
     first = form == "first-rank"
     return StateDictOptions(
-        full_state_dict=whole_ones, cpu_offload=first and saves, broadcast_from_rank0=first, strict=strict
+        full_state_dict=form in ("full", "first-rank"),
+        cpu_offload=first and saves,
+        broadcast_from_rank0=first,
+        flatten_optimizer_state_dict=form == "flattened",
+        strict=strict,
     )
 
 

@@ -20,10 +20,12 @@ from shardproof.harness.tensors.trees import local_of
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
-StateForm = Literal["sharded", "full", "first-rank", "local"]
+StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
 """What a state dict consists of.
 
 - "sharded": each rank has its shards, as ``torch.distributed.checkpoint`` saves and loads them.
+- "flattened": as "sharded", and the optimizer's state dict has one level: an entry for each state and option of a
+  parameter. Without :attr:`Capability.DTENSOR_PARAMETERS` nobody reads it.
 - "full": every rank has all values whole.
 - "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
   the values from the first rank when they load.
