@@ -15,14 +15,34 @@ ROOT = Path(__file__).parents[1]
 TABLE = tomllib.loads((ROOT / "suites" / effort.TABLE).read_text())
 
 
+def pytest_collection_modifyitems(config, items):
+    """Keep the items of seeds: this file is a plugin of `.ci/run`, which runs them for torch's implementations."""
+    if "ITEMS" in os.environ:
+        return
+    listed = defaultdict(set)
+    for entry in TABLE["always"]:
+        listed[entry["case"]].update(effort.product({k: v for k, v in entry.items() if isinstance(v, list)}))
+    others = [item for item in items if not any(part <= _values(item).items() for part in listed[_case(item)])]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
 def pytest_collection_finish(session):
     """Write the items of the suites: the process that `items` starts has this file as a plugin."""
-    found = defaultdict(list)
-    for item in session.items:
-        values = {name: effort.text(value) for name, value in item.callspec.params.items() if name != "rank"}
-        world = effort.text(cases.launch_of(item).size)
-        found[f"{item.path.name}::{item.function.__name__}"].append({**values, effort.WORLD: world})
-    Path(os.environ["ITEMS"]).write_text(json.dumps(found))
+    if "ITEMS" in os.environ:
+        found = defaultdict(list)
+        for item in session.items:
+            found[_case(item)].append(_values(item))
+        Path(os.environ["ITEMS"]).write_text(json.dumps(found))
+
+
+def _case(item):
+    return f"{item.path.name}::{item.function.__name__}"
+
+
+def _values(item):
+    values = {name: effort.text(value) for name, value in item.callspec.params.items() if name != "rank"}
+    return {**values, effort.WORLD: effort.text(cases.launch_of(item).size)}
 
 
 @pytest.fixture(scope="module")
