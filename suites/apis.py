@@ -94,11 +94,11 @@ class Fsdp1(Api):
         """A policy that computes in bfloat16."""
         return self.api.MixedPrecision(param_dtype=torch.bfloat16, **options)
 
-    def without_shards(self) -> Any:
-        """Wrap both layers in one wrapper that shards nothing."""
+    def without_shards(self, module: nn.Module | None = None, **options: Any) -> Any:
+        """Wrap a module, by default both layers, in a wrapper that shards nothing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
-            return self.wrap(self.layers(), sharding_strategy=self.api.ShardingStrategy.NO_SHARD)
+            return self.wrap(module or self.layers(), sharding_strategy=self.api.ShardingStrategy.NO_SHARD, **options)
 
     def train(
         self, model: nn.Module, *parts: nn.Module, optimizer: torch.optim.Optimizer | None = None

@@ -266,12 +266,26 @@ def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
 @contract("CALLS-10")
 @world(2)
 def test_norm_of_gradients_in_lower_precision(rank: Rank) -> None:
-    """Where gradients stay in lower precision, the norm that clipping returns has their dtype."""
+    """Where gradients stay in lower precision, the norm that clipping returns has their dtype, or the widest of all.
+
+    It counts the gradients of a unit without shards once, next to those of sharded ones.
+    """
     fsdp = fsdp1(rank)
-    model = fsdp.wrap(fsdp.layers(), mixed_precision=fsdp.low_precision(keep_low_precision_grads=True))
+    low = fsdp.low_precision(keep_low_precision_grads=True)
+    model = fsdp.wrap(fsdp.layers(), mixed_precision=low)
     fsdp.forward(model).sum().backward()
     found = model.clip_grad_norm_(1.0).dtype
     assert found is torch.bfloat16, f"the norm of gradients of bfloat16 is of {found}"
+    layers = fsdp.layers()
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.fill_(0.25 if parameter.ndim == 2 else 0)  # so that each of 40 gradients is 2
+    single = fsdp.api.MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
+    layers[1] = fsdp.without_shards(layers[1], mixed_precision=single)
+    model = fsdp.wrap(layers, mixed_precision=low)
+    fsdp.forward(model).sum().backward()
+    norm = model.clip_grad_norm_(1.0, norm_type=1)
+    assert (norm, norm.dtype) == (80, torch.float32), f"of bfloat16 and float32, 80 in all, the norm is {norm!r}"
 
 
 @contract("CALLS-10")

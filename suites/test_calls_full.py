@@ -76,22 +76,25 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 @contract("CALLS-3")
 @world(2)
 @needs(Capability.FSDP1_API)
-def test_whole_parameters_of_the_root_alone(rank: Rank) -> None:
+def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
     """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
 
-    A plain module around both has no parameters of its own.
+    By default both are, also if the wrapper is not the root. A plain module around it has no parameters of its own.
     """
     fsdp = fsdp1(rank)
     model = fsdp.nested()
+    fsdp.forward(fsdp.wrap(nn.Sequential(model)))
 
-    def counts(module: nn.Module) -> list[int]:
-        with fsdp.kind.summon_full_params(module, recurse=False):
+    def counts(module: nn.Module, **options: bool) -> list[int]:
+        with fsdp.kind.summon_full_params(module, **options):
             return [sum(one.numel() for one in layer.parameters()) for layer in model.module]
 
-    inside, own = counts(model)
-    assert own == 20 and inside < 20, f"of 20 parameters each, the unit inside and the root show {[inside, own]}"
-    inside, own = counts(nn.Sequential(model))
+    inside, own = counts(model, recurse=False)
+    assert own == 20 and inside < 20, f"of 20 parameters each, the unit inside and the outer one show {[inside, own]}"
+    inside, own = counts(nn.Sequential(model), recurse=False)
     assert own < 20 and inside < 20, f"asked of a plain module around, they show {[inside, own]}"
+    found = counts(model)
+    assert found == [20, 20], f"asked of the outer one with what is inside, they show {found}"
 
 
 @contract("CALLS-3")
