@@ -91,12 +91,23 @@ def test_calls_about_several_wrappers(rank: Rank) -> None:
 @contract("CALLS-8")
 @world(2)
 def test_root_without_parameters_casts(rank: Rank) -> None:
-    """A wrapper without parameters of its own casts its inputs, as a root does by default."""
-    fsdp, seen = fsdp1(rank), list[torch.dtype]()
-    model = fsdp.without_parameters(mixed_precision=fsdp.low_precision())
-    model.module[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    fsdp.forward(model)
-    assert seen == [torch.bfloat16], f"the first module inside gets {seen}"
+    """A wrapper without parameters of its own casts its inputs, as a root does by default, and its buffers.
+
+    It casts neither in an evaluation, where user code has chosen full precision for those.
+    """
+    rank.monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")  # read when a module is wrapped
+    fsdp = fsdp1(rank)
+    model = fsdp.without_parameters(mixed_precision=fsdp.low_precision(buffer_dtype=torch.bfloat16))
+
+    def check(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+        expected = torch.bfloat16 if model.training else torch.float32
+        found = [args[0].dtype, *(one.dtype for one in module.buffers() if one.is_floating_point())]
+        assert {*found} == {expected}, f"the input and the buffers are of {found}, not {expected}"
+
+    for module in model.module:
+        module.register_forward_pre_hook(check)
+    for trains in (True, False, True):
+        fsdp.forward(model.train(trains))
 
 
 @contract("CALLS-8")
