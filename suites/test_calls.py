@@ -255,21 +255,23 @@ def _wrapped_by_a_rule(fsdp: Fsdp1, model: nn.Module) -> nn.Module:
 def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
     """Buffers that a policy casts, the wrapped module's own and deeper ones, are saved in the dtypes that they had.
 
-    One that is not persistent is cast too, and not saved.
+    One that is not persistent is cast too, and not saved. Those of an ignored module are saved in the dtypes that they
+    have, also if user code has cast it since.
     """
     fsdp = fsdp1(rank)
-    layers = fsdp.layers()
+    layers, ignored = fsdp.layers(), nn.BatchNorm1d(4).to(fsdp.device)
     for module in (layers, layers[1]):
         module.register_buffer("scale", torch.ones(4, dtype=torch.float64, device=fsdp.device))
         module.register_buffer("scratch", torch.ones(4, device=fsdp.device), persistent=False)
     precision = fsdp.api.MixedPrecision(buffer_dtype=torch.bfloat16)
-    model = fsdp.wrap(nn.Sequential(layers), mixed_precision=precision)
+    model = fsdp.wrap(nn.Sequential(layers, ignored), mixed_precision=precision, ignored_modules=[ignored])
     fsdp.forward(model)  # which casts them
-    cast = {buffer.dtype for buffer in model.buffers()}
+    cast = {buffer.dtype for buffer in layers.buffers()}
     assert cast == {torch.bfloat16}, f"after forward the buffers are of {cast}"
+    ignored.double()
     saved = model.state_dict()
-    dtypes = [saved[name].dtype for name in ("0.scale", "0.1.scale")]
-    assert dtypes == [torch.float64] * 2, f"the buffers of float64 are saved as {dtypes}"
+    dtypes = [saved[name].dtype for name in ("0.scale", "0.1.scale", "1.running_mean")]
+    assert dtypes == [torch.float64] * 3, f"buffers of float64, the last of an ignored module, are saved as {dtypes}"
     extra = [name for name in saved if "scratch" in name]
     assert not extra, f"the state dict has buffers that are not persistent: {', '.join(extra)}"
 

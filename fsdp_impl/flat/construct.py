@@ -73,6 +73,7 @@ def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUn
     strategy, found = _settle(strategy, found)
     device = _prepare(module, ignored, arguments, found, kind)
     precision = arguments.mixed_precision or MixedPrecision()
+    left_alone = ignored.buffers()
     options = UnitOptions(
         ranks=found,
         device=device,
@@ -84,7 +85,7 @@ def build(wrapper: nn.Module, module: nn.Module, arguments: Arguments) -> FlatUn
         use_orig=arguments.use_orig_params,
         synced=arguments.sync_module_states,
         ignored=ignored,
-        buffer_dtypes={clean(name): buffer.dtype for name, buffer in module.named_buffers()},
+        buffer_dtypes={clean(name): one.dtype for name, one in module.named_buffers() if one not in left_alone},
         full_in_evaluation=_dtypes_in_evaluation(module),
     )
     return FlatUnit(wrapper, _shard(module, arguments, options), options, initialize)

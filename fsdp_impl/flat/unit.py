@@ -83,7 +83,7 @@ class UnitOptions:
     Attributes:
         synced: whether the first rank's values were given to all.
         use_orig: whether the original parameters stay visible.
-        buffer_dtypes: of the buffers, by their names from the wrapped module, before any cast.
+        buffer_dtypes: of buffers that are not ignored, by their names from the wrapped module, before any cast.
         full_in_evaluation: the same by their places, if evaluation is to be in full precision, else ``None``.
     """
 
