@@ -195,6 +195,7 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
 
 @contract("FROZEN-1")
 @world(2)
+@each_value("is_recorded")
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
 @pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
 def test_frozen_unit_without_a_gradient_for_its_input(rank: Rank, ahead: bool | None, is_recorded: bool) -> None:

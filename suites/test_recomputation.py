@@ -23,6 +23,7 @@ from shardproof.testing import (
     SpanBesideAHead,
     SpanTower,
     contract,
+    each_value,
     models,
     needs,
     recompute,
@@ -136,9 +137,11 @@ def test_recomputed_spans(rank: Rank, span: Span) -> None:
 
 @contract("RECOMPUTATION-4")
 @needs(Capability.DEFERRED_REDUCTION)
-def test_recomputed_spans_of_microbatches(rank: Rank) -> None:
-    """Spans of units that are recomputed together train as DDP does with unreduced gradients of microbatches."""
-    pair = make_spans(rank, "two-layers", microbatches=2, accumulation=Accumulation())
+@each_value("span")
+@pytest.mark.parametrize("span", ["two-layers", "to-the-end"])
+def test_recomputed_spans_of_microbatches(rank: Rank, span: Span) -> None:
+    """Units that are recomputed, together or to their ends, train as DDP does with sums over unreduced microbatches."""
+    pair = make_spans(rank, span, microbatches=2, accumulation=Accumulation())
     train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
 
 
