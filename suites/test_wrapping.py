@@ -292,7 +292,7 @@ def make_twice(module: nn.Module, *, device: torch.device) -> None:
 @contract("WRAPPING-2")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
+@pytest.mark.parametrize("as_groups", [pytest.param(True, marks=needs(Capability.PROCESS_GROUPS)), False])
 def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
     """If a model is sharded within replicas, so are the units that a rule finds, among the same ranks."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
