@@ -23,6 +23,7 @@ from shardproof.testing import (
     WholeParameters,
     check_exact,
     contract,
+    each_value,
     meaningful_from,
     memory,
     mixed,
@@ -138,12 +139,16 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 
 @contract("SHARDING-2")
 @needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
-@pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
-)
+@each_value("flat")
+@FLAT
 def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
-    """Where nothing is sharded, a step all-reduces each unit once, after the last microbatch, and gathers nothing."""
-    pair = tower(rank, shards=False, flat_parameters=flat, microbatches=2, accumulation=Accumulation(), clip=Clip(0.01))
+    """Where nothing is sharded, a step all-reduces each unit once, after the last microbatch, and gathers nothing.
+
+    This holds also where user code has chosen to gather ahead in forward.
+    """
+    ahead = True if Capability.GATHERS_AHEAD in rank.implementation.capabilities() else None
+    options: dict[str, Any] = {"shards": False, "flat_parameters": flat, "gathers_ahead_in_forward": ahead}
+    pair = tower(rank, microbatches=2, accumulation=Accumulation(), clip=Clip(0.01), **options)
     for step in range(3):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=2))
         pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
