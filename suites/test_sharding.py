@@ -176,14 +176,20 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 @contract("SHARDING-2")
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.MIXED_PRECISION)
-def test_whole_on_every_rank_in_another_dtype(rank: Rank) -> None:
+@each_value("defers")
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
     """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
-    precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    # Deferred gradients may add up in the dtype of compute: it is that of their reduction too.
+    precision = Precision(compute=torch.bfloat16, reduce=torch.bfloat16 if defers else torch.float32)
+    options: dict[str, Any] = {"microbatches": 2, "accumulation": Accumulation()} if defers else {}
     run, replica = run_and_replica(
-        rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, precision=precision
-    )
+        rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, precision=precision,
+        **options,
+    )  # fmt: skip
     for step in range(3):
-        step_and_check(rank, run, replica, [(rank.batch(step, (6, 4)),)], number=step, loss=torch.sum)
+        batch = [(rank.batch(step, (6, 4), microbatch=number),) for number in range(1 + defers)]
+        step_and_check(rank, run, replica, batch, number=step, loss=torch.sum)
 
 
 @contract("SHARDING-4")
