@@ -11,15 +11,15 @@ from shardproof.harness.judging.numerics import not_finite
 from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import StepPicture
-from shardproof.harness.tensors.trees import on_host
+from shardproof.harness.tensors.trees import local_of, on_host
 from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
-    """Check that losses, parameters and optimizer state of two runs are bitwise equal after a step (collective).
+    """Check that losses, total norms, parameters and state of two runs are bitwise equal after a step (collective).
 
-    The state is compared where both runs have it: one whose optimizers step in hooks has none. ``why`` says for the
-    message why the arithmetic is the same by construction.
+    The norm and the state are compared where both runs have them: one whose optimizers step in hooks has no state.
+    ``why`` says for the message why the arithmetic is the same by construction.
 
     Raises:
         Divergence: on every rank, if any tensor differs on any rank; it names the first that differs, by stage and then
@@ -49,9 +49,11 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
 
 
 def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:
-    """The tensors to compare, in order: losses, the local shards of parameters, and those of optimizer state."""
+    """The tensors to compare, in order: losses, the norm, the local shards of parameters, and of optimizer state."""
     for number, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
         yield Stage.LOSS, f"microbatch {number}", one, other
+    if first.norm is not None and second.norm is not None:
+        yield Stage.TOTAL_NORM, "all gradients", local_of(first.norm), local_of(second.norm)
     assert first.parameters.keys() == second.parameters.keys()
     for name, piece in first.parameters.items():
         counterpart = second.parameters[name]
