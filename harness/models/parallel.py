@@ -183,7 +183,7 @@ class Factors(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight: torch.Tensor = self.weight
         if isinstance(weight, DTensor) and not isinstance(x, DTensor):
             # The rank's own rows: of the full weight's gradient it has a part.
             weight = weight.to_local(grad_placements=[Partial()])
