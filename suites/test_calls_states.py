@@ -26,9 +26,10 @@ def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
     """Each call that sets the form of state dicts returns the previous settings; a context restores them."""
     fsdp = fsdp1(rank)
     model, forms = fsdp.nested_on_groups(), fsdp.api.StateDictType
+    configs = [kind(rank0_only=True) for kind in (fsdp.api.FullStateDictConfig, fsdp.api.FullOptimStateDictConfig)]
     before = [
         fsdp.kind.set_state_dict_type(model, forms.SHARDED_STATE_DICT),
-        fsdp.kind.set_state_dict_type(model, forms.FULL_STATE_DICT, fsdp.api.FullStateDictConfig(rank0_only=True)),
+        fsdp.kind.set_state_dict_type(model, forms.FULL_STATE_DICT, *configs),
     ]
     with fsdp.kind.state_dict_type(model, forms.LOCAL_STATE_DICT):
         before.append(fsdp.kind.get_state_dict_type(model))
@@ -37,6 +38,8 @@ def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
     expected = ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT", "FULL_STATE_DICT"]
     assert names == expected, f"the forms before each change were {names}, not {expected}"
     assert before[-1].state_dict_config.rank0_only is True, "the configuration of the form is lost"
+    optimizers = before[-1].optim_state_dict_config
+    assert optimizers.rank0_only is True, "the configuration of the optimizer's form is lost"
 
 
 @contract("CALLS-4")

@@ -199,7 +199,12 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
 
 @contract("RECOMPUTATION-5")
 @needs(Capability.MULTIPLE_FORWARD)
-@pytest.mark.parametrize("means", ["call", "hooks"])
+@each_value("means")
+@pytest.mark.parametrize(
+    "means",
+    # To others the backward of a re-entrant call is that of the whole unit, whose gradients it makes final.
+    ["call", "hooks", pytest.param("reentrant-call", marks=needs(Capability.FLAT_PARAMETERS))],
+)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | None, means: Means) -> None:
     """A unit that runs twice in a forward is gathered for both recomputations, and sums both contributions.
@@ -209,7 +214,8 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
     computations = Computations(inside="in_proj")
     pair = make_watched(rank, RepeatedTower(dim=9), computations, means, reshard_after_forward=reshard_after_forward)
     for step in range(3):
-        pair.step(rank.batch(step, (4, 9)), before_loss=computations.before_loss, set_to_none=step % 2 == 0)
+        batch = rank.batch(step, (4, 9)).requires_grad_()  # else the re-entrant function computes no gradients
+        pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         computations.check(times=2)
         pair.check()
 
