@@ -196,7 +196,7 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
 @world(4)
 @needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
 def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
-    """A full state dict has the full tensors of tensor-parallel parameters, and of their optimizer state."""
+    """A full state dict has tensor-parallel parameters and their optimizer state in full; a sharded one is loaded."""
     run, mesh = _split_run(rank, optimizer=optim.sgd(momentum=0.9))
     run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
     saved = run.adapter.checkpoint(form="full")
@@ -208,6 +208,13 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
         # Some implementations leave it to user code to join the tensor-parallel parts.
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
+    loaded, _ = _split_run(rank)
+    loaded.adapter.restore({"model": run.adapter.checkpoint(form="sharded")["model"]}, form="sharded")
+    held = loaded.adapter.parameters()
+    other = [
+        name for name, piece in run.adapter.parameters().items() if not torch.equal(held[name].tensor, piece.tensor)
+    ]
+    assert not other, f"a sharded state dict gives another model other values of {', '.join(other)}"
 
 
 @contract("CALLS-3")
