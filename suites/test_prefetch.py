@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -232,14 +232,26 @@ def test_a_unit_of_several_modules(rank: Rank) -> None:
 CHOICES = ["before-backward", "after-backward", "never"]
 
 
+class RepeatingTower(models.Tower):
+    """A :class:`Tower` that runs its third layer twice in a row. Input and output: (..., dim)."""
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the layers on each other's output."""
+        first, second, third, fourth = self.layers
+        return cast(torch.Tensor, fourth(third(third(second(first(x))))))
+
+
 @contract("PREFETCH-3")
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @each_value("when")
 @pytest.mark.parametrize("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
-    """Backward gathers the next unit before the current one computes, after it and before its reduction, or never."""
-    pair, layers = layers_of(rank, 4, gathers_ahead=when)
-    layers.reverse()
+    """Backward gathers the next unit before the current one computes, after it and before its reduction, or never.
+
+    So it does for a unit that runs twice in a row: the next one is that before its first run.
+    """
+    pair = pair_by_units(rank, RepeatingTower(dim=9, depth=4), reshard_after_forward=True, gathers_ahead=when)
+    layers = [f"layers.{index}" for index in reversed(range(4))]
     found: dict[str, list[str]] = {}
     for name in layers:
         _watch_backward(pair, name, found)

@@ -67,6 +67,8 @@ class IterationContext(Iteration["FlatUnit", FlatGroup]):
         ``ahead``: before the compute of ``group`` is queued; not behind it.
         """
         previous = self.pass_forward(group)
+        while previous is group:  # it ran twice in a row, and is gathered once for both
+            previous = self.pass_forward(group)
         if previous is not None and previous.wanted_in_backward:
             _prefetch(previous, ahead=ahead)
 
