@@ -122,7 +122,9 @@ def test_order(rank: Rank) -> None:
     In an evaluation as well. In forward the order of the gathers is the same without prefetching, but each comes before
     another unit computes.
     """
-    pair, layers = layers_of(rank, depth := 5)
+    depth = 5
+    layers = [f"layers.{index}" for index in range(depth)]
+    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True)
     pair.adapter.prefetch(**two_ahead(depth))
     units = ["(root)", *layers]
     gathered: list[list[str]] = []
@@ -241,6 +243,16 @@ class RepeatingTower(models.Tower):
         return cast(torch.Tensor, fourth(third(third(second(first(x))))))
 
 
+class EarlyExit(models.Tower):
+    """A :class:`Tower` that runs two layers only where nothing is trained. Input and output: (..., dim)."""
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the layers on each other's output."""
+        for layer in self.layers if torch.is_grad_enabled() else [*self.layers][:2]:
+            x = layer(x)
+        return x
+
+
 @contract("PREFETCH-3")
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @each_value("when")
@@ -269,8 +281,13 @@ def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
-    """If set, each unit gathers its successor of the first forward before it computes, from the second forward on."""
-    pair, layers = layers_of(rank, 4, gathers_ahead_in_forward=ahead, bounds_gathers=not ahead)
+    """If set, each unit gathers its successor of the first forward before it computes, from the second forward on.
+
+    After an evaluation that gathers a unit in vain, the unit trains as the others do.
+    """
+    options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": not ahead}
+    pair = pair_by_units(rank, EarlyExit(dim=9, depth=4), reshard_after_forward=True, **options)
+    layers = [f"layers.{index}" for index in range(4)]
     units = ["(root)", *layers]
     found: list[list[str]] = []
     for name in layers:
@@ -284,6 +301,9 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
         for index, gathered in enumerate(found):
             expected = units[: index + 2 + (ahead and step > 0)]
             assert gathered == expected, f"layers.{index} computes in {step_label(step)} when {gathered} are gathered"
+    pair.evaluate(rank.batch(3, (2, 9)), mode="inference_mode")
+    pair.step(rank.batch(3, (4, 9)))
+    pair.check()
 
 
 @contract("PREFETCH-3")
@@ -320,12 +340,6 @@ def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_
     options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "gathers_ahead": when}
     pair = pair_by_units(rank, RepeatedTower(9), **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
-
-
-def layers_of(rank: Rank, depth: int, **options: Any) -> tuple[Pair, list[str]]:
-    """A pair of layers that are freed after forward, and their names (collective)."""
-    pair = pair_by_units(rank, models.Tower(dim=9, depth=depth), reshard_after_forward=True, **options)
-    return pair, [f"layers.{index}" for index in range(depth)]
 
 
 def _watch_backward(pair: Pair, name: str, found: dict[str, list[str]]) -> None:
