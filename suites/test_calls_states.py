@@ -449,9 +449,13 @@ def test_states_of_a_submesh(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("loads", [False, True], ids=["saves", "loads"])
-def test_general_functions_on_a_submesh(rank: Rank, loads: bool) -> None:
-    """By functions for any model, too, the first rank of a sub-mesh saves, and the others load what it has."""
+@each_value("loads")
+@pytest.mark.parametrize("loads", [(), (0, 1), (0,)], ids=["saves", "loads", "loads-alone"])
+def test_general_functions_on_a_submesh(rank: Rank, loads: tuple[int, ...]) -> None:
+    """By functions for any model, too, the first rank of a sub-mesh saves, and the others load what it has.
+
+    A sub-mesh may load alone, without the ranks of the other.
+    """
     fsdp = hybrid(rank)
     ranks = fsdp.mesh["shard"]
     model = fsdp.wrap(fsdp.layers(), device_mesh=ranks)
@@ -459,7 +463,7 @@ def test_general_functions_on_a_submesh(rank: Rank, loads: bool) -> None:
     saved, before = fsdp.save(model, optimizer), copy.deepcopy(optimizer.state_dict()["state"])
     found, expected = sorted(saved.get("state", {})), NAMES if ranks.get_local_rank() == 0 else []
     assert found == expected, f"rank {ranks.get_local_rank()} of the sub-mesh saves the states of {found}"
-    if loads:
+    if fsdp.mesh["replicate"].get_local_rank() in loads:
         fsdp.train(model, optimizer=optimizer)
         fsdp.load(model, optimizer, saved)
         after = optimizer.state_dict()["state"]
