@@ -175,9 +175,9 @@ _KINDS = ("found", "coarse", "missed", "unseen", "needs a GPU", "not run")
 
 
 def _kind(row: Row, known: dict[str, dict[str, Any]]) -> str:
-    result = known.get(row.id, {"verdict": "needs a GPU" if row.gpu else "not run"})
-    if row.unseen and result["verdict"] != "found":
-        return "unseen"
+    result = known.get(row.id, {"verdict": "not run"})
+    if result["verdict"] != "found" and (row.unseen or row.gpu):
+        return "unseen" if row.unseen else "needs a GPU"
     is_coarse = result["verdict"] == "found" and 2 * result.get("failed", 0) > result.get("of", 0)
     return "coarse" if is_coarse else result["verdict"]
 

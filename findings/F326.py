@@ -1,0 +1,42 @@
+"""torch `fully_shard`: a unit that runs twice under a re-entrant checkpoint has the gradients of one run alone
+
+The backward that the checkpoint runs reduces the gradients of the last run. The recomputation of the first one finds a unit
+that is through with its backward and registers nothing after it: its gradients stay where they are, on whole parameters
+that nothing frees. Seen by RECOMPUTATION-5.
+"""
+
+# /// finding
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
+# requirements = ["RECOMPUTATION-5"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27"]
+# shows = '^the gradient is a Tensor'
+# ///
+
+import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = fully_shard(nn.Linear(4, 4))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    model = fully_shard(Twice())
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    print(f"the gradient is a {type(model.layer.weight.grad).__name__}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)
