@@ -6,7 +6,7 @@ that nothing frees. Seen by RECOMPUTATION-5.
 """
 
 # /// finding
-# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
+# implementations = ["torch.fully_shard"]
 # requirements = ["RECOMPUTATION-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-27"]
 # shows = '^the gradient is a Tensor'
