@@ -119,12 +119,12 @@ class Unit(State):
         if self._is_in_backward():
             # Activation checkpointing runs forward again inside backward, after pre-backward has unsharded. An earlier
             # post-backward may have resharded since, if the unit ran twice.
-            self._unshard_now()
-            args, kwargs = _cast_inputs(self._policy, args, kwargs)
             if self.phase is Phase.POST_BACKWARD and self.group is not None:
                 # A re-entrant checkpoint runs a backward of its own, whose gradients nothing would reduce any more.
-                args, kwargs = hooks.call_after_backward(self._post_backward, (args, kwargs))
-            return args, kwargs
+                inputs = (args, kwargs)
+                args, kwargs = hooks.call_after_backward(self._post_backward, inputs)
+            self._unshard_now()
+            return _cast_inputs(self._policy, args, kwargs)
         if not self.to_run:
             self.to_run.update(self._modules)
         entering = self.phase is not Phase.FORWARD
