@@ -1,4 +1,4 @@
-"""The fixes of torch that planted/upstream undoes: each edit fits the installed torch, and the disk keeps its own."""
+"""The fixes that planted/upstream undoes: each edit fits the installed package, and the disk keeps its own."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def test_the_edit_can_be_made(name: str) -> None:
     assert ROWS[name].edited()
 
 
-def test_rows_of_other_versions_and_of_gpus_say_so() -> None:
+def test_rows_that_cannot_run_here_say_so() -> None:
     row = ROWS["88955"]
     assert dataclasses.replace(row, torch="<2.0").skipped().startswith("needs torch<2.0, not 2.")
     assert dataclasses.replace(row, gpu=True).skipped() == "needs a GPU"
+    assert dataclasses.replace(row, place="missing.module:f").skipped() == "needs missing"
 
 
 @pytest.mark.parametrize("old", ["missing", "0"])
@@ -39,7 +40,9 @@ def test_a_text_that_occurs_another_number_of_times_is_refused(old: str) -> None
 
 def test_no_pull_request_is_both_a_row_and_dropped() -> None:
     dropped = tomllib.loads((upstream.HERE / "dropped.toml").read_text())["dropped"]
-    assert not {row.pr for row in ROWS.values()} & {one["pr"] for one in dropped}
+    others = {(one.get("package", "torch"), one["pr"]) for one in dropped}
+    assert {package for package, _ in others} == set(upstream.REPOSITORIES)
+    assert not {(row.package, row.pr) for row in ROWS.values()} & others
 
 
 def test_a_process_has_the_bug_and_the_disk_has_not() -> None:

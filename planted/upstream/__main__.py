@@ -1,4 +1,4 @@
-"""History, replayed: runs the suites against torch with a bug that torch once had, and counts what they find.
+"""History, replayed: runs the suites with a bug that torch or DeepSpeed once had, and counts what they find.
 
     python -m planted.upstream [ROW ...]                    the item that found each row, with the bug and without
     python -m planted.upstream --search [--effort quick]    the chapters of each row's area, then all others
@@ -6,7 +6,7 @@
 
 ``fixes.toml`` has the rows and how they were drawn, ``dropped.toml`` what was drawn and left out, ``results.jsonl`` a
 line for each row that a search has run. A search runs the rows that are named, or all that the results do not have yet
-for this version of torch.
+for this version of torch. Rows of a package that is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 PAGE = run.ROOT / "docs/history.md"
 TORCH = importlib.metadata.version("torch")
+#: Where the pull requests of a package's rows are.
+REPOSITORIES = {"torch": "pytorch/pytorch", "deepspeed": "deepspeedai/DeepSpeed"}
 
 _HEAD = """\
 # History, replayed
 
-Do the suites find the bugs that FSDP really had? A row is a fix that landed in PyTorch, undone in the installed torch
-by one small edit ([fixes.toml](../planted/upstream/fixes.toml), whose head says how rows were drawn;
-[dropped.toml](../planted/upstream/dropped.toml) has what was drawn and left out, with the reason). The rows were
-frozen before the suites ran on them. A row is *found* if an item that passes on the sound torch fails twice with the
+Do the suites find the bugs that FSDP and ZeRO really had? A row is a fix that landed in PyTorch or DeepSpeed, undone in
+the installed package by one small edit ([fixes.toml](../planted/upstream/fixes.toml), whose head says how rows were
+drawn; [dropped.toml](../planted/upstream/dropped.toml) has what was drawn and left out, with the reason). The rows were
+frozen before the suites ran on them. A row is *found* if an item that passes on the sound package fails twice with the
 edit; *coarse* rows break more than half of the items of their chapter. Of an *unseen* row a user of the implementation
-sees nothing in today's torch, for the reason in the last column. Rows about GPUs are not run here.
+sees nothing in today's package, for the reason in the last column. Rows about GPUs are not run here.
 
 `python -m planted.upstream ROW` runs a row. Written by `python -m planted.upstream --page`, which
 `tests/test_upstream.py` compares.
@@ -59,21 +61,26 @@ class Row:
     """A fix, and the edit that undoes it."""
 
     id: str  # the number of the pull request, with ".2" for its second row
-    pr: int  # of pytorch/pytorch
+    pr: int  # of the package's repository
     area: str  # begins the names of the chapters that are searched first
     implementation: str  # as of --impl
     says: str  # what a user sees
-    place: str  # the key ``in``: the function, as "torch.module:Class.function"
+    place: str  # the key ``in``: the function, as "package.module:Class.function"
     old: str  # a text that the function has once
     new: str
     torch: str = ""  # the versions that have the text, as a specifier
     gpu: bool = False  # whether only a GPU can show it
-    unseen: str = ""  # why a user of the implementation sees nothing of the edit in today's torch, as tried by hand
+    unseen: str = ""  # why a user of the implementation sees nothing of the edit in today's package, as tried by hand
+
+    @property
+    def package(self) -> str:
+        """The package that has the function."""
+        return self.place.partition(".")[0]
 
     def edited(self) -> str:
         """The module's source after the edit; ValueError or SyntaxError if it cannot be made."""
         module, _, function = self.place.partition(":")
-        spec = importlib.util.find_spec("torch")  # of a submodule it would import torch
+        spec = importlib.util.find_spec(self.package)  # of a submodule it would import the package
         assert spec is not None and spec.submodule_search_locations
         path = pathlib.Path(spec.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py")
         if not path.exists():
@@ -82,6 +89,8 @@ class Row:
 
     def skipped(self) -> str:
         """Why the row is not run here; empty if it is."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"needs {self.package}"
         if not SpecifierSet(self.torch).contains(TORCH.partition("+")[0], prereleases=True):
             return f"needs torch{self.torch}, not {TORCH}"
         return "needs a GPU" if self.gpu else self.unseen
@@ -117,7 +126,8 @@ class Search:
 
     def row(self, row: Row, item: str) -> dict[str, Any] | None:
         """The result of a row, by one item or, without one, by a search; None if the time came before it was known."""
-        result: dict[str, Any] = {"row": row.id, "torch": TORCH, "effort": self.effort, "verdict": "missed"}
+        versions = {name: importlib.metadata.version(name) for name in ("torch", row.package)}
+        result: dict[str, Any] = {"row": row.id, **versions, "effort": self.effort, "verdict": "missed"}
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
@@ -198,7 +208,8 @@ def page() -> str:
         lines += [f"| {name} | {' | '.join(map(str, count))} |" for name, count in _counts(every, known, key)] + [""]
     lines += ["| row | implementation, area | what a user saw | found by |", "|---|---|---|---|"]
     for row in every:
-        link, kind = f"[{row.id}](https://github.com/pytorch/pytorch/pull/{row.pr})", _kind(row, known)
+        link = f"[{row.id}](https://github.com/{REPOSITORIES[row.package]}/pull/{row.pr})"
+        kind = _kind(row, known)
         by = f"unseen: {row.unseen}" if kind == "unseen" else kind
         if kind in ("found", "coarse"):
             by = f"`{known[row.id]['found_by'].removeprefix('suites/')}`"

@@ -1,4 +1,4 @@
-"""Brings one bug of the past back into torch while a process imports it; nothing on the disk changes.
+"""Brings one bug of the past back into a package while a process imports it; nothing on the disk changes.
 
 ``hook/sitecustomize.py``, first on PYTHONPATH, calls :func:`install` in every process, ranks and their forkserver too.
 """
