@@ -243,7 +243,9 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if not began_apart and not any("D11" in one.checks and not one.is_note for one in found):
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
-            found += [*invariants.check_norm(evidence), *invariants.check_limit(self._seen)]
+            found += invariants.check_norm(evidence)
+            if not any("D10" in one.checks for one in (*self.findings, *found)):
+                found += invariants.check_limit(self._seen)
         # Replicas whose gradients were not reduced go on drifting apart.
         if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]

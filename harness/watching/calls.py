@@ -1,5 +1,7 @@
 """Sees calls of torch's functions: norms and clipping, backward, loss scalers, collectives, and the end.
 
+Of DeepSpeed, where it is imported, it sees the engine's step.
+
 ``clip_grad_norm_`` calls two functions of its module by their private names. They are observed under these, because
 user code has often imported the public ones before anything can be observed. Of collectives those are seen that the
 methods of ``ProcessGroup`` issue, and none that are issued below Python.
@@ -11,15 +13,18 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardproof.harness.collectives.announce import METHODS, collective_of
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.tensors import private
+from shardproof.harness.watching import engines
 
 
 class Observer(Protocol):
@@ -36,6 +41,12 @@ class Observer(Protocol):
 
     def on_scaler_update(self) -> None:
         """After a loss scaler was updated."""
+
+    def on_engine_step(self, engine: nn.Module) -> None:
+        """Before a call of DeepSpeed's ``engine.step()``."""
+
+    def on_engine_stepped(self, engine: nn.Module) -> None:
+        """After it."""
 
     def on_collective(self, collective: Collective) -> None:
         """Before a collective is issued."""
@@ -81,6 +92,8 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
+    if (engine := sys.modules.get(engines.MODULE)) is not None:
+        yield engines.STEP, _around_step(engine.DeepSpeedEngine.step)
     destroy = dist.destroy_process_group
     for path in ("torch.distributed.destroy_process_group", f"{destroy.__module__}.destroy_process_group"):
         yield path, _before_destroy(destroy)
@@ -150,6 +163,19 @@ def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self, *args, **kwargs)
 
     return unscale_
+
+
+def _around_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in list(_observers):
+            one.on_engine_step(self)
+        result = function(self, *args, **kwargs)
+        for one in list(_observers):
+            one.on_engine_stepped(self)
+        return result
+
+    return step
 
 
 def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:

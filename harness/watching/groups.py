@@ -15,8 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shardproof.harness.watching.names import modules_of
 from shardproof.harness.watching.records import Groups, NotWatchable
 
-#: The names of mesh dimensions over which ranks have different data.
-DATA = ("dp", "dp_replicate", "dp_shard", "fsdp", "replicate", "shard", "batch", "cp")
+#: The names of mesh dimensions over which ranks have different data, as trainers call them.
+DATA = (
+    "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "replicate", "shard", "batch", "cp",
+    "data_parallel",
+)  # fmt: skip
 
 
 def groups_of(

@@ -12,6 +12,8 @@ from torch import nn
 _INNER = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
+    "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",

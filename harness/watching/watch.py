@@ -32,6 +32,7 @@ from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
+from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Gradient, NormCall, NotFinite, Optimizer, Parameter, StepRecord
@@ -46,19 +47,20 @@ _MOST_WAITING = 1 << 22
 _MOST_NOT_FINITE = 8
 
 
-def _guarded(hook: Callable[..., None]) -> Callable[..., None]:
+def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Let an error of ours in a hook end the watching, and not the training."""
 
     @functools.wraps(hook)
-    def guarded(self: Watch, *args: Any, **kwargs: Any) -> None:
+    def guarded(self: Watch, *args: Any, **kwargs: Any) -> Any:
         try:
-            hook(self, *args, **kwargs)
+            return hook(self, *args, **kwargs)
         except self._passes:
             raise
         except Exception as error:
             self._on_error(error)
+            return None
 
-    disabled: Callable[..., None] = torch.compiler.disable(guarded)
+    disabled: Callable[..., Any] = torch.compiler.disable(guarded)
     return disabled
 
 
@@ -124,7 +126,10 @@ class Watch:
         self._gathered: dict[str, weakref.ref[torch.Tensor]] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._ties: dict[int, set[str]] = {}
+        self._engine: Engine | None = None
         self._depth = 0
+        #: The optimizers in whose step we are, and how many had stepped when it began.
+        self._stepping: list[tuple[int, int]] = []
         self._late = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
@@ -142,6 +147,9 @@ class Watch:
             ]
             self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
+        if is_engine(root):
+            self._engine = Engine(root)
+            self._unseen.add(f"what {type(root).__name__} does to gradients in its step, where it clips them")
         for name, module in modules_of(root):
             if is_compiled(module):
                 self._unseen.add(f"inside of {name or 'the model'}: it is compiled")
@@ -226,7 +234,7 @@ class Watch:
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
-        self._is_backward = self._is_late = self._wants_batch = False
+        self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
         self._autocast = ""
         self._started = time.monotonic()
 
@@ -381,27 +389,83 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._digest_waiting()
-        self._after_backward = self._gradients(Stage.GRADIENT)
+        if self._engine is None:  # else they are read when it steps
+            self._after_backward = self._gradients(Stage.GRADIENT)
 
     @_guarded
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._counts(optimizer) or not self.is_watching:
-            return
-        with torch.no_grad():
-            self._last = f"step of {type(optimizer).__name__}"
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not self._counts(optimizer):
+            return None
+        # One in another's step is what steps: torchtitan, for one, has a container of optimizers that is an Optimizer
+        # itself. One that is here already has raised in its last step.
+        self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
+        is_nested = bool(self._stepping)
+        self._stepping.append((id(optimizer), len(self._stepped)))
+        if not self.is_watching:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._take_step(optimizer, is_nested)
+            return None
+
+        # As Lightning calls it: forward, backward and clipping are in the closure, and end with it.
+        @functools.wraps(closure)
+        def watched(*inputs: Any) -> Any:
+            value = closure(*inputs)
+            self._take_step(optimizer, is_nested)
+            return value
+
+        if len(args) > 1:
+            return (args[0], watched, *args[2:]), kwargs
+        return args, {**kwargs, "closure": watched}
+
+    @_guarded
+    @torch.no_grad()
+    def _take_step(self, optimizer: torch.optim.Optimizer, is_nested: bool) -> None:
+        self._last = f"step of {type(optimizer).__name__}"
+        if not is_nested:
             self._at_step |= self._gradients(Stage.CLIPPED_GRADIENT, of=optimizer)
-            self._hold(optimizer, len(self._stepped))
+        rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
+        self._hold(rates, len(self._stepped))
 
     @_guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
             return
+        *self._stepping, (_, stepped_before) = self._stepping or [(0, len(self._stepped))]
+        with torch.no_grad():
+            if len(self._stepped) == stepped_before:  # else others have stepped for it
+                if self.is_watching:
+                    mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+                    self._release(mine, lambda parameter: optimizer.state.get(parameter, {}))
+                self._stepped.append(self._seen(optimizer))
+            if self.is_watching and not self._stepping and self._is_complete():
+                self.end_step()
+
+    @_guarded
+    def on_engine_step(self, engine: nn.Module) -> None:
+        self._is_engine_step = self._engine is not None and self._engine.module is engine and self._engine.is_at_step
+        if self._engine is not None and self._is_engine_step and self.is_watching:
+            with torch.no_grad():
+                self._last = f"step of {type(engine).__name__}"
+                self._after_backward = self._gradients(Stage.GRADIENT)
+                self._at_step = dict(self._after_backward)
+                self._hold({id(one): self._engine.rate for _, one in self.parameters()}, 0)
+
+    @_guarded
+    def on_engine_stepped(self, engine: nn.Module) -> None:
+        if self._engine is None or not self._is_engine_step:
+            return
+        if not self._engine.has_stepped:
+            self.forget()
+            return
         with torch.no_grad():
             if self.is_watching:
-                self._release(optimizer, len(self._stepped))
-            self._stepped.append(self._seen(optimizer))
-            if self.is_watching and self._is_complete():
-                self.end_step()
+                self.on_norm("clip_grads_with_norm_", *self._engine.norm, 2.0)
+                self._release({id(one) for _, one in self.parameters()}, self._engine.state)
+            held = len(self._held)
+            self._stepped.append(Optimizer(type(self._engine.base).__name__, held, held, shapes_agree=False))
+        self.end_step()
 
     def _is_complete(self) -> bool:
         """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
@@ -409,9 +473,9 @@ class Watch:
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not self.roots:
+        if not self.roots or self._engine is not None:
             return False
-        return not self._optimizers or any(one() is optimizer for one in self._optimizers)
+        return not self._optimizers or bool(self._stepping) or any(one() is optimizer for one in self._optimizers)
 
     @_guarded
     def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
@@ -485,57 +549,75 @@ class Watch:
         found = {}
         steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
         for name, parameter in self.parameters():
-            gradient = parameter.grad
+            gradient = parameter.grad if self._engine is None else self._engine.gradient(parameter)
             if gradient is None:
                 continue
             layout = self.place(name, gradient)
             if steps is None or id(parameter) in steps:
-                self._emit(Event.of(stage, name, layout, max(self._backwards - 1, 0)), gradient)
+                # What an engine does to it is not seen: its step finds what backward has left.
+                for one in (stage,) if self._engine is None else (stage, Stage.CLIPPED_GRADIENT):
+                    self._emit(Event.of(one, name, layout, max(self._backwards - 1, 0)), gradient)
             if not self._makes_digests:
                 continue
             if layout is not None:
                 found[name] = _Pending(local_of(gradient), layout)
+                if self._engine is not None:  # one whole gradient at a time
+                    _digest([found[name]])
             else:
                 self._unplaced.add(name)
-        _digest(list(found.values()))
+        _digest([one for one in found.values() if one.digest is None])
         return found
 
-    def _hold(self, optimizer: torch.optim.Optimizer, number: int) -> None:
-        rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
+    def _hold(self, rates: Mapping[int, Any], number: int) -> None:
         mine = [(name, parameter) for name, parameter in self.parameters() if id(parameter) in rates]
-        for name, parameter in mine if self._sink is not None else ():
-            self._emit(Event.of(Stage.INITIAL, name, self.place(name, parameter)), parameter)
-        bits: Sequence[torch.Tensor | None] = [None] * len(mine)
-        if self._makes_digests:
-            bits = bits_of_all([local_of(parameter) for _, parameter in mine])
-        for (name, parameter), before in zip(mine, bits, strict=True):
+        new = [(name, parameter) for name, parameter in mine if name not in self._held]
+        for name, before in self._weights(new, Stage.INITIAL):
+            self._held[name] = {"before": before, "state": {}}
+        for name, parameter in mine:
             rate = rates[id(parameter)]
             rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
-            self._held[name] = {"optimizer": number, "lr": rate, "before": before, "state": {}}
+            if name in self._held:
+                self._held[name] |= {"optimizer": number, "lr": rate}
 
-    def _release(self, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def _release(self, mine: Collection[int], state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
         places: list[tuple[dict[str, Any], str]] = []
         tensors: list[torch.Tensor] = []
-        for name, parameter in self.parameters():
-            held = self._held.get(name)
-            if held is None or held["optimizer"] != number:
-                continue
-            state = optimizer.state.get(parameter, {})
+        stepped = [item for item in self.parameters() if item[0] in self._held and id(item[1]) in mine]
+        for name, after in self._weights(stepped, Stage.PARAMETER):
+            self._held[name]["after"] = after
+        for name, parameter in stepped:
+            state = state_of(parameter)
             own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
-            if self._sink is not None:
-                self._emit_stepped(name, parameter, own)
-            if not self._makes_digests:
-                continue
-            places += [(held, "after"), *((held["state"], key) for key in own)]
-            tensors += [local_of(parameter), *map(local_of, own.values())]
+            for key, value in own.items() if self._sink is not None else ():
+                place = self.place(name, value) if value.ndim else layout_of(value)
+                self._emit(Event.of(Stage.OPTIMIZER_STATE, name, place, key=key), value)
+            if self._makes_digests:
+                places += [(self._held[name]["state"], key) for key in own]
+                tensors += map(local_of, own.values())
         for (where, key), bits in zip(places, bits_of_all(tensors), strict=True):
             where[key] = bits
 
-    def _emit_stepped(self, name: str, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        self._emit(Event.of(Stage.PARAMETER, name, self.place(name, parameter)), parameter)
-        for key, value in state.items():
-            place = self.place(name, value) if value.ndim else layout_of(value)
-            self._emit(Event.of(Stage.OPTIMIZER_STATE, name, place, key=key), value)
+    def _weights(
+        self, mine: Sequence[tuple[str, nn.Parameter]], stage: Stage
+    ) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Emit what the optimizer updates of parameters, and yield its bits, if there are digests."""
+        if self._engine is None:
+            for name, parameter in mine:
+                self._emit(Event.of(stage, name, self.place(name, parameter)), parameter)
+            if self._makes_digests:
+                bits = bits_of_all([local_of(parameter) for _, parameter in mine])
+                yield from zip((name for name, _ in mine), bits, strict=True)
+            else:
+                yield from ((name, None) for name, _ in mine)
+            return
+        for name, parameter in mine:
+            weights = self._engine.weights(parameter)
+            if weights is None:
+                continue
+            self._emit(Event.of(stage, name, layout_of(weights)), weights)
+            # Of both in one: what the model computes with, and what is moved, perhaps by less than the other shows.
+            own, whole = bits_of_all([local_of(parameter), weights])
+            yield name, own + 31 * whole
 
     def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
         mine = [one for group in optimizer.param_groups for one in group["params"]]

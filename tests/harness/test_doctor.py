@@ -118,6 +118,45 @@ def test_an_optimizer_of_no_parameter_of_the_model(model, traces):
     assert str(caught.value).startswith(f"step 0: the optimizer holds dead parameters [D4, S7]\n  {line} model\n")
 
 
+class Container(torch.optim.Optimizer):
+    """An optimizer of optimizers, as torchtitan has one."""
+
+    def __init__(self, parts):
+        self.parts = parts
+        super().__init__([one for part in parts for group in part.param_groups for one in group["params"]], {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+def test_a_step_of_optimizers_in_an_optimizer_is_one_step(model, traces, capsys):
+    other = net()
+    with doctor(model) as watching:
+        losses = train(model, Container([sgd(model[0]), sgd(model[2])]))
+    assert watching.findings == [] and losses == train(other, sgd(other))
+    said = capsys.readouterr().err
+    assert "steps 0-2 of 1 rank, Sequential, 4 parameters (30 elements), SGD; no finding" in said
+    assert "  norm      0.5696 0.2873 0.3157, " in said
+
+
+def test_gradients_of_a_closure_are_those_at_its_end(model, traces):
+    """As Lightning calls the optimizer: backward and clipping are in the closure."""
+    optimizer = sgd(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+    with doctor(model, optimizer) as watching:
+        for _ in range(3):
+            assert optimizer.step(closure) > 0
+    assert watching.findings == [] and "before the step, that is to a norm of 0.1" in watching.summary()
+
+
 def test_what_follows_from_a_wrong_gradient_is_no_finding_of_its_own(model, traces):
     """The noise stands for what one step leaves in the gradients of the next, as where a loop reduces too early."""
     optimizer = sgd(model)
