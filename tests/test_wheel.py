@@ -104,7 +104,11 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         "runfile.py",
         "suites.ini",
         "testing.py",
-        *(f"{room}/{path.name}" for room in ("commands", "own") for path in (ROOT / "shardproof" / room).glob("*.py")),
+        *(
+            f"{room}/{path.name}"
+            for room in ("commands", "own", "trainers")
+            for path in (ROOT / "shardproof" / room).glob("*.py")
+        ),
     }
     extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
     assert names == extra.union(*map(sources, FOLDERS))

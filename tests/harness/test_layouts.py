@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.tensors.fingerprints import Box, digest
 from shardproof.harness.tensors.layouts import Layout, layout_of
+from shardproof.trainers import megatron
 
 
 @contextlib.contextmanager
@@ -99,3 +100,19 @@ def test_sums_that_are_pending(placements, pending, dims):
 
 def test_plain_tensors():
     assert layout_of(torch.zeros(3, 2)) == Layout(Box((3, 2)))
+
+
+@pytest.mark.parametrize(("dim", "stride"), [(0, 1), (1, 1), (0, 2)])
+def test_layouts_of_megatron(dim, stride):
+    """A rank has every size-th of size x stride parts, as Megatron cuts a gated linear layer."""
+    full = torch.arange(8 * 4).reshape(8, 4)
+    for rank in (2, 3):
+        with mesh_of(rank) as mesh:
+            group = mesh["tp"].get_group()
+            model = nn.Linear(4, 8)
+            model.weight = nn.Parameter(torch.cat(full.float().chunk(2 * stride, dim)[rank % 2 :: 2], dim))
+            vars(model.weight).update(tensor_model_parallel=True, partition_dim=dim, partition_stride=stride)
+            layout = megatron.layout(model, group)
+            found = layout("weight", model.weight.detach())
+            assert found.mesh == (2, 3) and held(full, found.box).equal(model.weight.long())
+            assert layout("bias", model.bias) is None
