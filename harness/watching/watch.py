@@ -582,11 +582,10 @@ class Watch:
     def _release(self, mine: Collection[int], state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
         places: list[tuple[dict[str, Any], str]] = []
         tensors: list[torch.Tensor] = []
-        stepped = [item for item in self.parameters() if item[0] in self._held and id(item[1]) in mine]
-        for name, after in self._weights(stepped, Stage.PARAMETER):
+        stepped = {name: one for name, one in self.parameters() if name in self._held and id(one) in mine}
+        for name, after in self._weights(list(stepped.items()), Stage.PARAMETER):
             self._held[name]["after"] = after
-        for name, parameter in stepped:
-            state = state_of(parameter)
+            state = state_of(stepped[name])
             own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
             for key, value in own.items() if self._sink is not None else ():
                 place = self.place(name, value) if value.ndim else layout_of(value)
@@ -602,13 +601,12 @@ class Watch:
     ) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Emit what the optimizer updates of parameters, and yield its bits, if there are digests."""
         if self._engine is None:
-            for name, parameter in mine:
-                self._emit(Event.of(stage, name, self.place(name, parameter)), parameter)
+            bits: Sequence[torch.Tensor | None] = [None] * len(mine)
             if self._makes_digests:
                 bits = bits_of_all([local_of(parameter) for _, parameter in mine])
-                yield from zip((name for name, _ in mine), bits, strict=True)
-            else:
-                yield from ((name, None) for name, _ in mine)
+            for (name, parameter), one in zip(mine, bits, strict=True):
+                self._emit(Event.of(stage, name, self.place(name, parameter)), parameter)
+                yield name, one
             return
         for name, parameter in mine:
             weights = self._engine.weights(parameter)
