@@ -38,8 +38,11 @@ from fsdp_impl.per_parameter.module import (
 from fsdp_impl.per_parameter.options import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    ShardPlacementResult,
 )
 
 __all__ = [
@@ -47,10 +50,12 @@ __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -58,6 +63,7 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "ShardPlacementResult",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -1,6 +1,6 @@
 """``fully_shard``: make modules one unit."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, overload
 
 import torch
@@ -13,7 +13,7 @@ from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import contract, is_wrapper_subclass, registry_of
 from fsdp_impl.per_parameter import lazy_init
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.mesh import after_forward, data_parallel_mesh, default_mesh
+from fsdp_impl.per_parameter.mesh import ShardMesh, after_forward, data_parallel_mesh, default_mesh
 from fsdp_impl.per_parameter.module import FSDPModule, mix_in
 from fsdp_impl.per_parameter.options import (
     CPUOffloadPolicy,
@@ -21,7 +21,7 @@ from fsdp_impl.per_parameter.options import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fsdp_impl.per_parameter.param import cut
+from fsdp_impl.per_parameter.param import PlacementFn, cut, place
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 _FULL_PRECISION = MixedPrecisionPolicy()
@@ -34,7 +34,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -48,7 +48,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -61,7 +61,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _FULL_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
@@ -84,7 +84,9 @@ def fully_shard(
             the mesh's size itself means ``True`` and 1 means ``False``. ``None``: ``True``, but ``False`` for the
             root, the unit that is first to run forward.
         shard_placement_fn: returns for a parameter the dimension to cut it along; ``None`` means ``Shard(0)``. Other
-            dimensions must be even.
+            dimensions must be even. With a ``ShardPlacementResult`` it returns also the mesh to shard it over, as for
+            experts that expert parallelism has divided among some of the ranks: then the parameters of each mesh are
+            gathered and reduced by themselves, and an average is one over the ranks of that mesh.
         mp_policy: dtypes of compute, of reductions and of outputs.
         offload_policy: whether shards live on CPU.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
@@ -105,27 +107,42 @@ def fully_shard(
         _check_module(member)
     mesh = default_mesh() if mesh is None else mesh
     shard_mesh = data_parallel_mesh(mesh, dp_mesh_dims)
-    leaves = after_forward(reshard_after_forward, shard_mesh)
     device = current_device(mesh.device_type)
     _check_offload(offload_policy)
 
     managed = managed_modules(modules, ignored_params or set())
     params = managed_params(managed, ignored_params or set())
     check_params(params, device)
+    parts = _by_mesh(params, shard_mesh, shard_placement_fn)
+    leaves = {of_mesh: after_forward(reshard_after_forward, of_mesh) for of_mesh in parts}
     move_to_device(managed, params, device)
-    group = None
-    if params:
-        cuts = [cut(param, name, shard_mesh, shard_placement_fn) for param, name in params.items()]
-        owners = owners_of(params, modules)
-        group = ParamGroup(
-            list(params), cuts, list(owners.values()), shard_mesh, leaves, device, mp_policy, offload_policy
-        )
-    unit = Unit(modules, device, group, mp_policy, lazy_init.ensure, auto_reshard=reshard_after_forward is None)
-    _mark_composable(unit)
-    unit.register()
+    owners = owners_of(params, modules)
+    units: list[Unit] = []  # several only with several meshes (see Note: units of several meshes)
+    for of_mesh, placements in parts.items():
+        cuts = [cut(param, params[param], of_mesh, placement) for param, placement in placements.items()]
+        held, after, group = [owners[param] for param in placements], leaves[of_mesh], None
+        if placements:
+            group = ParamGroup(list(placements), cuts, held, of_mesh, after, device, mp_policy, offload_policy)
+        auto = reshard_after_forward is None
+        units.append(Unit(modules, device, group, mp_policy, lazy_init.ensure, auto_reshard=auto, inner=tuple(units)))
+    _mark_composable(units[-1])
+    for unit in units:
+        unit.register()
     for member in modules:
         mix_in(member)
     return module
+
+
+def _by_mesh(
+    params: dict[nn.Parameter, str], mesh: ShardMesh, placement_fn: PlacementFn | None
+) -> dict[ShardMesh, dict[nn.Parameter, Shard | None]]:
+    """``params`` by their meshes, each with its placement; ``mesh`` with none if there are no parameters."""
+    found: dict[ShardMesh, dict[nn.Parameter, Shard | None]] = {}
+    for param, name in params.items():
+        placement, its = place(param, name, mesh, placement_fn)
+        same = next((one for one in (mesh, *found) if one.mesh == its.mesh), its)
+        found.setdefault(same, {})[param] = placement
+    return found or {mesh: {}}
 
 
 def _check_offload(policy: OffloadPolicy) -> None:

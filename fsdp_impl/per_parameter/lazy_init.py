@@ -75,7 +75,7 @@ def _units_below(root: Unit) -> list[Unit]:
                 f"FSDP state has already been lazily initialized for {name}\n"
                 "FSDP requires running forward through the root module first"
             )
-        units.setdefault(unit)
+        units |= dict.fromkeys(unit.parts)
     return list(units)
 
 
@@ -113,6 +113,7 @@ def _join(root: Unit, units: list[Unit]) -> None:
         unit.share_comm(root.comm)
         if unit.group is not None:
             root.comm.max_reduce_inputs = max(root.comm.max_reduce_inputs, unit.group.options.max_reduce_inputs)
-    if root.auto_reshard and root.group is not None:
-        # Backward begins where forward ends: the root's parameters would be freed just to be gathered again.
-        root.group.after_forward = KEEP
+    for part in root.parts:
+        if root.auto_reshard and part.group is not None:
+            # Backward begins where forward ends: the root's parameters would be freed just to be gathered again.
+            part.group.after_forward = KEEP

@@ -98,6 +98,18 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> S
     return ShardMesh(part, sharded=bool(dims.shard_names), spmd=(mesh, dims))
 
 
+def mesh_of_parameter(info: Any, name: str) -> ShardMesh:
+    """The mesh of the parameter ``name``, whose placement comes with ``info``."""
+    check_mesh(info.mesh)
+    dims = (info.replicate_mesh_dim, info.shard_mesh_dim)
+    if dims != ((None, 0) if info.mesh.ndim == 1 else (0, 1)):
+        raise ValueError(
+            f"Invalid shard_placement_fn result: a mesh for parameter {name} should be (shard,) or (replicate, shard), "
+            f"but it is {info.mesh}, with the dimensions {dims} to replicate and to shard over"
+        )
+    return ShardMesh(info.mesh)
+
+
 def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]

@@ -22,14 +22,14 @@ from fsdp_impl.per_parameter.unit import Unit, unit_of
 class UnshardHandle:
     """A pending unshard."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Finish the unshard: afterwards the module holds unsharded parameters. Forward does so by itself."""
-        if self._unit is not None:
-            self._unit.wait_for_unshard()
-            self._unit = None
+        for unit in self._units:
+            unit.wait_for_unshard()
+        self._units = []
 
 
 class FSDPModule:
@@ -56,13 +56,15 @@ class FSDPModule:
         Raises:
             RuntimeError: if parameters are still on the meta device.
         """
-        unit = self._unit()
-        if unit.group is not None:
+        units = self._units(recurse=False)
+        for unit in units:
+            if unit.group is None:
+                continue
             unit.group.drop_stale()  # an evaluation may have left values older than a step
             if unit.group.residence is Residence.SHARDED:
                 lazy_init.check_groups([unit.group])  # there may not have been a forward yet
             unit.group.unshard(unit.phase, async_op=async_op)
-        handle = UnshardHandle(unit)
+        handle = UnshardHandle(units)
         if async_op:
             return handle
         handle.wait()
@@ -70,7 +72,8 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this module's own unsharded parameters and register the sharded ones. A pending unshard is dropped."""
-        self._unit().reshard()
+        for unit in self._units(recurse=False):
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward: free what is unsharded, forget what is in flight.
@@ -86,7 +89,8 @@ class FSDPModule:
         """``.to()``, ``to_empty`` and the like change the sharded parameters."""
         self.reshard()
         result = cast(Any, super())._apply(*args, **kwargs)
-        self._unit().refresh()
+        for unit in self._units(recurse=False):
+            unit.refresh()
         return result
 
     # Settings: gradients
@@ -267,9 +271,9 @@ class FSDPModule:
 
     def _units(self, *, recurse: bool) -> list[Unit]:
         if not recurse:
-            return [self._unit()]
+            return list(self._unit().parts)
         found = (unit_of(module) for module in cast(nn.Module, self).modules())
-        return list(dict.fromkeys(unit for unit in found if unit is not None))
+        return list(dict.fromkeys(part for unit in found if unit is not None for part in unit.parts))
 
     def _groups(self, *, recurse: bool) -> list[ParamGroup]:
         return [unit.group for unit in self._units(recurse=recurse) if unit.group is not None]
@@ -280,7 +284,8 @@ def _groups_of(modules: Sequence[Any]) -> list[ParamGroup]:
     for module, unit in zip(modules, units, strict=True):
         if unit is None:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [unit.group for unit in units if unit is not None and unit.group is not None]
+    parts = [part for unit in units if unit is not None for part in unit.parts]
+    return [part.group for part in parts if part.group is not None]
 
 
 _classes: dict[type, type] = {}
@@ -344,8 +349,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _run_as_forward(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     unit = unit_of(module)
     assert unit is not None
-    args, kwargs = unit.pre_forward(module, args, kwargs)
-    return unit.post_forward(module, args, method(*args, **kwargs))
+    for part in unit.parts:
+        args, kwargs = part.pre_forward(module, args, kwargs)
+    output = method(*args, **kwargs)
+    for part in reversed(unit.parts):
+        output = part.post_forward(module, args, output)
+    return output
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

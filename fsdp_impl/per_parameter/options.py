@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from fsdp_impl.common import collectives
 from fsdp_impl.common.private import backend_of, symmetric_memory
@@ -53,6 +55,32 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class FSDPMeshInfo:
+    """The data-parallel mesh of a parameter that has another than ``fully_shard`` was given.
+
+    Attributes:
+        mesh: 1-D to shard over, or 2-D (replicate, shard) with names.
+        shard_mesh_dim: 0, or 1 of a 2-D mesh.
+        replicate_mesh_dim: ``None``, or 0 of a 2-D mesh.
+    """
+
+    mesh: DeviceMesh
+    shard_mesh_dim: int | None = None
+    replicate_mesh_dim: int | None = None
+
+
+HSDPMeshInfo = FSDPMeshInfo
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` returns for a parameter with a mesh of its own; torch's own is taken too."""
+
+    placement: Shard | None
+    mesh_info: FSDPMeshInfo
 
 
 @dataclass(frozen=True)

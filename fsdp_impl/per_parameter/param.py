@@ -25,13 +25,14 @@ from fsdp_impl.common.layout import contiguous_stride
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import DTensorSpec, StridedShard, preserve_version_counter
-from fsdp_impl.per_parameter.mesh import ShardMesh
+from fsdp_impl.per_parameter.mesh import ShardMesh, mesh_of_parameter
 from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 
 # How a parameter is cut
 
 
-PlacementFn = Callable[[nn.Parameter], Shard | None]
+PlacementFn = Callable[[nn.Parameter], Any]
+"""Returns ``None``, a ``Shard``, or a ``ShardPlacementResult``."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,20 @@ class Cut:
     data_parallel: frozenset[int] = frozenset()
 
 
-def cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement_fn: PlacementFn | None) -> Cut:
-    """Decide how ``param``, called ``name``, is cut over ``mesh``, or refuse to, as ``fully_shard`` says."""
+def place(
+    param: nn.Parameter, name: str, mesh: ShardMesh, placement_fn: PlacementFn | None
+) -> tuple[Shard | None, ShardMesh]:
+    """Decide along which dimension ``param``, called ``name``, is cut, and over which mesh if not over ``mesh``."""
     placement = placement_fn(param) if placement_fn is not None else None
+    if (info := getattr(placement, "mesh_info", None)) is not None:
+        placement, mesh = placement.placement, mesh_of_parameter(info, name)  # type: ignore[union-attr]
     if placement is not None and not isinstance(placement, Shard):
         raise ValueError(f"Invalid shard_placement_fn result: {placement} for parameter {name}")
+    return placement, mesh
+
+
+def cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement: Shard | None) -> Cut:
+    """Decide how ``param``, called ``name``, is cut over ``mesh``, or refuse to, as ``fully_shard`` says."""
     data = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
     dim = _checked_dim(placement, data, param, name, mesh)
     if mesh.spmd is not None:

@@ -40,12 +40,21 @@ class IterationContext(Iteration["Unit", ParamGroup]):
         self.post_optim_event: Event = None
 
 
+# Note: units of several meshes
+#
+# The parameters of a unit have one mesh. Where ``shard_placement_fn`` puts those of one call on several, the call makes
+# a unit for each mesh, all of the same modules. Their hooks nest as if one unit were around the other: those of the
+# last run first before forward and last after it. It is the outermost, which ``unit_of`` returns and which can be the
+# root; the others are ``inner`` to it, and what a user asks of the module is asked of all of them.
+
+
 class Unit(State):
-    """State of one ``fully_shard`` call, shared by its modules.
+    """State of one ``fully_shard`` call, shared by its modules; or of its parameters of one mesh.
 
     Attributes:
         group: their parameters, ``None`` if no parameters were left to shard.
         auto_reshard: whether ``reshard_after_forward`` was left to us: ``True``, but for the root ``False``.
+        parts: this unit and then those that are inner to it, outer ones first (see Note: units of several meshes).
         is_root: ``None`` before lazy initialisation.
         forward_methods: methods of the modules around which the unit acts as around forward.
 
@@ -62,7 +71,9 @@ class Unit(State):
         lazy_init: Callable[["Unit"], None],
         *,
         auto_reshard: bool,
+        inner: "tuple[Unit, ...]" = (),
     ) -> None:
+        self._inner = inner
         self._modules = tuple(ref(module) for module in modules)
         self.device = device
         self.group = group
@@ -89,6 +100,10 @@ class Unit(State):
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules given, in order, that are still there."""
         return tuple(module for reference in self._modules if (module := reference()) is not None)
+
+    @property
+    def parts(self) -> "tuple[Unit, ...]":
+        return (self, *reversed(self._inner))
 
     def register(self) -> None:
         """Install the unit on its modules, which hold the sharded parameters from now on."""
@@ -346,7 +361,7 @@ _units: "WeakKeyDictionary[nn.Module, ref[Unit]]" = WeakKeyDictionary()
 
 
 def unit_of(module: nn.Module) -> "Unit | None":
-    """The unit that ``module`` was given to ``fully_shard`` for, if it was."""
+    """The unit that ``module`` was given to ``fully_shard`` for, if it was; of several the outermost."""
     reference = _units.get(module)
     return None if reference is None else reference()
 
