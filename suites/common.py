@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.testing import MLPStack, Pair, Rank, Run, models, parallelize_mlps
@@ -84,6 +85,12 @@ def train_and_check(pair: Pair, batches: Iterable[Any], **options: Any) -> None:
     """Make all :func:`checked_steps` (collective)."""
     for _ in checked_steps(pair, batches, **options):
         pass
+
+
+def everywhere(pair: Pair) -> list[dict[str, nn.Parameter]]:
+    """The parameters of the run, the baseline and the oracle."""
+    runs = (pair.adapter, pair.baseline.adapter)
+    return [*(adapter.named_parameters() for adapter in runs), dict(pair.oracle.model.named_parameters())]
 
 
 def after_microbatches(rank: Rank, pair: Pair, act: Callable[[], object]) -> None:

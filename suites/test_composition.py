@@ -32,7 +32,6 @@ from shardproof.testing import (
     Buffered,
     Capability,
     Computations,
-    ExpertModel,
     Factors,
     Hardware,
     MLPStack,
@@ -42,14 +41,12 @@ from shardproof.testing import (
     Projections,
     Rank,
     Refusal,
-    Router,
     SplitTransformer,
     backward_of_copies,
     check_gradients,
     check_parameters,
     contract,
     cut_factors,
-    divide_experts,
     each_value,
     exact_difference,
     models,
@@ -446,27 +443,6 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
     run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
     shown = map(piece_of, run.adapter.module.buffers())
     check_values(rank, {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}, first)
-
-
-@contract("COMPOSITION-9")
-@world(4)
-@needs(Capability.UNIT_MESHES, Capability.DIVIDE_FACTOR)
-@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-@pytest.mark.parametrize("router", ["ragged", "starved", "one"])
-def test_experts(rank: Rank, router: Router, reshard_after_forward: bool | None) -> None:
-    """Experts that are divided among two ranks, and sharded among two others, train next to shared parameters.
-
-    Their gradients are those of the tokens of all four ranks; some experts, or ranks, get no token.
-    """
-    mesh = rank.mesh((2, 2), ("dp", "ep"))
-    options: Any = {"prepare": functools.partial(divide_experts, mesh=mesh["ep"]), "divide_factors": {"experts": 4}}
-    options |= {"unit_meshes": {"experts": mesh["dp"]}, "reshard_after_forward": reshard_after_forward}
-    pair = rank.pair(ExpertModel(5, router), units=[["experts"]], **options)
-    # Ranks have unequally many tokens.
-    for _ in checked_steps(pair, batches(rank, 3, (3 + 2 * rank.index, 5))):
-        of_units = [item for item in pair.last_trace() if item.kind in ("all_gather", "reduce_scatter")]
-        groups = {item.group for item in of_units}
-        assert groups == {(0, 1, 2, 3), tuple(mesh["dp"].mesh.tolist())}, f"units are gathered and reduced on {groups}"
 
 
 def counts_within(pair: Pair, mesh: DeviceMesh) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import nn
 from shardproof.suites.common import (
     batches,
     checked_steps,
+    everywhere,
     pair_by_units,
     pair_of_mlps,
     run_by_units,
@@ -166,7 +167,7 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
     pair = tower(rank, baseline="replicated", find_unused=True)
     census = Census(pair.sharded)
     for step, freezes in enumerate([False, True, False, True]):
-        for named in _everywhere(pair):
+        for named in everywhere(pair):
             _freeze(named, FROZEN["middle"] if freezes else lambda name: False)
         _step_and_check_freed(rank, pair, census, step, "layers.1")
 
@@ -340,7 +341,7 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
     options: Any = {"find_unused": True, "flat_parameters": True, "reshard_after_forward": reshard_after_forward}
     pair = tower(rank, baseline="replicated", **options)
     for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
-        for named in _everywhere(pair):
+        for named in everywhere(pair):
             for name, parameter in named.items():
                 parameter.requires_grad_(not layer or not name.startswith(layer))
         pair.step(rank.batch(step, (4, 9)))
@@ -426,15 +427,9 @@ def _tower(what: str) -> Any:
     return _frozen(models.Tower(dim=9), FROZEN[what])
 
 
-def _everywhere(pair: Pair) -> list[dict[str, nn.Parameter]]:
-    """The parameters of the run, the baseline and the oracle."""
-    runs = (pair.adapter, pair.baseline.adapter)
-    return [*(adapter.named_parameters() for adapter in runs), dict(pair.oracle.model.named_parameters())]
-
-
 def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:
     """Set the ``named`` parameters of the run, the baseline and the oracle to frozen or not, and compare a step."""
-    for found in (named, *_everywhere(pair)[1:]):
+    for found in (named, *everywhere(pair)[1:]):
         _freeze(found, FROZEN[what])
     pair.step(rank.batch(step, (4, 9)))
     pair.check()

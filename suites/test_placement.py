@@ -19,6 +19,7 @@ from shardproof.testing import (
     RESHARD,
     Capability,
     Clip,
+    Mixture,
     Pair,
     Rank,
     Refusal,
@@ -146,8 +147,8 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
     def chosen(parameter: nn.Parameter) -> int | None:
         return None if parameter.ndim < 3 else -2 if parameter.shape[-2] == even else -1
 
-    options: dict[str, Any] = {"units": [["experts"]], "reshard_after_forward": reshard_after_forward}
-    check_dimensions(rank, parallel.ExpertModel(even, "ragged"), chosen, (6, even), **options)
+    options: dict[str, Any] = {"units": [["layers.0.experts"]], "reshard_after_forward": reshard_after_forward}
+    check_dimensions(rank, Mixture(even), chosen, (6, even), **options)
 
 
 @contract("PLACEMENT-2")

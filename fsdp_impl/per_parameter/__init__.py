@@ -15,5 +15,5 @@ In the order in which to read them; imports point upward in this list alone:
 11. ``construct``: ``fully_shard``: find the parameters, cut them, make a unit.
 
 Invariants that several files rely on have a name and stand where they are kept: ``Note: unsharded parameters``
-(layout), ``Note: slots`` (shards), ``Note: gather memory`` (group).
+(layout), ``Note: slots`` (shards), ``Note: gather memory`` (group), ``Note: units of several meshes`` (unit).
 """

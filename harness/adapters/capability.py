@@ -37,6 +37,8 @@ class Capability(enum.StrEnum):
     """User code can choose along which dimension a parameter is cut."""
     UNIT_MESHES = "unit-meshes"
     """Units may be sharded over other ranks than the root, as experts are."""
+    PARAMETER_MESHES = "parameter-meshes"
+    """Parameters of one unit may be sharded over different ranks, as experts next to the router of their layer."""
     NAMED_DIMENSIONS = "named-dimensions"
     """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
     PROCESS_GROUPS = "process-groups"

@@ -438,6 +438,12 @@ class Config:
     Needs :attr:`Capability.UNIT_MESHES`.
     """
 
+    parameter_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)
+    """The data-parallel meshes of the parameters of some modules inside units, by the name of the module.
+
+    Needs :attr:`Capability.PARAMETER_MESHES`.
+    """
+
     named_dimensions: NamedDimensions | None = None
     """What the adapter passes on instead of :attr:`mesh`, which is the data-parallel part of it.
 
@@ -453,6 +459,11 @@ class Config:
     def mesh_of(self, unit: str) -> DeviceMesh:
         """Return the mesh of a unit, by the name of its first module; "" is the root's own."""
         return self.unit_meshes.get(unit, self.mesh)
+
+    def own_mesh(self, parameter: str) -> DeviceMesh | None:
+        """Return the mesh of a parameter, by its name, if it is among :attr:`parameter_meshes`."""
+        found = (mesh for name, mesh in self.parameter_meshes.items() if parameter.startswith(f"{name}."))
+        return next(found, None)
 
     def precision_of(self, unit: str) -> Precision:
         """Return the dtypes of a unit, by the name of its first module; "" is the root's own."""

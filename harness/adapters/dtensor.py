@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardproof.harness.adapters.base import (
     Accumulation,
@@ -104,6 +103,11 @@ class DTensorAdapter(ByParameter):
     precision_policy: ClassVar[Callable[..., Any]]
     register: ClassVar[Callable[..., None]]
 
+    @staticmethod
+    def mesh_class(name: str) -> Any:
+        """Return ``ShardPlacementResult`` or a class of its meshes, which torch documents and does not export."""
+        return private.need(f"torch.distributed.fsdp._fully_shard._fsdp_common.{name}")
+
     @classmethod
     def availability(cls, device_type: str) -> str | None:
         return None
@@ -170,8 +174,8 @@ class DTensorAdapter(ByParameter):
         """Call ``fully_shard`` for each unit and for the root, and return what it returns for the root."""
         config = self.config
         options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
-        if config.shard_dim is not None:
-            options["shard_placement_fn"] = self._placement
+        if config.shard_dim is not None or config.parameter_meshes:
+            options["shard_placement_fn"] = functools.partial(self._placement, own=self._own_placements(model))
         for name in config.replicated:
             private.need("torch.distributed._composable.replicate.replicate")(
                 model.get_submodule(name), process_group=config.mesh.get_group()
@@ -198,7 +202,8 @@ class DTensorAdapter(ByParameter):
         """Return the cut of a parameter to this rank's share, from its cut before sharding."""
         if not self.config.shards:
             return cut
-        return functools.partial(cut_of_share, cut=cut, mesh=self.config.mesh_of(self._unit_of(name)), dim=dim)
+        mesh = self.config.own_mesh(name) or self.config.mesh_of(self._unit_of(name))
+        return functools.partial(cut_of_share, cut=cut, mesh=mesh, dim=dim)
 
     def _unit_of(self, parameter: str) -> str:
         """Return the first module of the innermost unit of a parameter; "" is the root's own."""
@@ -215,10 +220,24 @@ class DTensorAdapter(ByParameter):
         dims = [dim if isinstance(dim, int) else 0 for dim in found]
         return [dim % max(value.ndim, 1) for dim, value in zip(dims, model.parameters(), strict=True)]
 
-    def _placement(self, parameter: nn.Parameter) -> Placement | None:
-        assert self.config.shard_dim is not None
-        dim = self.config.shard_dim(parameter)
-        return Shard(dim) if isinstance(dim, int) else dim
+    def _placement(self, parameter: nn.Parameter, own: Mapping[nn.Parameter, Callable[..., Any]]) -> Any:
+        dim = None if self.config.shard_dim is None else self.config.shard_dim(parameter)
+        placement = Shard(dim) if isinstance(dim, int) else dim
+        return own[parameter](placement) if parameter in own else placement
+
+    def _own_placements(self, model: nn.Module) -> dict[nn.Parameter, Callable[..., Any]]:
+        """Return, for each parameter with a mesh of its own, what makes a placement on it."""
+        # torch wants one object for each mesh.
+        on = {mesh: self.placing_on(mesh) for mesh in self.config.parameter_meshes.values()}
+        named = ((parameter, self.config.own_mesh(original_name(name))) for name, parameter in model.named_parameters())
+        return {parameter: on[mesh] for parameter, mesh in named if mesh is not None}
+
+    @classmethod
+    def placing_on(cls, mesh: DeviceMesh) -> Callable[..., Any]:
+        """Return a function from a placement to what ``shard_placement_fn`` returns for a parameter on this mesh."""
+        kind = "FSDPMeshInfo" if mesh.ndim == 1 else "HSDPMeshInfo"
+        dims = {"shard_mesh_dim": 0} if mesh.ndim == 1 else {"shard_mesh_dim": 1, "replicate_mesh_dim": 0}
+        return functools.partial(cls.mesh_class("ShardPlacementResult"), mesh_info=cls.mesh_class(kind)(mesh, **dims))
 
     def _its_mesh(self, unit: str) -> dict[str, Any]:
         """Return the options for the mesh of a unit."""

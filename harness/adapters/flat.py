@@ -300,7 +300,9 @@ class FlatAdapter(WrappingAdapter):
         super().__init__(model, optimizer=optimizer, config=config)
         assert not config.divide_factors, "FullyShardedDataParallel divides by the number of ranks"
         self._check(config)
-        assert not (config.shard_dim or config.unit_meshes), "FullyShardedDataParallel has no such option"
+        assert not (config.shard_dim or config.unit_meshes or config.parameter_meshes), (
+            "FullyShardedDataParallel has no such option"
+        )
         names = names_of(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         # Of the dtype in which the unit computes, to which its shard is cast before it is gathered.

@@ -81,6 +81,10 @@ class ReferenceAdapter(DTensorAdapter):
     mesh_dims = fsdp_impl.DataParallelMeshDims
     as_on_a_device = staticmethod(as_on_a_device)
 
+    @staticmethod
+    def mesh_class(name: str) -> Any:
+        return getattr(fsdp_impl, name)
+
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
+from shardproof.harness.tensors import private
 
 #: Capabilities that torch 2.11 lacks or has, by the methods that they are.
 _RECENT = {
@@ -68,6 +69,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
         # for each other.
         lacks = {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION, Capability.RESHARD_A_PART}
         lacks |= missing_of(FSDPModule)
+        if private.find("torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult") is None:
+            lacks.add(Capability.PARAMETER_MESHES)
         return super().capabilities() - lacks
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ _SHARDING = frozenset(
         Capability.DEFERRED_ALL_REDUCE,
         Capability.SHARD_DIMENSION,
         Capability.UNIT_MESHES,
+        Capability.PARAMETER_MESHES,
         Capability.GATHER_EXTENSION,
         Capability.GATHER_ORDER,
         Capability.EXPLICIT_PREFETCH,

@@ -305,8 +305,9 @@ class Evidence:
         held = [one.spans[key] for one in members.values()]
         if held[0] in (part, whole) and all(spans == held[0] for spans in held):
             return False
-        # Experts are divided among other ranks than the rest, and all ranks together have all of them.
-        if _joined(held) in (part, whole):
+        # Experts are divided among other ranks than the rest, and all ranks together have all parts of them.
+        parts = {one.parts.get(key[1], whole) for one in members.values()}
+        if (joined := _joined(held)) is not None and joined in (part, whole, _joined(parts)):
             return True
         raise self._uncovered(key, part, members)
 

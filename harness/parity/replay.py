@@ -86,7 +86,7 @@ _SHARDING = frozenset(
         *("mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"),
         *("gathers_ahead", "gathers_ahead_in_forward", "bounds_gathers"),
         *("init", "materializes", "as_groups", "default_mesh", "shard_dim", "unit_meshes", "wraps", "ignored_modules"),
-        *("ignored_inside", "plain_root"),
+        *("ignored_inside", "plain_root", "parameter_meshes"),
     }
 )
 

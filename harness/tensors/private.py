@@ -96,6 +96,10 @@ NAMES = tuple(
         ("distributed._composable.replicate.replicate", "DDP in place, and replicated modules", _UNMET),
         ("distributed._composable.replicate_with_fsdp.replicate", "replication by units of FSDP", _UNMET),
         ("distributed._composable.replicate_with_fsdp.ReplicateModule", "replication by units of FSDP", _UNMET),
+        *(
+            (f"distributed.fsdp._fully_shard._fsdp_common.{name}", "parameters of one unit on several meshes", _UNMET)
+            for name in ("ShardPlacementResult", "FSDPMeshInfo", "HSDPMeshInfo")
+        ),
         ("distributed._composable.checkpoint_activation.checkpoint", "cases of recomputation by hooks", _UNMET),
         ("distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
          "cases of recomputation by a wrapper", _UNMET),
