@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_impl
@@ -94,6 +96,18 @@ def test_what_only_the_first_forward_can_see(
     prepare(module)
     with pytest.raises(error, match=text):
         module(batch())
+
+
+def test_the_mesh_of_a_parameter_may_be_of_any_class_and_is_one_to_shard_over() -> None:
+    mesh, module = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",)), nn.Linear(4, 4)
+    result = SimpleNamespace(
+        placement=None, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=0, replicate_mesh_dim=None)
+    )
+    fully_shard(module, shard_placement_fn=lambda param: result if param is module.bias else None)
+    assert [param.device_mesh == mesh for param in module.parameters()] == [False, True]
+    wrong = fsdp_impl.ShardPlacementResult(None, fsdp_impl.FSDPMeshInfo(mesh))
+    with pytest.raises(ValueError, match="a mesh for parameter weight should be"):
+        fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: wrong)
 
 
 @pytest.mark.parametrize("value", [1, None, "True"])
