@@ -221,7 +221,7 @@ class DTensorAdapter(ByParameter):
         return [dim % max(value.ndim, 1) for dim, value in zip(dims, model.parameters(), strict=True)]
 
     def _placement(self, parameter: nn.Parameter, own: Mapping[nn.Parameter, Callable[..., Any]]) -> Any:
-        dim = None if self.config.shard_dim is None else self.config.shard_dim(parameter)
+        dim = self.config.shard_dim(parameter) if self.config.shard_dim else None
         placement = Shard(dim) if isinstance(dim, int) else dim
         return own[parameter](placement) if parameter in own else placement
 
