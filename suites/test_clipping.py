@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -133,8 +134,19 @@ def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
 @world(2, 4)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
-    """Gradients whose norm is below the limit do not change, and clipping still returns the norm."""
-    pair = tower(rank, dim=10, clip=Clip(max_norm=1e3, norm_type=norm_type), must_clip=False)
+    """Gradients whose norm is below the limit do not change, and clipping still returns the norm.
+
+    The optimizer has a group of one small parameter, of which a rank may have nothing.
+    """
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        *others, last = parameters
+        return optim.sgd()([{"params": others}, {"params": [last]}])
+
+    model = models.Tower(dim=10)
+    model.out = nn.Linear(10, rank.world_size)
+    clip = Clip(max_norm=1e3, norm_type=norm_type)
+    pair = pair_by_units(rank, model, clip=clip, must_clip=False, optimizer=optimizer)
     train_and_check(pair, batches(rank, 2, (4, 10)))
 
 

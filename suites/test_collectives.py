@@ -418,12 +418,14 @@ def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.T
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT)
 def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A step moves each sharded parameter at most twice, and each gradient once."""
+    """A step moves each sharded parameter at most twice, and each gradient once, alone or with as many as fit."""
     pair = tower(rank, dim=17, reshard_after_forward=reshard_after_forward)
     gathers = 1 if reshard_after_forward is False else 2
     if "parameters" not in rank.implementation.traits.shards:
         gathers = 1  # of the parameters or gradients that an all-reduce, or the step, distributes
     full, padded = (4 * sum(sizes) for sizes in zip(*_sizes(pair), strict=True))
+    bytes_of = [4 * parameter.numel() for parameter in pair.oracle.model.parameters()]
+    largest, parameters = max(bytes_of), len(bytes_of)
     for step in checked_steps(pair, batches(rank, 2, (4, 17))):
         trace = pair.last_trace()
         moved = sum(item.nbytes * (2 if item.kind == "all_reduce" else 1) for item in trace)
@@ -433,6 +435,9 @@ def test_bytes_of_a_step(rank: Rank, reshard_after_forward: bool | int | None) -
             f"step {step} moved {moved} bytes; with {full} bytes of parameters at most {limit} are needed:\n"
             f"{trace.render()}"
         )
+        reduced = sum("reduce" in item.kind and item.phase == "backward" for item in trace)
+        most = -(-2 * full // largest)  # two reductions in turn have more than the largest gradient
+        assert reduced <= most or reduced == parameters, f"{reduced} reductions of {parameters} gradients, not {most}"
 
 
 @contract("COLLECTIVES-9")

@@ -54,6 +54,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
     "all-but-one": lambda name: not name.startswith("layers.1."),
     "weights": lambda name: name.endswith("weight"),
     "biases": lambda name: name.endswith("bias"),
+    "another-dtype": lambda name: name.startswith("layers.1."),
 }
 
 
@@ -63,6 +64,17 @@ class Gate(models.MLP):
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+class Scale(nn.Module):
+    """Multiplies by a factor for each feature, in bfloat16, which loses nothing in any wider dtype."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(dim, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor.to(x.dtype)
 
 
 class Gated(models.Tower):
@@ -424,7 +436,10 @@ def _frozen(model: Any, is_frozen: Callable[[str], bool]) -> Any:
 
 
 def _tower(what: str) -> Any:
-    return _frozen(models.Tower(dim=9), FROZEN[what])
+    model = models.Tower(dim=9)
+    if what == "another-dtype":
+        model.layers[1] = Scale(9)
+    return _frozen(model, FROZEN[what])
 
 
 def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:

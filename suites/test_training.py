@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import types
@@ -73,6 +74,23 @@ def chain(function: Callable[[torch.Tensor], torch.Tensor]) -> type[nn.ModuleLis
     return Chain
 
 
+class Scaled(nn.Module):
+    """A module times a parameter of its own, with the attributes of that module, as many wrappers have."""
+
+    def __init__(self, inner: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.rand(dim))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)  # type: ignore[no-any-return]
+
+
 class TwoCalls(nn.Module):
     """Calls ``inner``, a Linear(dim, dim), twice on the input, adds both results, and calls ``outer``."""
 
@@ -141,10 +159,16 @@ def test_parameter_without_rows(rank: Rank) -> None:
 
 @contract("TRAINING-1")
 def test_list_that_computes(rank: Rank) -> None:
-    """Lists of modules that have a forward of their own are units as any others, also of two classes of one name."""
+    """Lists of modules that have a forward of their own are units as any others, also of two classes of one name.
+
+    So is a wrapper with its module's attributes. Modules without parameters, new or copied, can be added between steps.
+    """
     lists = [chain(function)([nn.Linear(9, 9), nn.Linear(9, 9)]) for function in (torch.tanh, torch.sin)]
-    pair = rank.pair(nn.Sequential(nn.Linear(5, 9), *lists, nn.Linear(9, 5)), units=[["1"], ["2"]])
-    train_and_check(pair, batches(rank, 2, (4, 5)))
+    scaled = Scaled(nn.Sequential(nn.Linear(9, 9), nn.Identity()), 9)
+    pair = rank.pair(nn.Sequential(nn.Linear(5, 9), *lists, scaled, nn.Linear(9, 5)), units=[["1"], ["2"], ["3"]])
+    for _ in checked_steps(pair, batches(rank, 2, (4, 5))):
+        inner: Any = pair.sharded.original_module("3.inner")
+        inner.extend([copy.deepcopy(inner[1]), nn.Identity()])
 
 
 @contract("TRAINING-2")
