@@ -141,7 +141,8 @@ def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         *others, last = parameters
-        return optim.sgd()([{"params": others}, {"params": [last]}])
+        groups: Any = [{"params": others}, {"params": [last]}]
+        return optim.sgd()(groups)
 
     model = models.Tower(dim=10)
     model.out = nn.Linear(10, rank.world_size)
