@@ -29,7 +29,7 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as titan_utils
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import decoder_vocab_size
@@ -106,6 +106,7 @@ def main(options):
         # torch 2.13 does not shard the plain parameters of the default, "spmd_types".
         parallelism=ParallelismConfig(tensor_parallel_degree=options.tp, spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(enable=False), validator=Validator.Config(enable=False),
+        debug=DebugConfig(seed=options.seed),
     )  # fmt: skip
     trainer = config.build()
     for module in trainer.model_parts[0].modules():
