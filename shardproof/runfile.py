@@ -47,8 +47,7 @@ UNKNOWN = "unknown"
 Count = Annotated[int, ("minimum", 0)]
 Positive = Annotated[int, ("minimum", 1)]
 Seconds = Annotated[float, ("minimum", 0)]
-Device = Annotated[str, ("enum", ("cpu", "cuda"))]
-AnyDevice = Annotated[str, ("enum", ("cpu", "cuda", MIXED))]
+Device = Annotated[str, ("pattern", r"^[a-z]\w*$")]
 EffortName = Annotated[str, ("enum", EFFORTS)]
 Reads = Annotated[str, ("enum", ("in-place", "gathering"))]
 Version = Annotated[int, ("const", VERSION)]
@@ -253,7 +252,9 @@ class CaseRecord:
     examples: Count | None = says("of a case that draws them, how many ran until one failed", default=None)
     reproduce: str = says("of a failure, the command that repeats it", default="")
     explanation: Explanation | None = says("of a failure with --explain, what a second run showed", default=None)
-    peak_bytes: Sequence[Count] = says("on CUDA, by rank, the most bytes of a step beyond those before it", default=())
+    peak_bytes: Sequence[Count] = says(
+        "on accelerators, by rank, the most bytes of a step beyond those before it", default=()
+    )
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)
     own: Own | None = says("of a check of the user's own training, what it found", default=None)
@@ -328,7 +329,7 @@ class Environment:
     torch_git_version: str = says('the commit from which torch was built; "unknown" if torch does not say', default="")
     platform: str = written("the operating system", default="")
     cpu_count: int | None = written("the number of CPU cores; null if it is unknown", default=None)
-    device: AnyDevice = written('the device type of the ranks; "mixed" in a merged run of several', default="")
+    device: Device = written('the device type of the ranks; "mixed" in a merged run of several', default="")
     accelerators: Sequence[Accelerator] = written("the accelerators of the host", default=())
     nccl: str | None = written("the version of NCCL; null if the run does not use it", default=None)
     started: str = written("the time at which the run started, in ISO 8601 and UTC", default="")
@@ -474,7 +475,7 @@ def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...],
 
 
 def public_version(version: str) -> str:
-    """Return a version without its local part: builds of torch for CPUs and for CUDA are one version."""
+    """Return a version without its local part: builds of torch for CPUs and for accelerators are one version."""
     return version.partition("+")[0]
 
 

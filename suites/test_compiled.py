@@ -99,7 +99,7 @@ def _unsharded_graphs(
     dynamic: bool | None = None,
 ) -> list[int]:
     """The numbers of graphs after each step of the unsharded model; a rank counts them once."""
-    drawn_on, counts = [device] if device.type == "cuda" else [], []
+    drawn_on, counts = [] if device.type == "cpu" else [device], []
     with torch.random.fork_rng(drawn_on), compiler(backend) as compiled:
         made: Any = compiled.compile_layers(models.Transformer(config).to(device), dynamic=dynamic)
         made = recompute(made, means) if means else made

@@ -150,9 +150,9 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
     ]
     for batch in batches[:2]:
         run.step(batch, loss=models.mean_square)
-    torch.cuda.synchronize()
-    occupy(OCCUPIED_MS, device_type="cuda")
-    behind = torch.cuda.Event()
+    torch.accelerator.synchronize()
+    occupy(OCCUPIED_MS, device_type=rank.device.type)
+    behind = torch.get_device_module(rank.device).Event()
     behind.record()
     for number, batch in enumerate(batches[2:]):
         run.step(batch, loss=models.mean_square)
@@ -221,7 +221,7 @@ def test_step_waits_for_hooks(rank: Rank) -> None:
 def double_late(parameter: torch.Tensor) -> None:
     """Occupy the current stream, and double the gradient."""
     assert parameter.grad is not None
-    occupy(SLOW_MS, device_type="cuda")
+    occupy(SLOW_MS, device_type=parameter.device.type)
     parameter.grad.mul_(2)
 
 
@@ -238,11 +238,12 @@ def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | in
     """A model that trains on a stream other than the default one trains the same, also next to work on that one."""
     pair = tower(rank, dim=DIM, reshard_after_forward=reshard_after_forward)
     batches = [rank.batch(step, (4, DIM)) for step in range(3)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    module = torch.get_device_module(rank.device)
+    stream = module.Stream()
+    stream.wait_stream(module.current_stream())
     # After this work, the default stream would deliver too late whatever waits for it or is computed on it.
-    occupy(DELAY_MS, device_type="cuda")
-    with torch.cuda.stream(stream):
+    occupy(DELAY_MS, device_type=rank.device.type)
+    with module.stream(stream):
         for batch in batches:
             pair.step(batch)
     stream.synchronize()

@@ -146,6 +146,26 @@ def test_no_case_names_an_implementation():
     assert lines == []
 
 
+#: Where "cuda" is CUDA itself, and no other accelerator.
+CUDA_ITSELF = {
+    "harness/adapters/fairscale.py": "the package has CUDA alone",
+    "harness/adapters/megatron_fsdp.py": "the package has CUDA alone",
+    "harness/casework/timeline.py": "kernels of NCCL, in the profiler of CUDA",
+    "harness/plugin/environment.py": "the version of NCCL",
+    "harness/tensors/devices.py": "the one place that knows device types",
+    "harness/tensors/private.py": "names of torch",
+    "harness/verdicts/texts.py": "devices in messages of torch",
+    "shardproof/commands/findings.py": "reproducers are written for CUDA",
+    "shardproof/findings.py": "on which build of torch a finding was reproduced",
+}
+
+
+def test_one_file_knows_device_types():
+    files = python_files("harness", "suites", "shardproof", "reports")
+    said = {str(path.relative_to(ROOT)) for path in files if re.search(r"\bcuda\b", path.read_text())}
+    assert said == CUDA_ITSELF.keys()
+
+
 # Packaging
 
 

@@ -151,7 +151,7 @@ class Adapter(ABC):
         Importing the adapter class must be quick and must not patch other modules, because it happens in this process.
 
         Args:
-            device_type: "cpu" or "cuda".
+            device_type: "cpu", or the type of the accelerator.
         """
 
     @classmethod
@@ -176,7 +176,7 @@ class Adapter(ABC):
         process group exists already.
 
         Args:
-            device_type: "cpu" or "cuda".
+            device_type: "cpu", or the type of the accelerator.
         """
         return None
 

@@ -256,4 +256,4 @@ class Hardware(enum.StrEnum):
     """A device other than the CPU."""
 
     STREAMS = "streams"
-    """Real device streams: a delay in one does not stop the others."""
+    """Real device streams, which a case can occupy: a delay in one does not stop the others."""

@@ -111,7 +111,7 @@ class Poison:
         full = {numel for unit in run.units for numel in (unit.numel, unit.padded_numel)}
         self._numels = sorted(full | {-(-numel // shards) for numel in full})
         device = run.adapter.config.mesh.device_type
-        self._device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self._device = torch.empty(0, device=device).device  # with the index of the rank's own
         for unit in run.units:
             for module in {name.rpartition(".")[0] for name in unit.names}:
                 found = run.original_module(module)

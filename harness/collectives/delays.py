@@ -15,7 +15,7 @@ from typing import Literal
 
 from shardproof.harness.collectives.recorder import KINDS, Recorder
 from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.tensors.streams import occupy
+from shardproof.harness.tensors.devices import occupy
 
 _WHEN = ("before", "after")
 _POINTS = ("collective", "loss", "step")

@@ -238,7 +238,7 @@ class Member:
         index: this rank's number, from 0.
         world_size: the number of ranks of the world.
         nodes: the host of each rank, numbered from 0; all are 0 unless torchrun started ranks on several hosts.
-        device: the device of this rank's tensors; no two ranks of a world share a CUDA device.
+        device: the device of this rank's tensors; only ``--ranks-per-gpu`` lets two ranks of a world share one.
         announcer: announces this rank's collectives on the world's board.
         replays: the results of baselines and oracles that this rank process keeps.
         stopwatch: measures where this rank's time goes.

@@ -276,6 +276,6 @@ class Replay:
 def _random_state(device: torch.device) -> torch.Tensor:
     """The states of the generators that a model may draw from."""
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
     return torch.cat(states)

@@ -20,7 +20,7 @@ from shardproof.harness.parity import coverage, protocol
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
-from shardproof.harness.tensors import memory
+from shardproof.harness.tensors import devices, memory
 from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
@@ -198,7 +198,7 @@ class Run:
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
         self.suspicion: Divergence | None = None
         self.capture: Capture | None = None
-        self._measures_peak = member.device.type == "cuda" and implementation is member.implementation
+        self._measures_peak = devices.counts_memory(member.device) and implementation is member.implementation
         self._record = member.record
         self._device = member.device
         # Hooks of modules would break the graphs of compiled ones, and a case about memory would see the copies.

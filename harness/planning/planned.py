@@ -168,7 +168,7 @@ def _settings(request: Request, subject: Subject, adapter: type[Adapter]) -> dic
 _ASSUMPTIONS = (
     "memory is counted from the call that allocates a tensor to the call that frees it, in bytes that are asked for; "
     "what allocators round up and keep, workspaces of libraries (NCCL, cuBLAS), temporary memory within one operator "
-    "and the CUDA context come on top",
+    "and the device's context come on top",
     "the second step, which is like all later ones; operators are the CPU's: a device may save other tensors for "
     "backward, in attention above all",
     "ring algorithm: of N bytes gathered or reduced among n ranks a rank sends (n - 1) / n x N, in an all-reduce twice "

@@ -35,10 +35,10 @@ def describe(
     import torch
 
     from shardproof.harness.judging import numerics
-    from shardproof.harness.tensors import private
+    from shardproof.harness.tensors import devices, private
 
-    cuda = selection.device == "cuda"
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if cuda else []
+    module = torch.get_device_module(selection.device)
+    found = [module.get_device_properties(i) for i in range(0 if selection.device == "cpu" else devices.count())]
     package = pathlib.Path(shardproof.__file__).parent
     return Environment(
         torchrun=None if fleet is None else _job(fleet),
@@ -52,7 +52,7 @@ def describe(
         platform=platform.platform(),
         cpu_count=os.cpu_count(),
         device=selection.device,
-        accelerators=[Accelerator(name=one.name, memory_bytes=one.total_memory) for one in devices],
+        accelerators=[Accelerator(name=one.name, memory_bytes=getattr(one, "total_memory", 0)) for one in found],
         nccl=".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
         started=started.isoformat(timespec="seconds"),
         command=command,

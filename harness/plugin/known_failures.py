@@ -8,8 +8,8 @@ An entry names cases and the verdict that is expected of them::
     reason = "the inf-norm of an empty shard raises"
     link = "findings/F002.py"
     torch = ">=2.11,<2.14"
-    device = "cuda"
-    backend = "nccl"
+    device = "xpu"
+    backend = "xccl"
     expires = 2027-06-30
 
 - ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
@@ -60,8 +60,6 @@ _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
 _OPTIONAL = {"torch", "device", "backend", "expires"}
-_DEVICES = ("cpu", "cuda")
-_BACKENDS = ("gloo", "nccl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,14 +253,16 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
     if item["verdict"] not in list(_EXPECTABLE):
         expectable = ", ".join(_EXPECTABLE)
         raise ValueError(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
+    from shardproof.harness.tensors import devices  # late: it imports torch
+
     return KnownFailure(
         case=item["case"],
         verdict=Verdict(item["verdict"]),
         reason=item["reason"],
         link=item["link"],
         torch=_specifiers(item.get("torch", ""), source),
-        device=_one_of(_DEVICES, "device", item, source),
-        backend=_one_of(_BACKENDS, "backend", item, source),
+        device=_one_of(tuple(devices.BACKENDS), "device", item, source),
+        backend=_one_of(sorted({*devices.BACKENDS.values()}), "backend", item, source),
         expires=_date(item.get("expires"), source),
         source=source,
     )

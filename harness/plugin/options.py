@@ -43,7 +43,8 @@ class _Option:
 _HELP = {
     "impl": "comma-separated implementations: names that `shardproof implementations` lists, or module:Class (default: "
     f"{','.join(DEFAULT_IMPLEMENTATIONS)})",
-    "device": "device type; auto is CUDA with NCCL if there are two devices or more, else the CPU with gloo",
+    "device": "cpu, or the type of the accelerator, as torch names it; auto (default) is the accelerator if there are "
+    "two devices or more, else the CPU",
     "world": "run only cases with these numbers of ranks, such as 2,4",
     "report": "write the run file to this path, as JSON",
     "check-collectives": "stop ranks before they block in different collectives on one group",
@@ -57,12 +58,12 @@ _HELP = {
     "ranks-per-gpu": "how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
     "simulate": "run the cases marked for it, and no others, in one process on single ranks of simulated worlds of "
     "these sizes, such as 1024,16384",
-    "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on CUDA)",
+    "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on accelerators)",
 }
 
 _OPTIONS = (
     _Option("impl", {"metavar": "NAMES"}),
-    _Option("device", {"choices": ("auto", "cpu", "cuda"), "default": "auto"}),
+    _Option("device", {"metavar": "TYPE", "default": "auto"}),
     _Option("world", {"metavar": "SIZES"}),
     _Option("report", {"metavar": "FILE"}),
     _Option("check-collectives", {"action": "store_true"}),

@@ -57,8 +57,8 @@ def is_packaged(file: pathlib.PurePath) -> bool:
 DEFAULT_IMPLEMENTATIONS = ("reference",)
 """The implementations of a run without ``--impl``."""
 
-DEFAULT_DEADLINES = {"cpu": 60.0, "cuda": 30.0}
-"""The deadline of a case in seconds, by device type, for a run without ``--deadline``."""
+DEFAULT_DEADLINE, DEFAULT_DEADLINE_ON_CPU = 30.0, 60.0
+"""The deadline of a case in seconds, on accelerators and on the CPU, for a run without ``--deadline``."""
 
 #: The longest deadline of a case in seconds. The process groups of the ranks time out after 30 minutes; the deadline
 #: must come first, because only then the ranks' stacks and collectives are collected.
@@ -84,8 +84,8 @@ class Selection:
 
     Attributes:
         implementations: the adapters under test, by name.
-        device_count: the number of CUDA devices, in a torchrun job those of all its ranks. It limits worlds on CUDA
-            only, because ranks on the CPU share cores.
+        device_count: the number of the accelerator's devices, in a torchrun job those of all its ranks. It limits
+            worlds on them only, because ranks on the CPU share cores.
         worlds: the world sizes that ``--world`` selects; None selects all.
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
@@ -124,15 +124,20 @@ class Selection:
     @property
     def backend(self) -> str:
         """The backend of the ranks' process groups."""
-        return "gloo" if self.device == "cpu" or self.shares_gpus else "nccl"
+        from torch.distributed import get_default_backend_for_device  # late: it imports torch
+
+        return get_default_backend_for_device("cpu" if self.shares_gpus else self.device)
 
     @property
     def hardware(self) -> frozenset[Hardware]:
         """What the host has for the run's ranks."""
         if self.device == "cpu":
             return frozenset()
+        from shardproof.harness.tensors import devices  # late: it imports torch
+
         # gloo makes the host wait for each collective, so what should wait for another stream need not.
-        return frozenset({Hardware.ACCELERATOR} if self.shares_gpus else Hardware)
+        has_streams = not self.shares_gpus and devices.occupies(self.device)
+        return frozenset(Hardware if has_streams else {Hardware.ACCELERATOR})
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -204,7 +209,7 @@ def resolve(
         chosen,
         count,
         sizes,
-        deadline or DEFAULT_DEADLINES[chosen],
+        deadline or (DEFAULT_DEADLINE_ON_CPU if chosen == "cpu" else DEFAULT_DEADLINE),
         check_collectives,
         isolate,
         Effort(effort),
@@ -255,21 +260,21 @@ def _there_are(devices: int, ranks_per_gpu: int, named: str = "") -> str:
 
 
 def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, int]:
-    import torch
+    from shardproof.harness.tensors import devices  # late: it imports torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices.check(asked)
+    here, count = devices.accelerator(), devices.count()
     if place is not None:
-        if asked == "cuda" and 0 < count < place.local_size:
-            started = f"torchrun started {place.local_size} ranks on this host, which has {count} CUDA devices"
-            raise ValueError(f"--device cuda: {started}; start one rank for each device, or use --device cpu")
+        if asked == here and count < place.local_size:
+            started = f"torchrun started {place.local_size} ranks on this host, which has {count} {here} devices"
+            raise ValueError(f"--device {here}: {started}; start one rank for each device, or use --device cpu")
         # Every rank of the job has the device of its local rank.
         count = place.size if count >= place.local_size else 0
-    if asked == "cuda" and not count:
-        raise ValueError("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
-    if ranks_per_gpu > 1 and not count:
-        raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: torch finds no CUDA device here; leave it out")
-    # A world of one rank shards nothing, so "auto" takes CUDA only where two ranks have a device.
-    return ("cuda" if asked == "cuda" or (asked == "auto" and count * ranks_per_gpu > 1) else "cpu"), count
+    if ranks_per_gpu > 1 and not (count and devices.shares(here)):
+        why = f"gloo moves no tensors of {here}" if count else "torch finds no accelerator here"
+        raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: {why}; leave it out")
+    # A world of one rank shards nothing, so "auto" takes the accelerator only where two ranks have a device.
+    return (here if asked == here or (asked == "auto" and count * ranks_per_gpu > 1) else "cpu"), count
 
 
 def _sizes(option: str, text: str, *, example: str) -> tuple[int, ...]:
@@ -289,8 +294,8 @@ def _simulated(text: str | None, *, device: str, worlds: str | None) -> tuple[in
     from shardproof.harness.simulation.world import check_world
 
     sizes = _sizes("--simulate", text, example="1024,16384")
-    if device == "cuda":
-        raise ValueError("--simulate: the tensors of a simulated world are on no device; leave out --device cuda")
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"--simulate: the tensors of a simulated world are on no device; leave out --device {device}")
     if worlds is not None:
         raise ValueError(f"--simulate: --world {worlds} selects real ranks, of which a simulated world has none")
     for size in sizes:

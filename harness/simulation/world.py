@@ -86,16 +86,12 @@ class SimulatedWorld:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
 
-def check_world(size: int, rank: int = 0, device_type: str = "cpu") -> None:
+def check_world(size: int, rank: int = 0) -> None:
     """Refuse a world that cannot be simulated by a ValueError of one line."""
     if not 1 <= size <= MOST_RANKS:
         raise ValueError(f"a simulated world of {size} ranks: expected 1 to {MOST_RANKS}")
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of a simulated world of {size} ranks: expected 0 to {size - 1}")
-    if device_type not in ("cpu", "cuda"):
-        raise ValueError(f"a simulated world on {device_type!r}: expected cpu or cuda")
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("a simulated world on cuda needs a CUDA device here, for its streams; use cpu")
 
 
 def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
@@ -108,14 +104,14 @@ def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> No
 
 
 @contextlib.contextmanager
-def simulated_world(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[SimulatedWorld]:
+def simulated_world(size: int, *, rank: int = 0) -> Iterator[SimulatedWorld]:
     """Make this process one rank of a simulated world. Collectives return at once and move nothing.
 
-    The process may be a rank of a real world, whose groups are hidden meanwhile. Worlds do not nest. On "cuda" a device
-    must be there, for its streams. No such rank or device is a ValueError of one line.
+    The process may be a rank of a real world, whose groups are hidden meanwhile. Worlds do not nest. No such rank
+    is a ValueError of one line.
     """
-    check_world(size, rank, device_type)
+    check_world(size, rank)
     private.need("torch.testing._internal.distributed.fake_pg")  # registers the backend
     with without_groups():
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=size)
-        yield SimulatedWorld(size, rank, torch.device(device_type))
+        yield SimulatedWorld(size, rank, torch.device("cpu"))

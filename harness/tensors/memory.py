@@ -1,4 +1,4 @@
-"""Measures the bytes of tensors that a rank holds: from the allocator on CUDA, from a census of storages on the CPU."""
+"""Measures the bytes of tensors that a rank holds: from its device's allocator, or a census of storages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
+
+from shardproof.harness.tensors import devices
 
 #: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
 #: model of the cases needs far fewer than this.
@@ -58,18 +60,19 @@ def finish_backward(device: torch.device) -> None:
 def held_bytes(device: torch.device) -> int:
     """The bytes of all live tensors on ``device``, after garbage collection.
 
-    On CUDA these are the bytes requested from the caching allocator, before it rounds them to blocks; the host waits
-    for the device. On the CPU they are the bytes of the storages of all tensors that the garbage collector tracks, each
-    storage once; a storage that is referenced from C++ alone, or by retired objects, is not counted.
+    Where the device's allocator counts, these are the bytes requested from it, before it rounds them to blocks; the
+    host waits for the device. Elsewhere, as on the CPU, they are the bytes of the storages of all tensors that the
+    garbage collector tracks, each storage once; a storage that is referenced from C++ alone, or by retired objects, is
+    not counted.
     """
     finish_backward(device)
     collect_garbage()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if devices.counts_memory(device):
+        torch.accelerator.synchronize(device)
         # A tensor that was freed while another stream was registered to use it (`record_stream`) counts until the
         # allocator queries that stream again; emptying the cache makes it do so.
-        torch.cuda.empty_cache()
-        return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+        torch.get_device_module(device).empty_cache()
+        return devices.requested_bytes(device, "current")
     return sum(_storages(device).values())
 
 
@@ -89,19 +92,19 @@ def settled_bytes(device: torch.device, *, limit: int) -> int:
     return held
 
 
-#: The highest peaks that CUDA's one counter had when it was begun anew, by what is measured and by device: a case and
-#: the harness measure at the same time, one within the other.
+#: The highest peaks that a device's one counter had when it was begun anew, by what is measured and by device: a case
+#: and the harness measure at the same time, one within the other.
 _earlier_peaks: dict[tuple[str, torch.device], int] = {}
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begin to measure the peak of a CUDA device's memory anew, once all work on the device has run."""
-    torch.cuda.synchronize(device)
+    """Begin to measure the peak of a device's memory anew, once all work on the device has run."""
+    torch.accelerator.synchronize(device)
     _begin_peak("case", device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes that tensors on a CUDA device had requested at once since :func:`forget_peak`.
+    """The most bytes that tensors on a device had requested at once since :func:`forget_peak`.
 
     Requests count, and not the allocator's blocks, whose sizes are rounded. A tensor's memory counts from the host's
     call that allocates it to the host's call that frees it, whatever the streams have reached.
@@ -115,24 +118,23 @@ def begin_step_peak(device: torch.device) -> int:
     Returns the bytes that tensors on the device have requested now.
     """
     _begin_peak("step", device)
-    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+    return devices.requested_bytes(device, "current")
 
 
 def step_peak(device: torch.device) -> int:
-    """The most bytes that tensors on a CUDA device had requested at once since :func:`begin_step_peak`."""
+    """The most bytes that tensors on a device had requested at once since :func:`begin_step_peak`."""
     return _peak("step", device)
 
 
 def _begin_peak(what: str, device: torch.device) -> None:
     for other in ("case", "step"):
         _earlier_peaks[other, device] = _peak(other, device)
-    torch.cuda.reset_peak_memory_stats(device)
+    torch.get_device_module(device).reset_peak_memory_stats(device)
     _earlier_peaks[what, device] = 0
 
 
 def _peak(what: str, device: torch.device) -> int:
-    now = int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
-    return max(now, _earlier_peaks.get((what, device), 0))
+    return max(devices.requested_bytes(device, "peak"), _earlier_peaks.get((what, device), 0))
 
 
 def tensor_bytes(device: torch.device) -> int:

@@ -292,8 +292,8 @@ def home_of(request: Request, numel: int, free: int, device: torch.device) -> to
 
 
 def _free(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if (info := getattr(torch.get_device_module(device), "mem_get_info", None)) is not None:
+        return int(info(device)[0])
     with contextlib.suppress(OSError), open("/proc/meminfo") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
     return 1 << 62

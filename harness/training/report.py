@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
@@ -150,17 +151,13 @@ def write_comparison(path: str | os.PathLike[str], found: Comparison) -> None:
     _write(path, cases, 0.0)
 
 
-def _device() -> str:
-    return "cuda" if torch.accelerator.is_available() else "cpu"
-
-
 def _case(name: str, requirement: str, world: int, seconds: float, failure: Failure | None) -> CaseRecord:
     return CaseRecord(
         id=f"{name}[w{world}]",
         implementation="own-training",
         requirement=requirement,
         world=world,
-        device=_device(),
+        device=devices.accelerator() or "cpu",
         parameters={},
         verdict=Verdict.PASS if failure is None else Verdict.FAIL,
         seconds=seconds,
@@ -171,7 +168,7 @@ def _case(name: str, requirement: str, world: int, seconds: float, failure: Fail
 def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: float) -> None:
     environment = Environment(
         python=platform.python_version(), torch=public_version(torch.__version__), platform=platform.platform(),
-        cpu_count=os.cpu_count(), device=_device(), command=tuple(sys.argv),
+        cpu_count=os.cpu_count(), device=devices.accelerator() or "cpu", command=tuple(sys.argv),
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         implementations={"own-training": Implementation()},
     )  # fmt: skip

@@ -23,11 +23,11 @@ class WorldKey:
     """Identifies a world: cases with equal keys run on the same rank processes."""
 
     size: int
-    device: str  # the device type, "cpu" or "cuda"
+    device: str  # the device type, "cpu" or that of the accelerator
     debug_level: str = "OFF"  # the ranks' ``TORCH_DISTRIBUTED_DEBUG``
     # The name of the adapter or the id of the case for which the world is reserved; empty if any case may use it.
     isolation: str = ""
-    backend: str = "gloo"  # the backend of the ranks' process groups, "gloo" or "nccl"
+    backend: str = "gloo"  # the backend of the ranks' process groups, such as "gloo" or "nccl"
     own_hash_seeds: bool = False  # each rank hashes strings with a seed of its own, as under torchrun
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class RankSpec:
     key: WorldKey
     index: int
     directory: str  # a directory private to the world, with the rendezvous file, the board and the ranks' outputs
-    device_index: int  # the CUDA device; ignored on the CPU
+    device_index: int  # the accelerator's device; ignored on the CPU
     nodes: tuple[int, ...] = ()  # the host of each rank, numbered from 0; empty if all are on one
     meeting: Meeting | None = None  # where the ranks of several hosts meet; None if all are on one
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -42,7 +42,7 @@ _Takes = Sequence[tuple[Sequence[str], int]]
 
 
 def device_of(worker: int, *, size: int, count: int) -> list[int]:
-    """Assign CUDA devices to the ranks of a world, so that the worlds of different workers start on different devices.
+    """Assign devices to the ranks of a world, so that the worlds of different workers start on different devices.
 
     Ranks share devices where ``size`` exceeds ``count``, the number of devices of the host.
     """
@@ -63,12 +63,12 @@ class Leases:
 
     @contextlib.contextmanager
     def devices(self, indices: Sequence[int], *, alone: bool) -> Iterator[None]:
-        """Hold a lease on CUDA devices; with ``alone`` on all of their slots, so that no other case uses them.
+        """Hold a lease on devices; with ``alone`` on all of their slots, so that no other case uses them.
 
         A WaitedTooLong says that the lease did not come within ``LEASE_SECONDS``, or that its holder is stopped.
         """
         chosen = sorted(set(indices))
-        needs = [[f"cuda-{index}.{slot}" for slot in range(DEVICE_SLOTS)] for index in chosen]
+        needs = [[f"device-{index}.{slot}" for slot in range(DEVICE_SLOTS)] for index in chosen]
         takes = [(slots, len(slots) if alone else 1) for slots in needs]
         with self._hold(takes, f"a lease on device{'s' * (len(chosen) > 1)} {', '.join(map(str, chosen))}"):
             yield

@@ -107,7 +107,7 @@ def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, A
         if (hooks := private.find(path)) is not None:
             state[f"modules' {path.rpartition('.')[2].strip('_').replace('_', ' ')}"] = len(hooks)
     state["modules"] = memory.module_names()
-    if device.type == "cuda":
+    if device.type != "cpu":
         state["device memory"] = memory.tensor_bytes(device)
     return state
 

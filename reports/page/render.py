@@ -12,7 +12,7 @@ from shardproof.reports import texts
 from shardproof.reports.page import assets
 from shardproof.reports.page.details import chunks
 from shardproof.reports.page.table import Contract, as_data, table
-from shardproof.runfile import End, Environment, Run, Verdict, public_version
+from shardproof.runfile import MIXED, End, Environment, Run, Verdict, public_version
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ def _with(fact: Callable[[str, Run], str], named: list[str], runs: Sequence[tupl
 
 
 def _device_and_torch(run: Run) -> str:
-    device = {"cpu": "CPU", "cuda": "CUDA"}.get(run.environment.device, run.environment.device or "unknown device")
+    device = run.environment.device or "unknown device"
+    device = device if " " in device or device == MIXED else device.upper()
     torch = public_version(run.environment.torch)
     return f"{device}, torch {torch}" if torch else device
 

@@ -139,14 +139,13 @@ def _facts(record: CaseRecord) -> list[str]:
 
 def _fits(request: Request, device: str) -> None:
     """Refuse more ranks than there are devices."""
-    import torch
-
+    from shardproof.harness.tensors import devices
     from shardproof.harness.training.request import NotCheckable
 
-    count = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    if (device == "cuda" or count > 1) and request.size > count:
-        raise NotCheckable(f"check: --mesh {request.mesh_text} has {request.size} ranks, this host {count} devices; "
-                           "CPU: --device cpu")  # fmt: skip
+    count = devices.count() if device in ("auto", devices.accelerator()) else 0
+    if (device not in ("auto", "cpu") or count > 1) and request.size > count:
+        raise NotCheckable(f"check: --mesh {request.mesh_text} has {request.size} ranks, this host {count} devices "
+                           f"for --device {device}; CPU: --device cpu")  # fmt: skip
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -246,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--reduce-dtype", choices=dtypes, default="", help="in which gradients are reduced")
     add("--oracle", choices=("float64", "float32", "none"), default="float64", help="the dtype of the reference "
         "without sharding; none: the run is compared with the baseline alone (default: float64)")  # fmt: skip
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device type (default: auto)")
+    add("--device", default="auto", metavar="TYPE", help="cpu, or the type of the accelerator here (default: auto)")
     add("--seed", type=int, default=0, metavar="N", help="of the model and the default data (default: 0)")
     add("--explain", action="store_true", help="train a step that diverges once more, and name the first module")
     add("--keep", default="", metavar="DIR", help="leave the tensors that were compared in this folder")

@@ -22,8 +22,6 @@ examples:
 
 exit codes: 0; 1 one of those that are named runs nowhere here"""
 
-_DEVICES = ("cpu", "cuda")
-
 
 @dataclasses.dataclass
 class _Known:
@@ -52,13 +50,15 @@ def implementations(arguments: Sequence[str]) -> int:
     # As for `shardproof run`: for adapters of the user's own.
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
+    from shardproof.harness.tensors import devices  # late: it imports torch
+
     names = named or dict.fromkeys([*registry.BUILT_IN, *registry.registered()])
     known = [_examined(name) for name in names]
     heading = ["name", "version", f"of {len(Capability)} capabilities", "runs on", "from"]
     lines = table([heading, *(one.row for one in known)])
     lines += [printable(line) for line in [*_clashes(), *(line for one in known for line in one.reasons)]]
-    if not _has_cuda():
-        lines.append("cuda: torch finds no CUDA device here")
+    if not devices.accelerator():
+        lines.append("torch finds no accelerator here")
     print("\n".join(lines))
     return CANNOT_RUN if named and not all(one.devices for one in known) else 0
 
@@ -67,6 +67,7 @@ def _examined(name: str) -> _Known:
     """Import and check an implementation; what is wrong with it becomes a line."""
     # Late: it imports torch.
     from shardproof.harness.adapters import declarations
+    from shardproof.harness.tensors import devices
 
     known = _Known(name, _source(name))
     try:
@@ -74,7 +75,7 @@ def _examined(name: str) -> _Known:
     except ValueError as error:
         known.reasons.append(str(error))
         return known
-    for device in _DEVICES if _has_cuda() else _DEVICES[:1]:
+    for device in filter(None, ("cpu", devices.accelerator())):
         try:
             declarations.check(name, adapter, device)
         except ValueError as error:
@@ -99,12 +100,6 @@ def _clashes() -> list[str]:
         for one in several
         if name in registry.BUILT_IN
     ]
-
-
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available() and torch.cuda.device_count() > 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.tensors import memory, streams
+from shardproof.harness.tensors import devices, memory
 
 CPU = torch.device("cpu")
 NUMEL = 1000
@@ -144,18 +144,18 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", clock.sleep)
-    streams._cycles_per_millisecond.cache_clear()
+    devices._cycles_per_millisecond.cache_clear()
     yield clock
-    streams._cycles_per_millisecond.cache_clear()
+    devices._cycles_per_millisecond.cache_clear()
 
 
 def test_turns_of_other_processes_make_no_occupation_shorter(clock):
-    streams.occupy(20, device_type="cuda")
+    devices.occupy(20, device_type="cuda")
     assert clock.kernels[-1] == 40_000
 
 
 def test_the_clock_is_measured_once(clock):
-    streams.occupy(20, device_type="cuda")
+    devices.occupy(20, device_type="cuda")
     measured = len(clock.kernels) - 1
-    streams.occupy(5, device_type="cuda")
+    devices.occupy(5, device_type="cuda")
     assert clock.kernels[measured:] == [40_000, 10_000]

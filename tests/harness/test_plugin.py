@@ -1,9 +1,14 @@
 """The plugin: what it selects, refuses, and reports. Inner runs share this process's forkserver where they can."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from shardproof.harness.plugin.selection import resolve
+from shardproof.harness.tensors import devices
+from shardproof.harness.tensors.private import MissingName
 from tests.harness.inner import CASE, last_error
 
 # Each test starts processes.
@@ -16,7 +21,28 @@ pytestmark = pytest.mark.sampled
 def test_device_that_is_not_there(run):
     result = run(CASE.format(body="pass"), "--device", "cuda")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == "ERROR: --device cuda: torch finds no CUDA device here; use --device cpu or auto"
+    assert last_error(result) == "ERROR: --device cuda: torch finds no accelerator here; use cpu or auto"
+
+
+def test_accelerator_of_another_vendor(run, pytester, monkeypatch):
+    """As far as it goes without the device: its type and backend are torch's, and what it lacks is named."""
+    module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(name="HL-225"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("hpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "hpu", module, raising=False)
+    assert devices.accelerator() == ""  # without process groups
+    monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, "hpu", "hccl")
+    assert last_error(run(CASE, "--device", "cuda")).endswith("the accelerator here is hpu; use hpu, cpu or auto")
+    assert "gloo moves no tensors of hpu" in last_error(run(CASE, "--ranks-per-gpu", "2"))
+    source = CASE.replace("test_case", "test_large").replace("(2)", "(4)") + CASE.replace("@", "@needs(STREAMS)\n@")
+    more = "from shardproof.testing import Hardware, needs\nSTREAMS = Hardware.STREAMS\n"
+    run(more + source.format(body="pass"), "--report", "run.json").assert_outcomes(skipped=2)
+    made = json.loads(pytester.path.joinpath("run.json").read_text())
+    assert [case["missing"] for case in made["cases"]] == [["4 hpu devices (there are 2)"], ["streams"]]
+    assert made["environment"]["device"] == "hpu" and len(made["environment"]["accelerators"]) == 2
+    assert resolve(implementations="ddp", device="hpu", worlds="2", deadline=None).backend == "hccl"
+    with pytest.raises(MissingName, match=r"has no torch\.hpu\.memory_stats\.requested_bytes, which .+ needs"):
+        devices.requested_bytes(torch.device("hpu"), "peak")
 
 
 @pytest.mark.parametrize("worlds", ["0", "two", "2,,4", "-2"])

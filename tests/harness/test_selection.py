@@ -15,8 +15,9 @@ def gpus(monkeypatch):
     """Pretend that the host has this many GPUs."""
 
     def pretend(count):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        device = torch.device("cuda") if count else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: device)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
 
     return pretend
 
@@ -78,7 +79,7 @@ def test_auto_takes_one_device_that_ranks_may_share(gpus):
     [
         ({"ranks_per_gpu": 0}, "--ranks-per-gpu 0: expected a positive number of ranks"),
         ({"ranks_per_gpu": 2, "device": "cpu"}, "--ranks-per-gpu 2: --device cpu uses no GPU"),
-        ({"ranks_per_gpu": 2}, "--ranks-per-gpu 2: torch finds no CUDA device here"),
+        ({"ranks_per_gpu": 2}, "--ranks-per-gpu 2: torch finds no accelerator here"),
         (
             {"ranks_per_gpu": 2, "simulate": "64"},
             "--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu 2",

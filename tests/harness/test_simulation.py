@@ -250,14 +250,9 @@ def test_options_that_make_no_sense(sizes, others, line):
 
 
 def test_worlds_that_make_no_sense():
-    lines = {
-        (8, 8, "cpu"): "rank 8 of a simulated world of 8 ranks: expected 0 to 7",
-        (8, 0, "tpu"): "a simulated world on 'tpu': expected cpu or cuda",
-    }
-    for (size, rank, device), line in lines.items():
-        with pytest.raises(ValueError) as raised, simulated_world(size, rank=rank, device_type=device):
-            pass
-        assert str(raised.value) == line
+    line = r"^rank 8 of a simulated world of 8 ranks: expected 0 to 7$"
+    with pytest.raises(ValueError, match=line), simulated_world(8, rank=8):
+        pass
     with pytest.raises(ValueError, match=r"^simulated\(multiple_of=0\): a world's size is a positive integer$"):
         simulated(multiple_of=0)
     with pytest.raises(ValueError, match=r"^a mesh of 16x8 has 128 ranks: a world of 100 does not divide into it$"):

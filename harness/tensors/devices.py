@@ -1,0 +1,95 @@
+"""The one place that knows device types: which accelerator is here, its process groups, its memory and its streams.
+
+Everywhere else a device is the CPU or an accelerator. What torch has for every type is called where it is needed
+(``torch.accelerator``); what only the module of a type has, such as ``torch.cuda`` or ``torch.xpu``, is asked for here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from shardproof.harness.tensors import private
+
+#: The device types and backends that an entry of known failures may name, on hosts that lack them too. A run takes
+#: whatever torch reports, and its backend is the one that is registered for the type.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl", "npu": "hccl", "xpu": "xccl"}
+
+#: The kernels that the clock is measured with, and the cycles of each: about half a millisecond.
+_KERNELS = 20
+_CYCLES = 1_000_000
+
+
+def accelerator() -> str:
+    """The type of the accelerator that ranks can use here, or "". It has process groups; MPS has no float64."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    usable = dist.Backend.default_device_backend_map.keys() - {"mps"}
+    return found.type if found is not None and found.type in usable else ""
+
+
+def count() -> int:
+    """The number of its devices on this host."""
+    return torch.accelerator.device_count() if accelerator() else 0
+
+
+def check(asked: str) -> None:
+    """Refuse a value of ``--device`` that this host does not have, by a ValueError of one line."""
+    here = accelerator()
+    if asked not in ("auto", "cpu", here or "auto"):
+        has = f"the accelerator here is {here}; use {here}," if here else "torch finds no accelerator here; use"
+        raise ValueError(f"--device {asked}: {has} cpu or auto")
+
+
+def shares(device_type: str) -> bool:
+    """Whether several ranks may share one device: their groups have gloo, which must move tensors of the type."""
+    return device_type in dist.Backend.backend_capability["gloo"]
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether the allocator of the device counts the bytes that are requested, and the most at once."""
+    return "requested_bytes.all.peak" in getattr(torch.get_device_module(device), "memory_stats", lambda _: {})(device)
+
+
+def requested_bytes(device: torch.device, which: Literal["current", "peak"]) -> int:
+    """The bytes that tensors on the device have requested; a case is unmet where its allocator does not count them."""
+    if not counts_memory(device):
+        lacking = f"torch.{device.type}.memory_stats.requested_bytes"
+        raise private.MissingName(f"torch {torch.__version__} has no {lacking}, which measuring memory needs")
+    return int(torch.get_device_module(device).memory_stats(device)[f"requested_bytes.all.{which}"])
+
+
+def occupies(device_type: str) -> bool:
+    """Whether :func:`occupy` can keep a stream of the type busy: torch has a kernel for that on CUDA alone."""
+    return device_type == "cuda"
+
+
+def occupy(milliseconds: float, *, device_type: str) -> None:
+    """Occupy the current stream of a device, and return at once; on the CPU, sleep."""
+    if occupies(device_type):
+        # ``_sleep`` takes cycles of the SM clock and returns at once: it occupies the stream and not the host.
+        private.need("torch.cuda._sleep")(int(milliseconds * _cycles_per_millisecond()))
+    else:
+        time.sleep(milliseconds / 1000)
+
+
+@functools.cache
+def _cycles_per_millisecond() -> float:
+    """The rate of the device's clock: that of the fastest of several kernels in a row.
+
+    Processes that share a GPU take turns of some milliseconds. A kernel during which others had their turn looks slow,
+    and whatever is computed from it is too short, for as long as this process lives: layers that should have been busy
+    for 20 ms were for less than 10. A kernel of half a millisecond mostly fits into a turn.
+    """
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(_KERNELS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        private.need("torch.cuda._sleep")(_CYCLES)
+        event.record()
+    events[-1].synchronize()
+    shortest = min(float(before.elapsed_time(after)) for before, after in itertools.pairwise(events))
+    return _CYCLES / shortest
