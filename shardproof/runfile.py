@@ -253,7 +253,7 @@ class CaseRecord:
     reproduce: str = says("of a failure, the command that repeats it", default="")
     explanation: Explanation | None = says("of a failure with --explain, what a second run showed", default=None)
     peak_bytes: Sequence[Count] = says(
-        "on accelerators, by rank, the most bytes of a step beyond those before it", default=()
+        "by rank, the most bytes of a device in a step beyond those before it", default=()
     )
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)

@@ -23,7 +23,7 @@ from training import models
 from training.implementations import units_of
 from training.models import SPECS, Spec
 from training.processes import answer
-from training.worker import join
+from training.worker import join, synchronize
 
 #: Steps before the measured ones: everything that lives as long as the model has been made.
 WARM_UP = 2
@@ -50,12 +50,12 @@ class Rank:
         """Train one step; return its seconds, and those of this process's processor."""
         given = models.batch(self.spec, self.done, 0, dist.get_rank(), self.device)
         dist.barrier()
-        self._synchronize()
+        synchronize(self.device)
         start, start_cpu = time.perf_counter(), time.process_time()
         models.loss(self.spec, self.model, given).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._synchronize()
+        synchronize(self.device)
         self.done += 1
         return time.perf_counter() - start, time.process_time() - start_cpu
 
@@ -84,7 +84,7 @@ class Rank:
     def _peak(self) -> int:
         gc.collect()
         if self.device.type == "cuda":
-            self._synchronize()
+            synchronize(self.device)
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             self.step()
@@ -98,10 +98,6 @@ class Rank:
                 held += event.nbytes()
                 most = max(most, held)
         return most
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def main() -> None:

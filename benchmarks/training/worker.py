@@ -94,7 +94,7 @@ class Worker:
         assert spec is not None and trained is not None
         rank = dist.get_rank() // spec.tensor_parallel
         batches = [models.batch(spec, self.done, number, rank, self.device) for number in range(spec.microbatches)]
-        _synchronize(self.device)
+        synchronize(self.device)
         start, start_cpu = time.perf_counter(), time.process_time()
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
@@ -106,7 +106,7 @@ class Worker:
         host, host_cpu = time.perf_counter(), time.process_time()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        _synchronize(self.device)
+        synchronize(self.device)
         end = time.perf_counter()
         self.done += 1
         self.losses.append(total)
@@ -178,17 +178,18 @@ def limits(spec: Spec, device: torch.device, count: int) -> dict[str, Any]:
 def _timed(action: Callable[[], object], device: torch.device, count: int) -> list[float]:
     found = []
     for _ in range(count + 2):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         action()
-        _synchronize(device)
+        synchronize(device)
         found.append(1000 * (time.perf_counter() - start))
     return found[2:]
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def join(backend: str, device_type: str, rank: int, world: int, store: str) -> torch.device:

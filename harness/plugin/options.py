@@ -43,8 +43,7 @@ class _Option:
 _HELP = {
     "impl": "comma-separated implementations: names that `shardproof implementations` lists, or module:Class (default: "
     f"{','.join(DEFAULT_IMPLEMENTATIONS)})",
-    "device": "cpu, or the type of the accelerator, as torch names it; auto (default) is the accelerator if there are "
-    "two devices or more, else the CPU",
+    "device": "cpu, or the accelerator's type, as in torch; auto: the accelerator if it has two devices, else cpu",
     "world": "run only cases with these numbers of ranks, such as 2,4",
     "report": "write the run file to this path, as JSON",
     "check-collectives": "stop ranks before they block in different collectives on one group",

@@ -136,8 +136,7 @@ class Selection:
         from shardproof.harness.tensors import devices  # late: it imports torch
 
         # gloo makes the host wait for each collective, so what should wait for another stream need not.
-        has_streams = not self.shares_gpus and devices.occupies(self.device)
-        return frozenset(Hardware if has_streams else {Hardware.ACCELERATOR})
+        return frozenset({Hardware.ACCELERATOR} if self.shares_gpus or not devices.occupies(self.device) else Hardware)
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""
@@ -260,7 +259,9 @@ def _there_are(devices: int, ranks_per_gpu: int, named: str = "") -> str:
 
 
 def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, int]:
-    from shardproof.harness.tensors import devices  # late: it imports torch
+    from torch.distributed import Backend  # late, as everything that imports torch
+
+    from shardproof.harness.tensors import devices
 
     devices.check(asked)
     here, count = devices.accelerator(), devices.count()
@@ -270,7 +271,7 @@ def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, i
             raise ValueError(f"--device {here}: {started}; start one rank for each device, or use --device cpu")
         # Every rank of the job has the device of its local rank.
         count = place.size if count >= place.local_size else 0
-    if ranks_per_gpu > 1 and not (count and devices.shares(here)):
+    if ranks_per_gpu > 1 and not (count and here in Backend.backend_capability["gloo"]):
         why = f"gloo moves no tensors of {here}" if count else "torch finds no accelerator here"
         raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: {why}; leave it out")
     # A world of one rank shards nothing, so "auto" takes the accelerator only where two ranks have a device.

@@ -45,11 +45,6 @@ def check(asked: str) -> None:
         raise ValueError(f"--device {asked}: {has} cpu or auto")
 
 
-def shares(device_type: str) -> bool:
-    """Whether several ranks may share one device: their groups have gloo, which must move tensors of the type."""
-    return device_type in dist.Backend.backend_capability["gloo"]
-
-
 def counts_memory(device: torch.device) -> bool:
     """Whether the allocator of the device counts the bytes that are requested, and the most at once."""
     return "requested_bytes.all.peak" in getattr(torch.get_device_module(device), "memory_stats", lambda _: {})(device)

@@ -122,8 +122,7 @@ def _with(fact: Callable[[str, Run], str], named: list[str], runs: Sequence[tupl
 
 
 def _device_and_torch(run: Run) -> str:
-    device = run.environment.device or "unknown device"
-    device = device if " " in device or device == MIXED else device.upper()
+    device = {"": "unknown device", MIXED: MIXED}.get(run.environment.device, run.environment.device.upper())
     torch = public_version(run.environment.torch)
     return f"{device}, torch {torch}" if torch else device
 

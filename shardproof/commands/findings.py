@@ -130,8 +130,11 @@ def _lacking(finding: Finding) -> list[str]:
         installed = _version(wanted.name)
         if installed is None or not wanted.specifier.contains(installed, prereleases=True):
             lacking.append(f"{wanted}{f' (here is {installed})' if installed else ''}")
-    if finding.gpus > 0 and not lacking and (here := _gpus()) < finding.gpus:
-        lacking.append(f"{finding.gpus} GPU{'s' if finding.gpus > 1 else ''} (here is {here})")
+    if finding.gpus > 0 and not lacking:
+        import torch
+
+        if (here := torch.cuda.device_count()) < finding.gpus:
+            lacking.append(f"{finding.gpus} GPU{'s' if finding.gpus > 1 else ''} (here is {here})")
     return lacking
 
 
@@ -140,12 +143,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _output(finding: Finding, seconds: int) -> list[str]:

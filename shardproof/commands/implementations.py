@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shardproof import commands
 from shardproof.harness.adapters import registry
@@ -53,21 +53,21 @@ def implementations(arguments: Sequence[str]) -> int:
     from shardproof.harness.tensors import devices  # late: it imports torch
 
     names = named or dict.fromkeys([*registry.BUILT_IN, *registry.registered()])
-    known = [_examined(name) for name in names]
+    here = devices.accelerator()
+    known = [_examined(name, ["cpu", here] if here else ["cpu"]) for name in names]
     heading = ["name", "version", f"of {len(Capability)} capabilities", "runs on", "from"]
     lines = table([heading, *(one.row for one in known)])
     lines += [printable(line) for line in [*_clashes(), *(line for one in known for line in one.reasons)]]
-    if not devices.accelerator():
+    if not here:
         lines.append("torch finds no accelerator here")
     print("\n".join(lines))
     return CANNOT_RUN if named and not all(one.devices for one in known) else 0
 
 
-def _examined(name: str) -> _Known:
+def _examined(name: str, device_types: Iterable[str]) -> _Known:
     """Import and check an implementation; what is wrong with it becomes a line."""
     # Late: it imports torch.
     from shardproof.harness.adapters import declarations
-    from shardproof.harness.tensors import devices
 
     known = _Known(name, _source(name))
     try:
@@ -75,7 +75,7 @@ def _examined(name: str) -> _Known:
     except ValueError as error:
         known.reasons.append(str(error))
         return known
-    for device in filter(None, ("cpu", devices.accelerator())):
+    for device in device_types:
         try:
             declarations.check(name, adapter, device)
         except ValueError as error:
