@@ -4,8 +4,6 @@ A bug is planted before the first model of a case is sharded, and taken back whe
 the same ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

@@ -14,8 +14,6 @@ A run of pytest with ``-p planted.run`` collects the items on its command line a
 become as many items as it has combinations, for each of some hundred implementations.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import concurrent.futures

@@ -6,8 +6,6 @@ chapter's cases that finds it (:class:`Bug` has the keys). ``adapters.py`` has t
 they say. ``tests/test_planted.py`` has a test for each row.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 A finding raises ``Unhealthy`` on every rank at the end of the step, or when the case ends, and so fails the case.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools

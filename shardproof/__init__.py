@@ -5,8 +5,6 @@ installation they are folders. ``testing`` is what cases import, ``plugin`` what
 ``pytest_plugins``; ``commands`` has the commands, and ``__main__`` calls them.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

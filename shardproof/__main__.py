@@ -1,7 +1,5 @@
 """The command line: ``shardproof run``, ``report`` and others, also as ``python -m shardproof``."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -25,8 +25,6 @@ What follows is the reproducer, which needs nothing of shardproof. Reading impor
   looked up and a remark, as in "https://github.com/pytorch/pytorch/issues/1 open: the report".
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

@@ -10,8 +10,6 @@ ignored: a later writer may add some. The decoder checks types, bounds and the m
 demands, such as names of device types, concerns writers alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -5,8 +5,6 @@ into them, and :func:`schema` makes the JSON Schema of them; ``jsonfiles`` has t
 the fields. ``python -m shardproof.runfile > reports/run-file.schema.json`` writes the schema.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

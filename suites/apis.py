@@ -1,7 +1,5 @@
 """The APIs of FSDP1 and FSDP2, as cases call them themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Callable

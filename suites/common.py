@@ -1,7 +1,5 @@
 """What cases of many chapters do: shard a model by its own units, train step by step, compare two runs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Collectives that user code gives to an implementation instead of its own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a rank stands on a mesh and what it should hold, by sizes alone: neither torch nor an adapter is asked."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Chapter ACCUMULATION: gradients of several microbatches add up, and are reduced as often as configured."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Chapter AUTOGRAD: backward through whatever a forward returned, used or not."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

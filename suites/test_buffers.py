@@ -1,7 +1,5 @@
 """Chapter BUFFERS: tensors of a model that are not trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

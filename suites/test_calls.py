@@ -1,7 +1,5 @@
 """Chapter CALLS: what the API of ``FullyShardedDataParallel`` returns and warns of."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

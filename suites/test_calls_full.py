@@ -1,7 +1,5 @@
 """Chapter CALLS: full parameters of wrappers, with tensor parallelism too."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

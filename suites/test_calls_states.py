@@ -1,7 +1,5 @@
 """Chapter CALLS: state dicts by the API of ``FullyShardedDataParallel``, of the model and of the optimizer."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Chapter CLIPPING: the norm of all gradients together, and gradients scaled by it."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Chapter COLLECTIVES: how many, how large, in which order, among which ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Chapter COMPILED: units whose modules are compiled, with the sharding code outside the graphs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

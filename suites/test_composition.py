@@ -1,7 +1,5 @@
 """Chapter COMPOSITION: sharding together with tensor, sequence and pipeline parallelism."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Chapter DETERMINISM: the same run gives the same bits."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

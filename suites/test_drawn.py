@@ -1,7 +1,5 @@
 """Chapter DRAWN: models, meshes and schedules that nobody wrote down."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

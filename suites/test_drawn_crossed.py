@@ -1,7 +1,5 @@
 """Chapter DRAWN: what an implementation claims, three features at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Chapter EVALUATION: forwards without a backward, between training steps."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

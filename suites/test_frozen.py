@@ -1,7 +1,5 @@
 """Chapter FROZEN: parameters that need no gradient."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

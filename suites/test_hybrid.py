@@ -1,7 +1,5 @@
 """Chapter HYBRID: parameters sharded within replicas, gradients averaged over all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

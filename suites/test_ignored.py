@@ -1,7 +1,5 @@
 """Chapter IGNORED: parameters that are not sharded."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

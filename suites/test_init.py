@@ -1,7 +1,5 @@
 """Chapter INIT: making a sharded model."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

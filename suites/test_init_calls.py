@@ -1,7 +1,5 @@
 """Chapter INIT: options and calls that the API of ``FullyShardedDataParallel`` refuses, and its default ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Chapter INPUTS: arguments of units, which wrappers and hooks must pass on unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

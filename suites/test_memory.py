@@ -1,7 +1,5 @@
 """Chapter MEMORY: the memory in which units are gathered while a step runs."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Chapter OFFLOAD: shards, gradients and the optimizer on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ Every run is compared bit for bit with full copies: the gradients of the models 
 optimizers compute element by element.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

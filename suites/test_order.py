@@ -1,7 +1,5 @@
 """Chapter ORDER: ranks that run units in different orders report it before they exchange wrong parameters."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

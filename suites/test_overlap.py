@@ -1,7 +1,5 @@
 """Chapter OVERLAP: work that the streams of a device run at the same time, and waits."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chapter PLACEMENT: which elements a rank holds, and a parameter's DTensor."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

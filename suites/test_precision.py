@@ -1,7 +1,5 @@
 """Chapter PRECISION: dtypes of compute, reduction and output."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Chapter PREFETCH: units that gather others ahead, as user code has set them."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, cast
 

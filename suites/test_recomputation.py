@@ -1,7 +1,5 @@
 """Chapter RECOMPUTATION: activation checkpointing of units, without a second gather."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chapter RECOVERY: after something went wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Chapter REDUCTION: how gradients are averaged."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

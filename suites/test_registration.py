@@ -1,7 +1,5 @@
 """Chapter REGISTRATION: which parameters a module has registered between the phases of a step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

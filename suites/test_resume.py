@@ -1,7 +1,5 @@
 """Chapter RESUME: training goes on from a checkpoint as if it had never stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import pathlib

@@ -1,7 +1,5 @@
 """Chapter SCALER: losses that are scaled, so that small gradients of float16 are not lost."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chapter SHARDING: a rank holds its share of the tensors that an implementation declares sharded, and no more."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -4,8 +4,6 @@ Each case makes its process, in turn, a few single ranks of a world of as many a
 computed, so that sizes are exact and nothing is compared with a tolerance.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

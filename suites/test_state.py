@@ -1,7 +1,5 @@
 """Chapter STATE: state dicts and checkpoints."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Chapter TIED: a parameter that several modules of one unit share."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

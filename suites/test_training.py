@@ -1,7 +1,5 @@
 """Chapter TRAINING: a sharded run trains the same model as its baseline."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

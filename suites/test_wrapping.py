@@ -1,7 +1,5 @@
 """Chapter WRAPPING: units that an implementation finds itself, by a rule."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

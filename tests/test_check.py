@@ -1,7 +1,5 @@
 """`shardproof check` on ranks: right trainings agree under each parallelism; records say what was seen."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

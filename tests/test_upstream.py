@@ -1,7 +1,5 @@
 """The fixes that planted/upstream undoes: each edit fits the installed package, and the disk keeps its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import pathlib

@@ -1,7 +1,5 @@
 """Clip gradients by their norm over all ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce

@@ -7,8 +7,6 @@ a planted fault. Norms, the comparison of orders, and what sets up or summons a 
 ``"(root)"``.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

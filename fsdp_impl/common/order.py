@@ -6,8 +6,6 @@ whether all ranks mean the same unit, however many they are; names are exchanged
 forwards are compared with the first, on each rank by itself, which costs no communication and therefore only warns.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
 from collections.abc import Iterable, Sequence

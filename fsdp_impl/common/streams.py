@@ -4,8 +4,6 @@ On CPU every stream and event is ``None``: work runs when it is called, so there
 this module is written once, for accelerators, and runs unchanged on CPU.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Adapter for accelerate's FSDP2, which calls torch's ``fully_shard`` for the classes that a plugin names."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

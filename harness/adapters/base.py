@@ -4,8 +4,6 @@ The protocol fits implementations that wrap modules, implementations that only r
 backward, clipping and the optimizer step. docs/adapters.md has a complete example.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import pathlib

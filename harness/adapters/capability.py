@@ -1,7 +1,5 @@
 """The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
 
-from __future__ import annotations
-
 import enum
 
 

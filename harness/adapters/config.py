@@ -1,7 +1,5 @@
 """How a case wants its model sharded, in terms that are the same for every implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ A class comes from a user, and everything about it may be wrong: whatever it rai
 names the implementation, the member, the value and what would be right.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

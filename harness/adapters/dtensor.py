@@ -1,7 +1,5 @@
 """The base class of adapters whose implementation keeps each parameter as a DTensor."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

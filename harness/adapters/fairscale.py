@@ -1,7 +1,5 @@
 """Adapters for fairscale: ``ShardedDataParallel``, which reduces each gradient to one rank, and its own FSDP."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The base class of adapters whose implementation wraps modules and shards one flat parameter per wrapper."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

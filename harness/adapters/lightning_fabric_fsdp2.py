@@ -1,7 +1,5 @@
 """Adapter for Lightning Fabric's ``ModelParallelStrategy``, through which user code calls torch's ``fully_shard``."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Adapter for megatron-fsdp's ``fully_shard_model`` and ``fully_shard_optimizer``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

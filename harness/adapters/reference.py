@@ -1,7 +1,5 @@
 """Adapter for the reference implementation."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Unsharded training with a full copy of the model on every rank: the two baselines, and controls."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Adapter for torch's ``FullyShardedDataParallel``, a module wrapper with one flat parameter per unit."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 

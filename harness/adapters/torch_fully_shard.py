@@ -1,7 +1,5 @@
 """Adapter for ``torch.distributed.fsdp.fully_shard``."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

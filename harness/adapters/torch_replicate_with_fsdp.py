@@ -1,7 +1,5 @@
 """Adapter for ``torch.distributed._composable.replicate_with_fsdp``: units of ``fully_shard`` that shard nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapter for ``torch.distributed.optim.ZeroRedundancyOptimizer``: replicas divide the optimizer's state."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

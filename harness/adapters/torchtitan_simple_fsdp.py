@@ -1,7 +1,5 @@
 """Adapter for torchtitan's simple_fsdp, which makes each parameter a property that gathers it."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

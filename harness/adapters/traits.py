@@ -1,7 +1,5 @@
 """Facts about an implementation that its adapter declares and that comparisons depend on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

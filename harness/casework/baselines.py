@@ -1,7 +1,5 @@
 """Baselines beside those of a pair: one process with the batch of all ranks, and plain copies that a case averages."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

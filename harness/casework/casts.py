@@ -5,8 +5,6 @@ where the adapter's traits have it. So a model whose arithmetic is the same in e
 the same bits.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ The rows are drawn once (``docs/make_crossed.py``) and stay in ``suites/crossed.
 for every implementation and in every run. What a value needs, and which values exclude each other, is written here.
 """
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import tomllib

@@ -5,8 +5,6 @@ census keeps nothing alive. What a storage holds later is read from it: an imple
 the storage or resizes it to nothing. This works on every device, also for memory that only C++ references.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

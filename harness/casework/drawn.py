@@ -4,8 +4,6 @@ A training is frozen, can be pickled, and its ``repr`` is Python that makes it a
 the file and the name of the case that runs it: it has a seed of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -4,8 +4,6 @@ A job that goes on with fewer ranks, or with more, destroys its process groups a
 that the case runs on are hidden meanwhile, because later cases need them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What an implementation refuses to shard: with which words, on which ranks, and what it has done by then."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads the state dicts of a run whole, and compares them with what ranks hold, with a plain model and with others."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import pathlib

@@ -1,7 +1,5 @@
 """What ran on a device, and when: the kernels of collectives and of busy layers, from torch's profiler."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Compares two runs of one implementation bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -7,8 +7,6 @@ collectives issued below Python, and otherwise by the methods of ``ProcessGroup`
 baseline and the harness issue outside any Recorder.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -5,8 +5,6 @@ the CPU the rank sleeps, so that a missing order produces a wrong trace. Delays 
 and not at the Python function that issues it, because torch 2.13 renamed those functions and DDP's reducer calls none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -3,8 +3,6 @@
 A line that begins with "-" is missing, one that begins with "+" is extra, and the others are as expected.
 """
 
-from __future__ import annotations
-
 import collections
 import difflib
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ It does not see barriers. It must not be active where ``torch.compile`` should c
 compiles nothing, silently.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The ordered trace of one rank's collectives, and the comparison of traces."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

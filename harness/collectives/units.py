@@ -1,7 +1,5 @@
 """Matches collectives to units by their size in bytes, which works for any implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Which element of a tensor is wrong, and what several runs have there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -12,8 +12,6 @@ torch 2.13, gloo). None of the 376,888 distances recorded there used more than 0
 total norm was off by more than 7.6 ulps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -25,8 +25,6 @@ S1 to S5 and S12 are told from vectors (:func:`diagnose`), S6 and S13 from value
 never decides a verdict.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

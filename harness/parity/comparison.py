@@ -1,7 +1,5 @@
 """Compares one step of the sharded run, the baseline and the oracle, and finds the first stage that diverges."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping

@@ -9,8 +9,6 @@ memory once the model is sharded. Elements are counted where a training script s
 in their gradients, and in the state of the optimizer. Counting reads and does not wait for a device.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 

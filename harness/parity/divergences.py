@@ -1,7 +1,5 @@
 """Compares what the modules of two or three runs computed in one step, in the order in which they did."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

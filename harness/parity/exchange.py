@@ -5,8 +5,6 @@ its value to a file of its own in the world's directory, which stays in the page
 their named pipes; a rank that waits sleeps in a read.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import pathlib

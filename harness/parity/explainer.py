@@ -4,8 +4,6 @@ What compares runs adds what it has compared; nothing is exchanged between ranks
 has ended, the first divergence among all of it is this rank's explanation.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The oracle: a float64 replay of a training step in one process, without sharding."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Trains a sharded run, its baseline and the oracle on the same data, and compares them step by step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks in a rank that an adapter keeps to the protocol: what its methods return, and how its pieces are cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import traceback
 from collections.abc import Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What outlives a case in a rank process: groups, meshes and results of replays; and its rank of a world meanwhile."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

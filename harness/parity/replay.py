@@ -1,7 +1,5 @@
 """Replays the steps of a sharded run on the baseline and the oracle, or takes the results from the rank's cache."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

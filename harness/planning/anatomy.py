@@ -1,7 +1,5 @@
 """What a model consists of, and how it is built for a simulation: its units, sizes and dtypes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Tiny models of the package transformers for ``--model transformers:NAME``, with random weights: nothing is loaded."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Simulates a training step of one rank on each mesh, and puts its memory, traffic and closed formulas together."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The shapes that ``shardproof plan --model`` knows by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What a plan is asked for: a model, an implementation, and what a step of training is."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

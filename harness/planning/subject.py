@@ -1,7 +1,5 @@
 """What ``--model`` names: a known shape, or a function of the user that builds a model."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Cuts a model over tensor-parallel ranks, by the plan that its class brings."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameter sets for ``pytest.mark.parametrize`` that several chapters share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One collected case: its parameters, the capabilities and hardware that it needs, and how it runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

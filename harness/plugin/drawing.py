@@ -5,8 +5,6 @@ meets no example that fails and then passes. Shrinking keeps to failures of one 
 error to another, and ends when its time is over.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

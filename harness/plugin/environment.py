@@ -1,7 +1,5 @@
 """The environment of a run, for the run file: versions, host, implementations and the constants of the comparison."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os

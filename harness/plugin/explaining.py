@@ -1,7 +1,5 @@
 """Runs a failed case once more with capture on, and says where its runs first diverge: ``--explain``."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The hooks of the pytest plugin; the other modules of this room do the work."""
 
-from __future__ import annotations
-
 import pathlib
 import signal
 import threading

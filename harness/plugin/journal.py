@@ -8,8 +8,6 @@ comma that separates it from the last. The text up to any line, with the open br
 the journal of a process that was killed can still be read. docs/run-files.md describes the format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import fcntl

@@ -31,8 +31,6 @@ A file of ``--expectations`` has the same entries for cases of any folder. The i
 without ``.toml``, or what a first line ``implementation = "..."`` names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import fnmatch

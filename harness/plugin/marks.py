@@ -4,8 +4,6 @@ They are ordinary pytest marks, so ``-m``, ``pytest.param(..., marks=...)`` and 
 from a module's ``pytestmark`` mean what they always mean.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from shardproof.harness.adapters.capability import Capability, Hardware

@@ -4,8 +4,6 @@ The build of a wheel or an sdist runs this file by its path to write the commit 
 library alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pathlib

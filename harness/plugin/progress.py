@@ -1,7 +1,5 @@
 """Which cases of a run were selected, which of them have a record, and what is missing."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The command that repeats one case: to be pasted into any shell, in any directory."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """The state that the plugin's hooks share in one pytest process."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -4,8 +4,6 @@ A strategy draws what the implementation under test claims, so that no example i
 list of choices is what a failing example shrinks to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, get_args

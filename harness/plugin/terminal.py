@@ -4,8 +4,6 @@ Failures are printed where all reports arrive, in the controller of an xdist run
 file and ``--junitxml`` keep the text of every case, and with ``-v`` pytest prints all of them as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib.util

@@ -1,7 +1,5 @@
 """Runs that torchrun started: rank 0 is the controller, and each other process a silent supervisor of ranks."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Tensors without memory, on which operators compute shapes and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Builds, shards and trains a model on one rank of a simulated world, and notes what that costs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

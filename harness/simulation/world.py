@@ -1,7 +1,5 @@
 """Makes this process one rank of a world whose other ranks do not exist, and leaves the process as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

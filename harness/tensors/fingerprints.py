@@ -10,8 +10,6 @@ products over dimensions: Pham, Pagh, 2013).
 Sums are made in float64 whatever the dtype, because user code may lower the precision of float32 matrix products.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

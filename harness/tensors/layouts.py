@@ -1,7 +1,5 @@
 """Which elements of its full tensor a rank holds: for DTensors by the house's own rule, not by DTensor's offsets."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Measures the bytes of tensors that a rank holds: from its device's allocator, or a census of storages."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The part of a named tensor that one rank holds: how it is cut from the full tensor, and its positions there."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

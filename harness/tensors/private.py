@@ -7,8 +7,6 @@ used where they are needed, and listed here all the same. Not listed is what sub
 against: ``_parameters``, ``_buffers``, ``_apply``, ``_version`` and the ``_metadata`` of state dicts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pkgutil
 import re

@@ -3,8 +3,6 @@
 Containers are tuples, lists, mappings, namedtuples and dataclasses, nested in any way.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

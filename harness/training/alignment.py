@@ -1,7 +1,5 @@
 """One step of a recording as a whole: assembled from its ranks, and cut into microbatches that read the same rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

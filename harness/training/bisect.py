@@ -1,7 +1,5 @@
 """Finds which settings it takes to make a training fail: what cures it alone, and the smallest plan that fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Checks a training on the ranks of a world: each trains a step and writes what it saw, and the reference judges it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """What all ranks have seen of one step: who holds what, who reads what, what is in a gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Sends what each rank has seen to all ranks, through a gloo group of its own and never for longer than it may."""
 
-from __future__ import annotations
-
 import datetime
 import pickle
 import re

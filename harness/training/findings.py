@@ -1,7 +1,5 @@
 """A finding of the doctor, and what a check returns besides."""
 
-from __future__ import annotations
-
 import dataclasses
 
 

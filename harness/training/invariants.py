@@ -1,7 +1,5 @@
 """What holds in each right training, whatever it computes. Each check takes the evidence of one step."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

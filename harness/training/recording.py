@@ -10,8 +10,6 @@ recordings of other meshes can be compared. Outputs of modules have the sum of t
 signs that depend on the row of the input alone: then they add over microbatches too, however rows are spread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import fnmatch

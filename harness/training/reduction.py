@@ -1,7 +1,5 @@
 """Is each gradient reduced exactly once, over all ranks whose data differ, and with one factor? (D11, D12)"""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ It is a process of its own, so that a module of the user is imported anew, and w
 of the run starts it, tells it by its standard input which step's files are complete, and reads its answers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What the doctor prints when all is well, and the run files of the doctor and of comparisons."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

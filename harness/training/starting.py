@@ -1,7 +1,5 @@
 """Starts a check from Python: the command in a process of its own, of which the record comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

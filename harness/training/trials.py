@@ -1,7 +1,5 @@
 """The trials of ``shardproof check --bisect``: each is a check, by words of the command, with some of the axes off."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -4,8 +4,6 @@ Only plain types and the enums of this room are used, because observations are s
 the run file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts of failures: bounded, compared without what differs from rank to rank, with short lists of ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

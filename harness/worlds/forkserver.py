@@ -4,8 +4,6 @@ The forkserver has imported torch once and has initialised no device. Does not i
 controller can start ranks without importing torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses

@@ -12,8 +12,6 @@ core, often a worker that holds such a lock. The polling thread of the interrupt
 lock when a message comes, and so it polls again and again, without a pause, until the worker has got a core.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import functools

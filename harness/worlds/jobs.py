@@ -1,7 +1,5 @@
 """The messages between the controller and its ranks. Imports no torch, because the controller imports none."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections.abc import Mapping

@@ -8,8 +8,6 @@ of a process that dies. A process writes its id into the files that it has locke
 name it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

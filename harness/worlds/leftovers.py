@@ -4,8 +4,6 @@
 finds functions and classes of torch that were replaced.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The code of a rank process: it joins the process group of its world and then runs jobs in a loop."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import datetime

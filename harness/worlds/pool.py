@@ -1,7 +1,5 @@
 """The worlds of one pytest process: started on first use, reused by later cases, replaced when a case breaks one."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -4,8 +4,6 @@ Initialises no device. Nothing but the forkserver, and a rank with an interprete
 because the objects of the process that does are no longer seen by its garbage collector.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """A rank process, as the process that started it handles it: the controller, or the supervisor of another host."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing.process

@@ -4,8 +4,6 @@ Everything that a run writes for itself is in it: the directories of worlds and 
 process holds a lock on a file in it for as long as it lives. A directory whose lock is free has no owner any more.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import fcntl

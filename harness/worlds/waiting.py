@@ -4,8 +4,6 @@ After some seconds a line says for what the controller waits, which processes ar
 and when the wait ends. Imports no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

@@ -4,8 +4,6 @@ The controller runs it after a deadline has passed. It works from outside the ra
 board, because a stuck rank cannot answer. After a crash the board shows which collectives the ranks had entered.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

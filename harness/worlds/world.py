@@ -1,7 +1,5 @@
 """The controller's side of a world and of its rank processes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib

@@ -1,7 +1,5 @@
 """The command ``shardproof compare``: says where two recordings of a training first diverge."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

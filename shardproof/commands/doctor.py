@@ -1,7 +1,5 @@
 """The command ``shardproof doctor``: runs a training script and reports what no right training does."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import sys

@@ -1,7 +1,5 @@
 """The command ``shardproof findings``: lists the findings, or runs their reproducers with what is installed."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import concurrent.futures

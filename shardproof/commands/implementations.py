@@ -1,7 +1,5 @@
 """The command ``shardproof implementations``: what --impl can name, in which version, and where it runs."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

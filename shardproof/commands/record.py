@@ -1,7 +1,5 @@
 """The command ``shardproof record``: runs a training script and writes what each rank sees of some steps."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ and neither a configuration file nor a conftest nor a package of the current dir
 writes go to the current directory all the same, and adapters are found there.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

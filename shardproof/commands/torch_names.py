@@ -1,7 +1,5 @@
 """The command ``shardproof torch-names``: which private names the installed torch lacks, and what that stops."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

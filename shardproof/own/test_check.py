@@ -1,7 +1,5 @@
 """The user's own training on the ranks of a world, and in one process with the microbatches of all of them."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import os

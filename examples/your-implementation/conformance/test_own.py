@@ -3,8 +3,6 @@
 The ids in ``@contract`` are those of your own requirements.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What shardproof needs to know of the implementation. Only shardproof imports this module."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from importlib import metadata

@@ -1,7 +1,5 @@
 """ZeRO stage 1 on top of DistributedDataParallel. Put your implementation in its place."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable
 

@@ -3,8 +3,6 @@
 A link leads to each supervisor, ranks of a world live in its process, and the fleet is all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """The worlds of a torchrun job, several of which may run cases at the same time, on ranks that they do not share."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

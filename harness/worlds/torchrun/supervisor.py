@@ -4,8 +4,6 @@ It runs no case and prints nothing. A rank that crashes or hangs costs its case;
 goes on. Ranks and the controller send each other jobs and results over connections of their own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib
