@@ -1,7 +1,5 @@
 """Chapter EXTENSION: parameters with gather hooks of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -76,7 +74,7 @@ class Halves(torch.Tensor):
     calls: Calls
 
     @staticmethod
-    def __new__(cls, held: torch.Tensor, calls: Calls) -> Halves:
+    def __new__(cls, held: torch.Tensor, calls: Calls) -> "Halves":
         made: Halves = private.need("torch.Tensor._make_wrapper_subclass")(
             cls, held.size(), strides=held.stride(), dtype=held.dtype, device=held.device
         )
@@ -87,7 +85,7 @@ class Halves(torch.Tensor):
         return ["held"], self.calls
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], calls: Any, size: Any, stride: Any) -> Halves:
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], calls: Any, size: Any, stride: Any) -> "Halves":
         return cls(inner["held"], calls)
 
     @classmethod

@@ -1,7 +1,5 @@
 """Chapter RANDOM: random numbers, of which sharding draws none."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -115,7 +113,7 @@ class Generator:
             self._states = self._read()
             self._write(before)
 
-    def check(self, expected: Generator, when: str) -> None:
+    def check(self, expected: "Generator", when: str) -> None:
         """Check that as many numbers were drawn as from another copy."""
         for kind, mine, other in zip(("CPU", "device"), self._states, expected._states, strict=False):
             assert torch.equal(mine, other), (

@@ -7,8 +7,6 @@ counter never includes an entry that is only partly written. A reader takes the 
 the entries whose places the rank may have written to in between.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import mmap
 import os
@@ -46,7 +44,7 @@ class Announcement:
         return (head + self.text.encode())[:_ENTRY_BYTES].ljust(_ENTRY_BYTES, b"\0")
 
     @classmethod
-    def unpack(cls, data: bytes) -> Announcement:
+    def unpack(cls, data: bytes) -> "Announcement":
         """Decode an entry that :meth:`pack` encoded."""
         job, number, group, ranks, text = data.rstrip(b"\0").decode(errors="ignore").split(_SEPARATOR)
         return cls(int(job), int(number), group, _lengthen(ranks), text)

@@ -1,7 +1,5 @@
 """The context that a case receives: one rank of a world."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import pathlib
@@ -82,7 +80,7 @@ class Rank(Member):
         self._watched: list[Pair | Run] = []
         self._world_ranks: tuple[int, ...] | None = None
 
-    def of_another_world(self, ranks: tuple[int, ...]) -> Rank:
+    def of_another_world(self, ranks: tuple[int, ...]) -> "Rank":
         """Return this rank as one of another world, in whose process group the process is now.
 
         Its exchanges are among the ranks of that world alone, and all ranks of this one must make them. What it

@@ -1,7 +1,5 @@
 """Trains one model with one adapter on one rank, and copies the results of each stage as they appear."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses
@@ -214,7 +212,7 @@ class Run:
         return self.adapter.config.microbatches if self.adapter.traits.divides_by_microbatches else 1
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple["Run", ...]:
         """This run alone, where a ``Pair`` has two."""
         return (self,)
 

@@ -13,8 +13,6 @@ exclude covers nothing. An item that the command line names by its node id is al
 Whatever the effort, the items that ``quick`` keeps run first.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools
@@ -67,7 +65,7 @@ class Combination:
         """Return whether the combination has these values."""
         return part <= self.values.items() | {(WORLD, repr(self.size))}
 
-    def is_easier_than(self, other: Combination) -> bool:
+    def is_easier_than(self, other: "Combination") -> bool:
         """Return whether whoever can run ``other`` can run this one as well, but not the reverse."""
         here, there = (self.size, self.needs), (other.size, other.needs)
         return self.size <= other.size and self.needs <= other.needs and here != there

@@ -5,8 +5,6 @@ files of a run share one namespace of options. A short form that another plugin 
 left to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -173,7 +171,7 @@ class _Probe:
 
     _addoption = addoption
 
-    def getgroup(self, *arguments: Any, **keywords: Any) -> _Probe:
+    def getgroup(self, *arguments: Any, **keywords: Any) -> "_Probe":
         return self
 
     def addini(self, *arguments: Any, **keywords: Any) -> None:

@@ -1,7 +1,5 @@
 """The record of one case: the verdict from all ranks, the reason for it and the measurements, for the run file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
@@ -77,7 +75,7 @@ class MadeRecord(CaseRecord):
     earlier: dict[str, Any] | None = dataclasses.field(default=None, metadata=ASIDE)
 
     @classmethod
-    def repeated(cls, earlier: dict[str, Any]) -> MadeRecord:
+    def repeated(cls, earlier: dict[str, Any]) -> "MadeRecord":
         """Return the record that an earlier attempt of a torchrun job has written, as JSON values."""
         made = decode(cls, earlier)
         made.text, made.earlier = made.failure.text if made.failure is not None else "", earlier

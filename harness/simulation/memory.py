@@ -5,8 +5,6 @@ changes. What a storage is for may be known later only, when a gradient is found
 ledger keeps the changes, and sums are made from them afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum
@@ -70,7 +68,7 @@ class Block:
     phase: str
     kind: Kind = Kind.ACTIVATIONS
     # Of what it is a copy, where it was made or written by an operator that copies.
-    sources: list[weakref.ref[Block]] = dataclasses.field(default_factory=list)
+    sources: list[weakref.ref["Block"]] = dataclasses.field(default_factory=list)
     reference: Any = None
 
 

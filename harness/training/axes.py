@@ -4,8 +4,6 @@ The harness's own axes need nothing of the user: functions of torch are replaced
 them, because user code has often imported them before. The user's axes are keyword-only arguments of ``parallelize``.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses
@@ -58,7 +56,7 @@ class Switches:
         self._touched = frozenset(OWN) if notes else self.off
         self._exits = contextlib.ExitStack()
 
-    def __enter__(self) -> Switches:
+    def __enter__(self) -> "Switches":
         if "compile" in self.off:
             self._exits.enter_context(torch.compiler.set_stance("force_eager"))
         replaced = {one: made for axes, one, made in self._functions() if self._touched.intersection(axes)}

@@ -12,8 +12,6 @@ the step, and in later steps a multiple of how far apart the step began; with a 
 gradient is noise, the update is off by ``sqrt(a)``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -121,7 +119,7 @@ def _what(stage: Stage, name: str) -> str:
 class _Pair:
     """One step of the reference and of the run."""
 
-    def __init__(self, ref: Step, run: Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence[_Pair]):
+    def __init__(self, ref: Step, run: Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence["_Pair"]):
         self.ref, self.run, self.earlier, self._noise = ref, run, [*earlier], noise
         self.step = run.evidence.step
         self.components = components_of(ref, run)

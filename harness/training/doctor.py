@@ -1,7 +1,5 @@
 """Watches the first steps of a training on every rank, and reports what no right training does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -90,7 +88,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
 
     # The context ----------------------------------------------------------------------------
 
-    def __enter__(self) -> Doctor:
+    def __enter__(self) -> "Doctor":
         if self._models:
             self._attach(self._models)
         else:

@@ -7,8 +7,6 @@ microbatches has another loss in the reference and the same gradient. The optimi
 gradients: the reference's takes the run's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -87,7 +85,7 @@ class Divergent:
     module: str
     text: str
 
-    def on(self, rank: int) -> Divergent:
+    def on(self, rank: int) -> "Divergent":
         """Return the same of another rank, which has the same bits."""
         return dataclasses.replace(self, location=dataclasses.replace(self.location, rank=rank))
 

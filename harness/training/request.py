@@ -1,7 +1,5 @@
 """What a check is asked for: the user's functions by their names, the mesh, the dtypes, and the data."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util
@@ -121,7 +119,7 @@ class Request:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def loads(cls, text: str) -> Request:
+    def loads(cls, text: str) -> "Request":
         """Read a request from JSON."""
         fields = json.loads(text)
         fields["mesh"] = tuple((name, size) for name, size in fields["mesh"])

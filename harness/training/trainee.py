@@ -5,8 +5,6 @@ one rank: it has the casts of the run and no sharding. The *oracle* is the model
 what its wrapper's methods would do is nothing there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import zlib
@@ -153,7 +151,7 @@ class Trainee:
 
     def __init__(
         self, request: Request, functions: Functions, role: Role, mesh: DeviceMesh, device: torch.device, *,
-        explains: bool = False, baseline: Trainee | None = None,
+        explains: bool = False, baseline: "Trainee | None" = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
         #: Where the gradients that it sees are kept; for the reference its state is too.
@@ -247,7 +245,7 @@ class Trainee:
             return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
         return torch.optim.AdamW(parameters, lr=1e-3)
 
-    def _like(self, other: Trainee, model: nn.Module) -> torch.optim.Optimizer:
+    def _like(self, other: "Trainee", model: nn.Module) -> torch.optim.Optimizer:
         """Make the optimizer that another trainee's ``parallelize`` has returned, for this model."""
         kind, options = class_and_options(other.optimizer)
         names = {id(one): name for name, one in parameters_of(other.model)}

@@ -1,7 +1,5 @@
 """What one rank returns of a failed case that ran once more with capture on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -36,7 +34,7 @@ class Divergent:
         place = self.location.as_record() | numbers
         return FirstDivergence(**place, module=self.module, parameter=self.parameter, where=self.where, also=self.also)
 
-    def render(self, others: Sequence[Divergent], size: int) -> list[str]:
+    def render(self, others: Sequence["Divergent"], size: int) -> list[str]:
         """Return the lines that describe the place, with those of the other ranks, of ``size`` in all."""
         at = self.location
         lines = [f"first divergence: {at.stage.value}{f' of {at.name!r}' if at.name else ''}"]

@@ -1,7 +1,5 @@
 """A failed comparison, where it failed, and the exception that reports it."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools
@@ -161,7 +159,7 @@ class Finding:
     guess: Guess | None = None
     numbers: Numbers | None = None
 
-    def render(self, *, title: str, others: Sequence[Finding] = (), size: int = 1) -> str:
+    def render(self, *, title: str, others: Sequence["Finding"] = (), size: int = 1) -> str:
         """Return the message of the failure: title and location, numbers, the guess, and what ``others`` found.
 
         ``others`` are findings at the same step and stage, of the ``size`` ranks that compared.
