@@ -1,10 +1,11 @@
 """The command line: ``shardproof run``, ``report`` and others, also as ``python -m shardproof``."""
 
+import importlib
 import importlib.util
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 USAGE = """\
 usage: shardproof COMMAND ...
@@ -58,9 +59,9 @@ NEEDS = {
 }
 
 COMMANDS = (
-    "run, report, page, gate, expectations, findings, merge, doctor, record, compare, check, plan, implementations or "
-    "torch-names"
-)
+    "run", "report", "page", "gate", "expectations", "findings", "merge", "doctor", "record", "compare", "check",
+    "plan", "implementations", "torch-names",
+)  # fmt: skip
 
 BAD_USAGE = 2
 
@@ -82,64 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return BAD_USAGE
-    # Each command is imported when it is chosen: a run file can be read without torch and pytest.
-    if command == "run":
-        from shardproof.commands.run import run
-
-        return run(given[1:])
-    if command == "report":
-        from shardproof.commands.report import report
-
-        return report(given[1:])
-    if command == "page":
-        from shardproof.commands.page import page
-
-        return page(given[1:])
-    if command == "gate":
-        from shardproof.commands.gate import gate
-
-        return gate(given[1:])
-    if command == "expectations":
-        from shardproof.commands.expectations import expectations
-
-        return expectations(given[1:])
-    if command == "findings":
-        from shardproof.commands.findings import findings
-
-        return findings(given[1:])
-    if command == "merge":
-        from shardproof.commands.merge import merge_command
-
-        return merge_command(given[1:])
-    if command == "doctor":
-        from shardproof.commands.doctor import doctor
-
-        return doctor(given[1:])
-    if command == "record":
-        from shardproof.commands.record import record
-
-        return record(given[1:])
-    if command == "compare":
-        from shardproof.commands.compare import compare
-
-        return compare(given[1:])
-    if command == "check":
-        from shardproof.commands.check import check
-
-        return check(given[1:])
-    if command == "plan":
-        from shardproof.commands.plan import plan
-
-        return plan(given[1:])
-    if command == "implementations":
-        from shardproof.commands.implementations import implementations
-
-        return implementations(given[1:])
-    if command == "torch-names":
-        from shardproof.commands.torch_names import torch_names
-
-        return torch_names(given[1:])
-    print(f"shardproof: {command!r} is not a command; use {COMMANDS}" if command else USAGE, file=sys.stderr)
+    if command in COMMANDS:
+        # Each command is imported when it is chosen: a run file can be read without torch and pytest.
+        name = command.replace("-", "_")
+        chosen: Callable[[list[str]], int] = getattr(importlib.import_module(f"shardproof.commands.{name}"), name)
+        return chosen(given[1:])
+    known = f"{', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}"
+    print(f"shardproof: {command!r} is not a command; use {known}" if command else USAGE, file=sys.stderr)
     return BAD_USAGE
 
 

@@ -28,7 +28,7 @@ def help_of(name, capsys):
 
 
 def test_the_commands_are_those_of_the_message_about_unknown_ones():
-    assert sorted(NAMES) == sorted(re.split(r", | or ", COMMANDS))
+    assert sorted(NAMES) == sorted(COMMANDS)
     assert len(NAMES) > 5
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from shardproof import commands
 from shardproof.commands.report import BAD_INPUT
-from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.merge import MergeError
+from shardproof.reports.merge import merge as joined
 from shardproof.reports.texts import printable
 from shardproof.runfile import RunFileError
 
@@ -25,7 +26,7 @@ examples:
 exit codes: 0; 2 a file cannot be read, joined or written"""
 
 
-def merge_command(arguments: Sequence[str]) -> int:
+def merge(arguments: Sequence[str]) -> int:
     """Join run files and write the result.
 
     The exit code is 0, or 2 if a file cannot be read, joined or written, with one line on stderr.
@@ -33,7 +34,7 @@ def merge_command(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     out = Path(options.output)
     try:
-        merged = merge([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
+        merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
         _write(out, merged.data)
     except (RunFileError, MergeError) as error:
         print(f"shardproof: {error}", file=sys.stderr)

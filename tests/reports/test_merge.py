@@ -6,7 +6,7 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
-from shardproof.commands.merge import merge_command
+from shardproof.commands.merge import merge as merge_command
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.merge import MergeError, merge
 from shardproof.runfile import load_run, parse_run
