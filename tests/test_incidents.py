@@ -156,7 +156,7 @@ def test_a_problem_of_bfloat16_under_tensor_parallelism_is_bisected() -> None:
 
 def test_each_script_has_what_is_said_of_it() -> None:
     scripts = {path.stem for path in (EXAMPLES / "incidents").glob("*.py")}
-    assert scripts == set(SAID) | set(COMPARED) | set(CHECKED)
+    assert scripts == {"common", *SAID, *COMPARED, *CHECKED}
 
 
 @pytest.mark.nightly

@@ -6,25 +6,19 @@ The last microbatch belongs outside of it, because its backward reduces what has
 """
 
 import contextlib
-import os
-import sys
 
 import torch
 import torch.distributed as dist
+from common import MISTAKE, start
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-MISTAKE = "healthy" not in sys.argv
 STEPS, MICROBATCHES, BATCH, FEATURES, CLASSES = 3, 2, 8, 16, 10
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank = dist.get_rank()
 
-torch.manual_seed(0)
 layers = [nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)]
 model = DistributedDataParallel(nn.Sequential(*layers).to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -5,35 +5,18 @@
 The optimizer holds the old parameters, which get no gradient, and skips them; nor does its ``zero_grad`` reach the new.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import DIM, MISTAKE, Block, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, BATCH, DIM, CLASSES = 3, 8, 32, 10
+STEPS, BATCH, CLASSES = 3, 8, 10
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank = dist.get_rank()
 
-torch.manual_seed(0)
 model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)).to(device)
 if MISTAKE:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

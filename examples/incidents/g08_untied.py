@@ -5,26 +5,14 @@
 It is built on the meta device; ``to_empty`` replaces parameters module by module, so the tie must be made again.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, BATCH, LENGTH, DIM, VOCABULARY = 3, 4, 16, 32, 64
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+STEPS, BATCH = 3, 4
 
 
 class LanguageModel(nn.Module):
@@ -38,13 +26,9 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(tokens))))
 
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank = dist.get_rank()
 
-torch.manual_seed(0)
 with torch.device("meta"):
     model = LanguageModel()
 model.to_empty(device=device)
@@ -60,8 +44,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.Generator().manual_seed(100 + rank)
 
 for step in range(STEPS):
-    first = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
-    tokens = ((first + torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+    tokens = counting(BATCH, data).to(device)
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)

@@ -6,11 +6,9 @@ Between the linear layers each rank of tp holds its part of the sequence, so its
 names no norm (``SequenceParallel()`` would make them DTensors), so their gradients need an all-reduce over tp.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,26 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, BATCH, LENGTH, DIM, VOCABULARY = 3, 4, 16, 32, 64
+STEPS, BATCH = 3, 4
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.LayerNorm(DIM), nn.Linear(DIM, VOCABULARY))
 model.to(device)
 plan = {
@@ -55,8 +38,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 data = torch.Generator().manual_seed(100 + mesh.get_local_rank("dp"))
 
 for step in range(STEPS):
-    first = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
-    tokens = ((first + torch.arange(LENGTH + 1)) % VOCABULARY).to(device)
+    tokens = counting(BATCH, data).to(device)
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     norms = [p for p in model.parameters() if p.device_mesh.ndim == 1]

@@ -6,18 +6,15 @@ Each expert chooses its tokens among those of all ranks, for which the scores ar
 fills is detached; the gather of ``torch.distributed.nn.functional`` has a backward.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distributed
+from common import DIM, MISTAKE, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, BATCH, DIM, EXPERTS, CLASSES = 3, 16, 32, 4, 10
+STEPS, BATCH, EXPERTS, CLASSES = 3, 16, 4, 10
 
 
 class MixtureOfExperts(nn.Module):
@@ -45,13 +42,9 @@ class MixtureOfExperts(nn.Module):
         return x
 
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank = dist.get_rank()
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(DIM, DIM), MixtureOfExperts(), MixtureOfExperts(), nn.Linear(DIM, CLASSES)).to(device)
 for block in model[1:3]:
     fully_shard(block)

@@ -6,38 +6,21 @@
 The ranks of tp read the same tokens, so a sum over all ranks counts each token once for each of them.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, BATCH, LENGTH, DIM, VOCABULARY = 3, 8, 16, 32, 64
+STEPS, BATCH = 3, 8
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 tp = min(2, dist.get_world_size())
 mesh = init_device_mesh(device, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.Linear(DIM, VOCABULARY)).to(device)
 parallelize_module(model, mesh["tp"], {"[12].up": ColwiseParallel(), "[12].down": RowwiseParallel()})
 for block in model[1:3]:
@@ -47,8 +30,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 data = torch.Generator().manual_seed(100)
 
 for step in range(STEPS):
-    first = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
-    tokens = ((first + torch.arange(LENGTH + 1)) % VOCABULARY).chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
+    tokens = counting(BATCH, data).chunk(mesh["dp"].size())[mesh.get_local_rank("dp")]
     tokens = tokens.to(device)
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
     count = torch.tensor(tokens[:, 1:].numel(), device=device)

@@ -6,35 +6,18 @@
 Sequences have different lengths, so a token of a microbatch with few of them counts more than others.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import DIM, LENGTH, MISTAKE, VOCABULARY, Block, counting, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
-STEPS, MICROBATCHES, BATCH, LENGTH, DIM, VOCABULARY, PADDING = 3, 2, 16, 16, 32, 64, -100
+STEPS, MICROBATCHES, BATCH, PADDING = 3, 2, 16, -100
 
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank, world = dist.get_rank(), dist.get_world_size()
 
-torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), Block(), nn.Linear(DIM, VOCABULARY)).to(device)
 for block in model[1:3]:
     fully_shard(block)
@@ -43,9 +26,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.Generator().manual_seed(100)
 
 for step in range(STEPS):
-    first = torch.randint(VOCABULARY, (BATCH, 1), generator=data)
+    tokens = counting(BATCH, data).chunk(world)[rank].to(device)
     lengths = torch.randint(2, LENGTH + 1, (BATCH, 1), generator=data)
-    tokens = ((first + torch.arange(LENGTH + 1)) % VOCABULARY).chunk(world)[rank].to(device)
     labels = tokens[:, 1:].masked_fill(
         torch.arange(LENGTH, device=device) >= lengths.chunk(world)[rank].to(device), PADDING
     )

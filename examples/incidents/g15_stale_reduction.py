@@ -6,24 +6,17 @@
 Two buffers let a reduction run while the next step fills the other one; then the step must use the one that it filled.
 """
 
-import os
-import sys
-
 import torch
 import torch.distributed as dist
+from common import MISTAKE, start
 from torch import nn
 from torch.nn import functional as F
 
-MISTAKE = "healthy" not in sys.argv
 STEPS, BATCH, FEATURES, CLASSES = 3, 16, 16, 10
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl" if device == "cuda" else "gloo")
+device = start()
 rank, world = dist.get_rank(), dist.get_world_size()
 
-torch.manual_seed(0)
 layers = [nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)]
 model = nn.Sequential(*layers).to(device)
 parameters = list(model.parameters())

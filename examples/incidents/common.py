@@ -1,0 +1,37 @@
+"""What the scripts with a loop share: how they start, a block of their models, and their data."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+MISTAKE = "healthy" not in sys.argv
+LENGTH, DIM, VOCABULARY = 16, 32, 64
+
+
+def start():
+    """Join the process group and seed the model; returns the type of this rank's device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    torch.manual_seed(0)
+    return device
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def counting(sequences, data):
+    """Sequences of tokens that each count up from a first one, with one token more than the model reads."""
+    first = torch.randint(VOCABULARY, (sequences, 1), generator=data)
+    return (first + torch.arange(LENGTH + 1)) % VOCABULARY
