@@ -45,8 +45,10 @@ def run(tmp_path, capsys):
     return run
 
 
-def worse(printed):
-    """What got worse, one line each, without the rest."""
+def worse(result):
+    """What got worse by a code and a text, one line each, without the rest."""
+    code, printed = result
+    assert code == 1
     return [
         line.strip()
         for line in printed.splitlines()
@@ -98,9 +100,7 @@ nothing got worse; compared: 1 case that ran in both
     ids=["failure", "unexpected-pass", "new-and-fails", "asked-now", "graver", "known-failure", "vanished"],
 )
 def test_a_case_got_worse(run, before, after, line):
-    code, printed = run(before, after)
-    assert code == 1
-    assert line in worse(printed)
+    assert line in worse(run(before, after))
 
 
 def test_a_case_that_failed_and_fails_is_not_worse(run):
@@ -109,44 +109,36 @@ def test_a_case_that_failed_and_fails_is_not_worse(run):
 
 
 def test_a_case_that_became_skipped_is_named_with_what_is_missing(run):
-    code, printed = run([of(), of("b")], [of(), of("b", verdict="unsupported", missing=["tied"])], "--more-skips", "1")
-    assert code == 1
-    assert worse(printed) == ["ours b: unsupported, was pass; missing: tied"]
+    assert worse(
+        run([of(), of("b")], [of(), of("b", verdict="unsupported", missing=["tied"])], "--more-skips", "1")
+    ) == ["ours b: unsupported, was pass; missing: tied"]
 
 
 def test_a_case_that_pytest_skips_now(run):
     left_out = [{"id": "b", "implementation": "ours", "reason": "by hand"}]
     selected = {"ours": ["a", "b"]}
-    code, printed = run([of(), of("b")], [of()], head={"left_out": left_out, "selected": selected})
-    assert code == 1
-    assert worse(printed) == ["ours b: skipped by pytest, was pass: by hand"]
+    assert worse(run([of(), of("b")], [of()], head={"left_out": left_out, "selected": selected})) == [
+        "ours b: skipped by pytest, was pass: by hand"
+    ]
 
 
 def test_skips_have_a_budget(run):
     before, after = [of()], [of(), of("b", verdict="unmet", missing=["streams"])]
-    code, printed = run(before, after)
-    assert code == 1
-    assert worse(printed) == ["ours: unsupported or unmet: 1 case, 0 before; --more-skips 1 allows it"]
+    assert worse(run(before, after)) == ["ours: unsupported or unmet: 1 case, 0 before; --more-skips 1 allows it"]
     assert run(before, after, "--more-skips", "1")[0] == 0
 
 
 def test_an_implementation_of_which_nothing_runs_is_not_green(run):
     skipped = of(implementation="theirs", verdict="unsupported", missing=["tied"])
-    code, printed = run([of(), skipped], [of(), skipped])
-    assert code == 1
-    assert worse(printed) == ["theirs: no case ran: all of its cases are skipped"]
+    assert worse(run([of(), skipped], [of(), skipped])) == ["theirs: no case ran: all of its cases are skipped"]
 
 
 def test_an_implementation_that_is_gone(run):
-    code, printed = run([of(), of(implementation="theirs")], [of()])
-    assert code == 1
-    assert worse(printed) == ["theirs: no case ran: HEAD does not have it"]
+    assert worse(run([of(), of(implementation="theirs")], [of()])) == ["theirs: no case ran: HEAD does not have it"]
 
 
 def test_more_collectives_and_bytes(run):
-    code, printed = run([of(**traced(*TRACE))], [of(**traced(*TRACE, TRACE[0].replace("100", "28")))])
-    assert code == 1
-    assert worse(printed) == [
+    assert worse(run([of(**traced(*TRACE))], [of(**traced(*TRACE, TRACE[0].replace("100", "28")))])) == [
         "ours a: rank 0 and 1 other ranks: 2 all_gather, 1 before",
         "ours a: rank 0 and 1 other ranks (bytes): 128 all_gather, 100 before",
     ]
@@ -155,9 +147,9 @@ def test_more_collectives_and_bytes(run):
 def test_more_bytes_on_one_rank_alone(run):
     one, other = traced(*TRACE, ranks=[0]), traced(TRACE[0], TRACE[1].replace("100", "101"), ranks=[1])
     head = {"collectives": one["collectives"] + other["collectives"]}
-    code, printed = run([of(**traced(*TRACE))], [of(**head)])
-    assert code == 1
-    assert worse(printed) == ["ours a: rank 1 (bytes): 101 reduce_scatter, 100 before"]
+    assert worse(run([of(**traced(*TRACE))], [of(**head)])) == [
+        "ours a: rank 1 (bytes): 101 reduce_scatter, 100 before"
+    ]
 
 
 def test_fewer_and_other_collectives_are_not_worse(run):
@@ -182,8 +174,7 @@ def test_what_was_not_measured_is_not_compared(run):
 
 def test_more_memory(run):
     code, printed = run([of(peak_bytes=[100, 100])], [of(peak_bytes=[101, 103])])
-    assert code == 1
-    assert worse(printed) == ["ours a: rank 1 and 1 other ranks: a step holds 103 bytes at a time, 100 before"]
+    assert worse((code, printed)) == ["ours a: rank 1 and 1 other ranks: a step holds 103 bytes at a time, 100 before"]
     assert "peak memory" not in printed
     assert run([of(peak_bytes=[100, 100])], [of(peak_bytes=[100, 99])])[0] == 0
 
@@ -233,9 +224,8 @@ def test_what_is_accepted_is_listed_and_not_worse(accepts):
 
 def test_what_is_not_accepted_stays_worse(accepts):
     code, printed = accepts(ACCEPTED)
-    assert code == 1
     assert "accepted (1):" in printed
-    assert [line.partition(":")[2] for line in worse(printed) if "test_ab" in line], "brackets match themselves"
+    assert [line.partition(":")[2] for line in worse((code, printed)) if "test_ab" in line], "brackets match themselves"
 
 
 def test_what_is_accepted_shows_in_each_format(accepts):
@@ -298,10 +288,8 @@ def test_time_is_compared_where_a_ratio_is_given(run):
     before, after = [of(seconds=1.0), of("b", seconds=1.0)], [of(seconds=1.0), of("b", seconds=2.2)]
     assert run(before, after)[0] == 0
     assert run(before, after, "--time-ratio", "2")[0] == 0
-    code, printed = run(before, after, "--time-ratio", "1.5")
-    assert code == 1
-    assert worse(printed) == [
-        "ours: 3.2 s instead of 2.0 s for 2 cases; the ratio allowed is 1.5",
+    assert worse(run(before, after, "--time-ratio", "1.5")) == [
+        "ours: 3.2 s instead of 2.0 s for 2 cases; the ratio allowed is 1.5"
     ]
 
 
