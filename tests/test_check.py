@@ -1,18 +1,15 @@
 """`shardproof check` on ranks: right trainings agree under each parallelism; records say what was seen."""
 
 import importlib.util
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
 import shardproof
 from shardproof.harness.planning import packaged
 from shardproof.runfile import Verdict, load_run
+from tests.harness.inner import ROOT, python
 
-ROOT = pathlib.Path(__file__).parents[1]
 LOOP = ROOT / "examples/incidents/g01_divided_twice.py"
 
 FSDP2, TENSOR = ("--impl", "torch.fully_shard"), ("--impl", "torch.fully_shard", "--mesh", "dp=2,tp=2")
@@ -48,10 +45,8 @@ def models_of(name: str) -> list[str]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("name", "model"), [(name, model) for name in RIGHT for model in models_of(name)])
 def test_a_right_training_agrees(name: str, model: str) -> None:
-    command = [sys.executable, "-m", "shardproof", "check", "--model", model, "--layers", "2", "--dim", "64"]
-    command += ["--mesh", "4", "--device", "cpu", *RIGHT[name]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    options = ["--model", model, "--layers", "2", "--dim", "64", "--mesh", "4", "--device", "cpu", *RIGHT[name]]
+    done = python("-m", "shardproof", "check", *options, timeout=900, OMP_NUM_THREADS="1")
     assert done.returncode == 0 and done.stdout.startswith("pass  "), done.stdout + done.stderr
 
 

@@ -1,15 +1,12 @@
 """The doctor changes no bit of a training, nor does a recording: losses of 20 steps of the loops of examples/loops."""
 
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.harness.inner import ROOT, torchrun
+
 LOOPS = sorted(path.stem for path in (ROOT / "examples/loops").glob("*.py"))
 STEPS = 20
 #: Loops that need no mesh of two dimensions run with two ranks, the others with four.
@@ -19,21 +16,7 @@ RECORDED = "fsdp2"
 
 def _losses(ranks: int, script: pathlib.Path, *before: str) -> list[str]:
     """What rank 0 prints of its losses, with two microbatches a step."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-port",
-        str(port),
-    ]
-    command += [*before, str(script), "--accumulate", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = torchrun(ranks, *before, script, "--accumulate", "2")
     assert done.returncode == 0, done.stderr
     # It watched to its end, without an error of its own.
     assert "doctor" not in before or f"steps 0-2 of {ranks} ranks" in done.stderr, done.stderr

@@ -6,11 +6,11 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tests.harness.inner import torchrun
 from tests.installations import ROOT, build, copy_of_the_sources, install, run
 
 # Each test starts processes.
@@ -136,12 +136,7 @@ def test_nothing_starts_without_the_names_of_the_nodes(tmp_path):
 
 def train(*args: str) -> list[str]:
     """The lines that a run on two ranks prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / "train_transformer.py"), *args],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = torchrun(2, ROOT / "examples" / "train_transformer.py", *args)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 

@@ -4,17 +4,14 @@ Those with a loop are watched by the doctor, or recorded and compared; those wit
 process.
 """
 
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests.harness.inner import ROOT, python, torchrun
+
 EXAMPLES = ROOT / "examples"
 
 #: What a finding must say, by script: check and signature, and what is wrong.
@@ -84,20 +81,10 @@ LOOPS = {
 
 
 def _watched(
-    *arguments: str | pathlib.Path, command: Sequence[str] = ("doctor", "--strict"), ranks: int = 4
+    *arguments: str | pathlib.Path, command: Sequence[str | pathlib.Path] = ("doctor", "--strict"), ranks: int = 4
 ) -> tuple[int, str]:
     """The exit code of ranks whose script is watched by a command, and what they print."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(port)]
-    return _done(*torchrun, "-m", "shardproof", *command, *map(str, arguments))
-
-
-def _done(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = torchrun(ranks, "-m", "shardproof", *command, *arguments)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -123,10 +110,13 @@ def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> 
 def _checked(script: str, functions: dict[str, str], *options: str) -> tuple[int, str]:
     """The exit code of a check of four ranks, and what it prints."""
     path = EXAMPLES / "incidents" / f"{script}.py"
-    command = [sys.executable, "-m", "shardproof", "check", "--mesh", "dp=4", "--device", "cpu", *options]
-    command += [word for option, name in functions.items() for word in (f"--{option}", f"{path}:{name}")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    options += tuple(word for option, name in functions.items() for word in (f"--{option}", f"{path}:{name}"))
+    return _shardproof("check", "--mesh", "dp=4", "--device", "cpu", *options)
+
+
+def _shardproof(*arguments: str | pathlib.Path) -> tuple[int, str]:
+    """The exit code of a command, and what it prints."""
+    done = python("-m", "shardproof", *arguments, timeout=900, OMP_NUM_THREADS="1")
     return done.returncode, done.stdout + done.stderr
 
 
@@ -164,11 +154,11 @@ def test_each_script_has_what_is_said_of_it() -> None:
 def test_a_comparison_with_a_healthy_recording_names_the_mistake(name: str, tmp_path: pathlib.Path) -> None:
     script, (ranks, first, *said) = EXAMPLES / "incidents" / f"{name}.py", COMPARED[name]
     for out, count, arguments in (("ref", ranks, ["healthy"]), ("healthy", 4, ["healthy"]), ("mistake", 4, [])):
-        code, text = _watched(script, *arguments, command=["record", "--out", str(tmp_path / out)], ranks=count)
+        code, text = _watched(script, *arguments, command=["record", "--out", tmp_path / out], ranks=count)
         assert code == 0, text
-    code, text = _done("-m", "shardproof", "compare", str(tmp_path / "ref"), str(tmp_path / "healthy"))
+    code, text = _shardproof("compare", tmp_path / "ref", tmp_path / "healthy")
     assert code == 0 and "no divergence" in text, text
-    code, text = _done("-m", "shardproof", "compare", str(tmp_path / "ref"), str(tmp_path / "mistake"))
+    code, text = _shardproof("compare", tmp_path / "ref", tmp_path / "mistake")
     missing = [words for words in (f"first divergence on rank 0: {first}", *said) if words not in text]
     assert code == 1 and not missing, f"{missing} is not in:\n{text}"
 

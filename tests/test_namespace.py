@@ -4,11 +4,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.harness.inner import ROOT, python
 
 # Run in both: every name in sys.modules whose file is one of ours, by the real file.
 NAMES = """
@@ -64,7 +63,7 @@ def test_one_name_for_each_file(tmp_path, folder):
 @pytest.mark.parametrize("name", ["harness", "harness.plugin.marks", "reports", "reports.texts"])
 def test_a_folder_is_not_importable_beside_its_link(name):
     """From the root of a clone, where the folders would be packages."""
-    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", f"import {name}")
     package = name.partition(".")[0]
     assert done.returncode == 1
     assert done.stderr.endswith(f"ImportError: {package} is imported as shardproof.{package}\n")

@@ -12,11 +12,10 @@ import torch
 from expecttest import assert_expected_inline
 from packaging.version import Version
 
+from tests.harness.inner import ROOT, python
+
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
-
-
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def benchmark_of(name: str) -> Any:
@@ -36,9 +35,7 @@ FAKE_REDUCES = Version(torch.__version__) >= Version("2.13")
 
 
 def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", "reference", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    return python("-m", "benchmarks", *arguments)
 
 
 @pytest.mark.nightly
@@ -46,7 +43,7 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
     options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]
     options += ["--rounds", "2", "--steps", "3"]
-    done = run(*options, "--implementations", "reference,torch.fully_shard", "--json", file)
+    done = run("reference", *options, "--implementations", "reference,torch.fully_shard", "--json", file)
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     rows = found["about"]["rows"]
@@ -73,7 +70,7 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
 def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
     options = ["--backend", "fake", "--device", "cpu", "--rounds", "1", "--steps", "1"]
     options += ["--implementations", "reference.flat"]
-    done = run(*options, "--models", "tiny,replicas", "--seconds", "0.01")
+    done = run("reference", *options, "--models", "tiny,replicas", "--seconds", "0.01")
     assert done.returncode == 0, done.stderr
     assert "left out after 0.01 s: 2 x 32, 48 x 256, replicas of one shard" in done.stdout
 
@@ -123,7 +120,7 @@ losses of 2 steps, largest relative difference to torch.fully_shard: reference 9
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
-    done = run("--models", "large,huge")
+    done = run("reference", "--models", "large,huge")
     assert done.returncode == 2 and "'huge' is none of large, deep, small" in done.stderr
 
 
@@ -190,9 +187,8 @@ x, float32
 @pytest.mark.nightly
 def test_rank_of_a_world_that_is_not_there_issues_what_was_planned(tmp_path):
     arguments = ["--model", "tests.harness.planned_models:llama", "--sequence", "16", "--mesh", "2x2"]
-    command = [sys.executable, "-m", "benchmarks", "plan", *arguments, "--backend", "fake", "--json", tmp_path / "x"]
-    command += ["--implementations", "reference,torch.fsdp", "--dtypes", "bfloat16"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    arguments += ["--implementations", "reference,torch.fsdp", "--dtypes", "bfloat16"]
+    done = run("plan", *arguments, "--backend", "fake", "--json", tmp_path / "x")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "x").read_text())["rows"]
     assert len(rows) == 2

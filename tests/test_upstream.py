@@ -3,14 +3,13 @@
 import dataclasses
 import importlib.util
 import pathlib
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 from planted.upstream import __main__ as upstream
 from planted.upstream import edit
+from tests.harness.inner import python
 
 ROWS = {row.id: row for row in upstream.rows()}
 
@@ -53,9 +52,7 @@ def test_a_process_has_the_bug_and_the_disk_has_not() -> None:
     before = [one.read_bytes() for one in files]
     script = f"import {module} as m; print('current_order_index' in m.{function}.__code__.co_names)"
     for environment, has in (({}, "True"), (row.environment, "False")):
-        done = subprocess.run(
-            [sys.executable, "-c", script], env={**upstream.os.environ, **environment}, capture_output=True, text=True
-        )
+        done = python("-c", script, **environment)
         assert done.stdout.strip() == has, done.stderr
     assert [one.read_bytes() for one in files] == before
 

@@ -39,6 +39,12 @@ def python(*arguments, cwd=ROOT, timeout=300, **variables):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
+def torchrun(ranks, *arguments):
+    """Run a script, or a module, on so many ranks of this host's processors; returns what :func:`python` does."""
+    options = ("--standalone", "--nproc-per-node", ranks)
+    return python("-m", "torch.distributed.run", *options, *arguments, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+
+
 def run_suites(
     names: Sequence[str], file: str, words: str, folder: pathlib.Path, *, device: str = "cpu", timeout: float = 1800
 ) -> list[dict[str, Any]]:
