@@ -6,9 +6,11 @@ code; argparse exits with 2 for unknown arguments and with 0 for ``--help``.
 """
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Collection, Sequence
 
+BAD_INPUT = 2
 _COLUMNS = 100  # of a help
 
 
@@ -23,6 +25,12 @@ def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentPars
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def refuse(reason: object) -> int:
+    """Print on stderr, in one line, why a command cannot do what it was asked; returns its exit code."""
+    print(f"shardproof: {reason}", file=sys.stderr)
+    return BAD_INPUT
 
 
 def split(arguments: Sequence[str], *, flags: Collection[str] = ()) -> tuple[list[str], list[str]]:

@@ -20,8 +20,6 @@ from shardproof.runfile import CaseRecord, Verdict
 if TYPE_CHECKING:
     from shardproof.harness.training.request import Request
 
-BAD_INPUT = 2
-
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 _EPILOG = """\
@@ -60,7 +58,7 @@ def check(arguments: Sequence[str]) -> int:
             raise NotCheckable("check: --bisect starts checks of its own: start it without torchrun")
     except NotCheckable as error:
         print(f"shardproof {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.BAD_INPUT
     words = ["python", "-m", "shardproof", "check", *arguments]
     os.environ |= {VARIABLE: request.dumps(), COMMAND: shlex.join(words)}
     with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
@@ -82,7 +80,7 @@ def check(arguments: Sequence[str]) -> int:
             print(trials.search(request, record, device=options.device, given=given, check=check))
         except NotCheckable as error:
             print(f"shardproof {error}", file=sys.stderr)
-            return BAD_INPUT
+            return commands.BAD_INPUT
     return code
 
 
@@ -115,7 +113,7 @@ def _say(request: Request, record: CaseRecord) -> int:
     text = record.failure.text if record.failure is not None else "; ".join(record.missing)
     if text.startswith("check: "):
         print(f"shardproof {text.splitlines()[0]}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.BAD_INPUT
     print(f"{record.verdict}  {text}")
     found = record.failure.stage if record.failure is not None else None
     if record.explanation is None and found in ("output", "loss", "gradient before its reduction"):

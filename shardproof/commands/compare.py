@@ -1,13 +1,11 @@
 """The command ``shardproof compare``: says where two recordings of a training first diverge."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from shardproof import commands
 
 DIVERGES = 1
-BAD_INPUT = 2
 
 _EPILOG = """\
 examples:
@@ -30,14 +28,12 @@ def compare(arguments: Sequence[str]) -> int:
         noise = recording.read(options.noise) if options.noise else None
         found = comparing.compare(ref, run, noise=noise)
     except recording.BadRecording as error:
-        print(f"shardproof: compare: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(f"compare: {error}")
     if options.report:
         try:
             report.write_comparison(options.report, found)
         except OSError as error:
-            print(f"shardproof: compare: {options.report}: {error.strerror}", file=sys.stderr)
-            return BAD_INPUT
+            return commands.refuse(f"compare: {options.report}: {error.strerror}")
     print(comparing.render(found))
     return DIVERGES if found.divergent else 0
 

@@ -2,12 +2,9 @@
 
 import argparse
 import contextlib
-import sys
 from collections.abc import Sequence
 
 from shardproof import commands
-
-BAD_INPUT = 2
 
 _EPILOG = """\
 examples:
@@ -41,8 +38,7 @@ def doctor(arguments: Sequence[str]) -> int:
             with watching:
                 run_script.run(script)
     except NotWatchable as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     return int(options.strict and any(not one.is_note for one in watching.findings))
 
 

@@ -1,11 +1,9 @@
 """The command ``shardproof expectations``: drafts known failures from a run file, or checks those of several."""
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 
 from shardproof import commands
-from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.draft import draft
 from shardproof.reports.mended import check
 from shardproof.runfile import Run, RunFileError, load_run
@@ -38,8 +36,7 @@ def expectations(arguments: Sequence[str]) -> int:
             return TO_DO if found else 0
         print(_drafted(runs, options.impl), end="")
     except (RunFileError, ValueError) as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     return 0
 
 

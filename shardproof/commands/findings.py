@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Sequence
 
 from shardproof import commands
-from shardproof.commands.report import BAD_INPUT
 from shardproof.findings import Finding, FindingError, load
 from shardproof.reports.texts import printable, table
 
@@ -59,8 +58,7 @@ def findings(arguments: Sequence[str]) -> int:
     try:
         chosen = _chosen(load(), options.names)
     except FindingError as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     if options.run:
         return _run_all(chosen, processes=options.processes, seconds=options.seconds)
     rows = [[one.id, ", ".join(one.implementations), one.state, one.title] for one in chosen]

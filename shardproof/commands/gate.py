@@ -2,12 +2,10 @@
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from shardproof import commands
-from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS, described
@@ -38,8 +36,7 @@ def gate(arguments: Sequence[str]) -> int:
         if options.accept is not None:
             outcome = accept(outcome, load(options.accept))
     except (RunFileError, Incomparable, AcceptanceError) as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     outcome = replace(outcome, runs=_described(options, base, head))
     print(FORMATS[options.format](outcome), end="")
     return WORSE if outcome.worse else 0

@@ -5,14 +5,12 @@ import contextlib
 import gzip
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardproof import commands
-from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.merge import MergeError
 from shardproof.reports.merge import merge as joined
 from shardproof.reports.texts import printable
@@ -37,11 +35,9 @@ def merge(arguments: Sequence[str]) -> int:
         merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
         _write(out, merged.data)
     except (RunFileError, MergeError) as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     except OSError as error:
-        print(f"shardproof: {out}: {error.strerror or error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(f"{out}: {error.strerror or error}")
     for label, (count, started) in merged.repeated.items():
         cases = "1 case is" if count == 1 else f"{count} cases are"
         runs = f"runs started {' and '.join(started)}"

@@ -1,12 +1,10 @@
 """The command ``shardproof page``: writes a page of run files, or of plan files."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import commands
-from shardproof.commands.report import BAD_INPUT
 from shardproof.reports.plan import Plan, is_plan, load_plan
 from shardproof.reports.texts import printable
 from shardproof.runfile import Run, load_run
@@ -41,7 +39,7 @@ def page(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("shardproof"):
             raise
-        return _refuse(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)")
+        return commands.refuse(printable(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)"))
     try:
         if plans := _plans(options.runs):
             text, what = render_plans(plans, title=options.title), _number(len(plans), "plan")
@@ -51,13 +49,13 @@ def page(arguments: Sequence[str]) -> int:
             records = _number(sum(len(run.cases) for _, run in runs), "record")
             what = f"{_number(len(runs), 'run')}, {records}"
     except ValueError as error:
-        return _refuse(str(error))
+        return commands.refuse(printable(str(error)))
     content = text.encode(errors="backslashreplace")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_bytes(content)
     except OSError as error:
-        return _refuse(f"{error.filename or out}: {error.strerror or error}")
+        return commands.refuse(printable(f"{error.filename or out}: {error.strerror or error}"))
     print(printable(f"{out}: {what}, {len(content) / 1e6:.1f} MB"))
     return 0
 
@@ -91,11 +89,6 @@ def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
             raise ValueError(f"{same} and {path} are of the same run: give it once")
         runs.append((path, run))
     return runs
-
-
-def _refuse(reason: str) -> int:
-    print(f"shardproof: {printable(reason)}", file=sys.stderr)
-    return BAD_INPUT
 
 
 def _number(count: int, word: str) -> str:

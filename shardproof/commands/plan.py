@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from shardproof.harness.planning import planned
     from shardproof.harness.planning.request import Request
 
-BAD_INPUT = 2
-
 _EPILOG = """\
 examples:
   shardproof plan --model llama:0.9b --mesh 8
@@ -54,16 +52,14 @@ def plan(arguments: Sequence[str]) -> int:
         if options.json:
             _write(made, options.json)
     except ValueError as error:
-        print(f"shardproof: {printable(str(error))}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(printable(str(error)))
     except RuntimeError as error:
         # Late: it imports torch, which has been imported by now.
         from shardproof.harness.tensors import private
 
         if not (complaint := private.complaint_of(error)):
             raise
-        print(f"shardproof: {complaint}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(complaint)
     print(render_plan(made), end="")
     return 0
 

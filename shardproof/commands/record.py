@@ -1,12 +1,9 @@
 """The command ``shardproof record``: runs a training script and writes what each rank sees of some steps."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from shardproof import commands
-
-BAD_INPUT = 2
 
 _EPILOG = """\
 examples:
@@ -35,8 +32,7 @@ def record(arguments: Sequence[str]) -> int:
         ):  # fmt: skip
             run_script.run(script)
     except NotWatchable as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     return 0
 
 

@@ -1,7 +1,6 @@
 """The command ``shardproof report``: prints a run file."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from shardproof import commands
@@ -16,7 +15,6 @@ examples:
 
 exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 the file cannot be read"""
 
-BAD_INPUT = 2
 INCOMPLETE = 1
 
 
@@ -30,8 +28,7 @@ def report(arguments: Sequence[str]) -> int:
     try:
         run = load_run(options.file)
     except RunFileError as error:
-        print(f"shardproof: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return commands.refuse(error)
     print(render_summary(run, by_case=options.cases, full=options.full), end="")
     return INCOMPLETE if run.incomplete else 0
 
