@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from shardproof.reports.plan import Formula, Plan, World
+from shardproof.planfile import Formula, Plan, World
 from shardproof.reports.texts import printable, table
 
 _COLUMNS = 120

@@ -7,7 +7,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from shardproof.__main__ import main
-from shardproof.reports.plan import load_plan
+from shardproof.planfile import load_plan
 from shardproof.reports.plan_text import render_plan
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
 

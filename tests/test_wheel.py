@@ -99,6 +99,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         "contract.json",
         "findings.py",
         "jsonfiles.py",
+        "planfile.py",
         "plugin.py",
         "py.typed",
         "runfile.py",

@@ -22,6 +22,7 @@ from shardproof.harness.planning import anatomy, planned
 from shardproof.harness.planning.request import DTYPES, Mesh, Request, names_of
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.tensors import private
+from shardproof.planfile import Traffic
 from training.processes import answer
 from training.worker import join
 
@@ -47,7 +48,7 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows_of(traffic: Sequence[planned.Traffic]) -> list[list[Any]]:
+def rows_of(traffic: Sequence[Traffic]) -> list[list[Any]]:
     """Group, kind, dtype, number and bytes of each row."""
     return sorted([one.group, one.kind, one.dtype, one.count, one.nbytes] for one in traffic)
 

@@ -23,76 +23,10 @@ from shardproof.harness.simulation.memory import Kind, extremes
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation, why_not
 from shardproof.harness.simulation.world import simulated_world
+from shardproof.planfile import Dimension, Formula, Phase, Plan, Traffic, World
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """What the rank holds in one phase: as in a plan file, whose fields ``shardproof.reports.plan`` describes."""
-
-    name: str
-    at_peak: dict[str, int]
-    most: dict[str, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """The collectives of one kind, dtype and group in a step; bytes are sums over them, of the unsharded side."""
-
-    group: str
-    ranks: int
-    kind: str
-    dtype: str
-    count: int
-    nbytes: int
-    sent: float
-    across: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Formula:
-    """What a closed formula gives, and the number of the simulation, once there is one."""
-
-    quantity: str
-    unit: str
-    text: str
-    value: float
-    simulated: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class World:
-    """What was found for one mesh, with the name and the size of each of its dimensions."""
-
-    mesh: tuple[tuple[str, int], ...]
-    hosts: int
-    phases: tuple[Phase, ...]
-    traffic: tuple[Traffic, ...]
-    formulas: tuple[Formula, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A plan, of which :mod:`shardproof.commands.plan` makes a plan file.
-
-    Attributes:
-        units: the number of units by the class of their module; the root's own is "root".
-        version: the implementation's; ``torch`` is torch's.
-        settings: what a step is, for readers.
-        assumptions: under which the numbers hold.
-    """
-
-    about: str
-    numel: int
-    units: dict[str, int]
-    version: str
-    settings: dict[str, str]
-    worlds: tuple[World, ...]
-    kinds: dict[str, str]
-    assumptions: tuple[str, ...]
-    torch: str
-
-
-def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned:
+def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
     """Simulate a step on each of several meshes of one kind, on hosts of ``node_size`` successive ranks.
 
     Raises:
@@ -113,17 +47,20 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Planned
         found = simulate(request, subject, known, adapter, mesh)
         rows = traffic_of(found.trace, dict(zip(names_of(mesh), found.groups, strict=True)), node_size)
         formulas = _compared(request, known, adapter, mesh, found, rows)
-        worlds.append(
-            World(tuple(zip(names_of(mesh), mesh, strict=True)), count, found.phases, tuple(rows), tuple(formulas))
-        )
+        dimensions = tuple(map(Dimension, names_of(mesh), mesh))
+        worlds.append(World(dimensions, count, found.phases, tuple(rows), tuple(formulas)))
     classes = collections.Counter(known.classes.values())
     own = {"root": 1} if known.shapes[""] else {}
-    return Planned(
+    return Plan(
+        model=request.model,
         about=subject.about,
         numel=known.numel,
         units={**classes, **own},
+        implementation=request.implementation,
         version=adapter.version(),
         settings=_settings(request, subject, adapter),
+        rank=request.rank,
+        node_size=node_size,
         worlds=tuple(worlds),
         kinds={str(kind): text for kind, text in _KINDS.items()},
         assumptions=_ASSUMPTIONS,
@@ -374,7 +311,7 @@ def _memory_formulas(
     def formula(quantity: str, kind: str, factor: str, size: int) -> Formula:
         divided = kind in adapter.traits.shards
         text = f"{factor}P x {item} B{' / S' if divided else ''}"
-        return Formula(quantity, "B", text, known.numel * size * item / (shards if divided else 1))
+        return Formula(quantity, "B", text, known.numel * size * item / (shards if divided else 1), 0)
 
     yield "shards", formula("shards", "parameters", "", 1)
     yield "gradients", formula("gradients", "gradients", "", 1)
@@ -408,7 +345,7 @@ def _traffic_formulas(
     count, numel = texts[bool(kept)] if again else ("U", "P")
 
     def pair(what: str, number: tuple[str, int], nbytes: tuple[str, float]) -> tuple[Formula, Formula]:
-        return Formula(what, "collectives", *number), Formula(f"bytes of {what}", "B", *nbytes)
+        return Formula(what, "collectives", *number, 0), Formula(f"bytes of {what}", "B", *nbytes, 0)
 
     each, reduced = ("U", len(units)), known.numel * reduce
     yield "shard", "all_gather", *pair("gathers", (count, gathers), (f"{numel} x {compute} B", gathered * compute))

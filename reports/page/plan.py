@@ -5,9 +5,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from shardproof.planfile import Plan
 from shardproof.reports import plan_text
 from shardproof.reports.page import assets
-from shardproof.reports.plan import Plan
 
 
 def render_plans(plans: Sequence[Plan], *, title: str) -> str:

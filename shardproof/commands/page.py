@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import commands
-from shardproof.reports.plan import Plan, is_plan, load_plan
+from shardproof.planfile import Plan, is_plan, load_plan
 from shardproof.reports.texts import printable
 from shardproof.runfile import Run, load_run
 

@@ -12,12 +12,11 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from shardproof import commands
-from shardproof.reports.plan import MARK, VERSION, Dimension, Formula, Phase, Plan, Traffic, World
+from shardproof.planfile import MARK, VERSION, Plan
 from shardproof.reports.plan_text import render_plan
 from shardproof.reports.texts import printable
 
 if TYPE_CHECKING:
-    from shardproof.harness.planning import planned
     from shardproof.harness.planning.request import Request
 
 _EPILOG = """\
@@ -75,23 +74,7 @@ def _made(options: argparse.Namespace, command: Sequence[str]) -> Plan:
     if options.worlds:
         wanted += [one for ranks in parse_worlds(options.worlds) if (one := scaled(mesh, ranks)) != mesh]
     found = planned.plan(request, wanted, node_size=options.node_size)
-    return Plan(
-        model=request.model,
-        about=found.about,
-        numel=found.numel,
-        units=found.units,
-        implementation=request.implementation,
-        version=found.version,
-        settings=found.settings,
-        rank=request.rank,
-        node_size=options.node_size,
-        worlds=tuple(_world(one) for one in found.worlds),
-        kinds=found.kinds,
-        assumptions=found.assumptions,
-        shardproof=_version(),
-        torch=found.torch,
-        command=tuple(command),
-    )
+    return dataclasses.replace(found, shardproof=_version(), command=tuple(command))
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -113,16 +96,6 @@ def _request(options: argparse.Namespace) -> Request:
         checkpointing=options.checkpointing,
         units=tuple(options.unit),
         rank=options.rank,
-    )
-
-
-def _world(found: planned.World) -> World:
-    return World(
-        mesh=tuple(Dimension(name, size) for name, size in found.mesh),
-        hosts=found.hosts,
-        phases=tuple(Phase(**dataclasses.asdict(one)) for one in found.phases),
-        traffic=tuple(Traffic(**dataclasses.asdict(one)) for one in found.traffic),
-        formulas=tuple(Formula(**dataclasses.asdict(one)) for one in found.formulas),
     )
 
 

@@ -4,8 +4,8 @@ import json
 
 from selenium.webdriver.common.keys import Keys
 
+from shardproof.planfile import parse_plan
 from shardproof.reports.page import render_plans
-from shardproof.reports.plan import parse_plan
 from tests.browser import runs
 from tests.reports import samples
 from tests.reports.test_page import EXPLANATION, HOSTILE, full_of

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
 
 from shardproof.__main__ import main
+from shardproof.planfile import MARK, VERSION, load_plan
 from shardproof.reports.page import assets, render_plans
-from shardproof.reports.plan import MARK, VERSION, load_plan
 from tests.reports import samples
 from tests.reports.pages import Page
 
