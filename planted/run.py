@@ -46,14 +46,7 @@ _AT_A_TIME = 16
 Records = dict[str, dict[str, Any]]
 
 
-def run(
-    bugs: Iterable[Bug],
-    folder: pathlib.Path,
-    *,
-    workers: int = 0,
-    elsewhere: bool = False,
-    timeout: float = 3600,
-) -> Records:
+def run(bugs: Iterable[Bug], folder: pathlib.Path, *, elsewhere: bool = False) -> Records:
     """Run the item of each bug, with the bug and without it, and return the records by the ids of the items.
 
     Rows of the same number of GPUs and simulated size share a run of pytest. With ``elsewhere``,
@@ -65,10 +58,10 @@ def run(
         mine = [table.replaced(bug) if elsewhere else bug for bug in group]
         sound = [] if elsewhere else [bug.item for bug in mine]
         ids = dict.fromkeys([*sound, *(bug.with_bug(bug.item) for bug in mine)])
-        options = ["--device", "cuda" if gpus else "cpu", "-n", str(workers), "--deadline", str(_DEADLINE)]
+        options = ["--device", "cuda" if gpus else "cpu", "-n", "0", "--deadline", str(_DEADLINE)]
         options += ["--simulate", str(simulate)] if simulate else []
         names = dict.fromkeys([*(bug.implementation for bug in mine if sound), *(bug.name for bug in mine)])
-        records |= records_of(ids, names, folder, *options, timeout=timeout)
+        records |= records_of(ids, names, folder, *options, timeout=3600)
     return records
 
 

@@ -25,8 +25,6 @@ from shardproof.harness.watching.groups import DATA
 #: The name of the implementation that is the user's own ``parallelize``.
 OWN = "own"
 
-ORACLES = ("float64", "float32", "none")
-
 #: Where the command leaves its request for the packaged case, and its own words for the line that repeats it.
 VARIABLE, COMMAND = "SHARDPROOF_OWN", "SHARDPROOF_OWN_COMMAND"
 

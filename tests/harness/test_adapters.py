@@ -228,7 +228,6 @@ class Declared(Undeclared):
 
 
 @pytest.mark.sampled
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [("Declared", "*: 2 pass"), ("Undeclared", "*the sharded run has a gradient, but no rank used the parameter")],

@@ -12,6 +12,7 @@ from tests.harness.hosts import torchrun, two_hosts, verdicts, why_no_namespaces
 from tests.harness.inner import ROOT
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.skipif("why_no_namespaces()", reason=why_no_namespaces() or "not skipped"),
 ]
 
@@ -72,18 +73,22 @@ def write(folder, what, *, deadline=60):
     (folder / "test_inner.py").write_text(text)
 
 
+def lose(hosts, folder, ranks, *, kill=False, deadline=60):
+    """Run cases on both hosts with so many ranks each, and kill the second or cut it off in the one that is endless."""
+    write(folder, "endless", deadline=deadline)
+    hosts.start(ranks, *RUN, RANKS=str(2 * ranks))
+    hosts.await_file(folder / "ready")
+    hosts.kill(1) if kill else hosts.cut()
+    assert hosts.wait(0) == 1
+
+
 def failures(folder):
     run = json.loads((folder / "run.json").read_text())
     return {case["id"].partition("::")[2].partition("[")[0]: case["failure"] for case in run["cases"]}
 
 
-@pytest.mark.nightly
 def test_a_killed_host_is_a_crash_that_names_it(hosts, tmp_path):
-    write(tmp_path, "endless")
-    hosts.start(1, *RUN, RANKS="2")
-    hosts.await_file(tmp_path / "ready")
-    hosts.kill(1)
-    assert hosts.wait(0) == 1
+    lose(hosts, tmp_path, 1, kill=True)
     assert verdicts(tmp_path / "run.json") == {
         "test_trains[w2]": "pass",
         "test_fault[w2]": "crash",
@@ -98,7 +103,6 @@ def test_a_killed_host_is_a_crash_that_names_it(hosts, tmp_path):
     assert hosts.output(1) == "" or "test session starts" not in hosts.output(1)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
 def test_two_hosts_give_the_verdicts_of_one(hosts, tmp_path, rendezvous):
     arguments = [
@@ -122,13 +126,8 @@ def test_two_hosts_give_the_verdicts_of_one(hosts, tmp_path, rendezvous):
     assert all(case["hosts"] == ["hosta", "hosta", "hostb", "hostb"] for case in two.values() if case["collectives"])
 
 
-@pytest.mark.nightly
 def test_a_host_that_is_cut_off_is_a_hang_that_names_it(hosts, tmp_path):
-    write(tmp_path, "endless", deadline=5)
-    hosts.start(2, *RUN, RANKS="4")
-    hosts.await_file(tmp_path / "ready")
-    hosts.cut()
-    assert hosts.wait(0) == 1
+    lose(hosts, tmp_path, 2, deadline=5)
     assert verdicts(tmp_path / "run.json") == {
         "test_trains[w4]": "pass",
         "test_fault[w4]": "hang",
@@ -141,18 +140,12 @@ def test_a_host_that_is_cut_off_is_a_hang_that_names_it(hosts, tmp_path):
     assert "ranks 0-1 on hosta; ranks 2-3 on hostb" in lost["text"]
 
 
-@pytest.mark.nightly
 def test_a_silent_host_is_noticed_before_a_distant_deadline(hosts, tmp_path):
-    write(tmp_path, "endless", deadline=200)
-    hosts.start(1, *RUN, RANKS="2")
-    hosts.await_file(tmp_path / "ready")
-    hosts.cut()
-    assert hosts.wait(0) == 1
+    lose(hosts, tmp_path, 1, deadline=200)
     (case,) = (c for c in json.loads((tmp_path / "run.json").read_text())["cases"] if "test_fault" in c["id"])
     assert case["verdict"] == "hang" and case["failure"]["host"] == "hostb" and case["seconds"] < 100
 
 
-@pytest.mark.nightly
 def test_failures_and_crashes_of_ranks_name_host_and_rank(hosts, tmp_path):
     write(tmp_path, "wrong")
     hosts.start(2, *RUN, RANKS="4")
