@@ -33,6 +33,13 @@ def refuse(reason: object) -> int:
     return BAD_INPUT
 
 
+def positive(text: str) -> int:
+    """Read an argument that is a number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 1 on")
+    return int(text)
+
+
 def split(arguments: Sequence[str], *, flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Split arguments into the options of a command, and a script with its own arguments.
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof import commands
+from shardproof.commands import positive
 from shardproof.runfile import CaseRecord, Verdict
 
 if TYPE_CHECKING:
@@ -193,12 +194,6 @@ def _pair(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof check",
@@ -210,8 +205,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help="a known shape such as gpt:0.1b, module:function or "
         "file.py:function, as for `shardproof plan`")  # fmt: skip
-    add("--layers", type=_positive, metavar="N", help="cut a known shape down to so many layers")
-    add("--dim", type=_positive, metavar="N", help="cut a known shape down to this width")
+    add("--layers", type=positive, metavar="N", help="cut a known shape down to so many layers")
+    add("--dim", type=positive, metavar="N", help="cut a known shape down to this width")
     add("--mesh", required=True, metavar="MESH", help="ranks, as 4, replicas x shards, as 2x2, or names, as dp=2,tp=2")
     add("--parallelize", default="", metavar="NAME", help="your function that shards the model; it may return its "
         "optimizer too")  # fmt: skip
@@ -233,10 +228,10 @@ def _parser() -> argparse.ArgumentParser:
         "--parallelize has this value when it is off")  # fmt: skip
     add("--data-dims", default="", metavar="DIMS", help="mesh dimensions over which ranks read other data (default: "
         "those with names such as dp)")  # fmt: skip
-    add("--steps", type=_positive, default=3, metavar="N", help="steps to train (default: 3)")
-    add("--microbatches", type=_positive, default=2, metavar="N", help="of the default data, per step (default: 2)")
-    add("--batch", type=_positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")
-    add("--sequence", type=_positive, default=32, metavar="N", help="tokens of a sequence (default: 32)")
+    add("--steps", type=positive, default=3, metavar="N", help="steps to train (default: 3)")
+    add("--microbatches", type=positive, default=2, metavar="N", help="of the default data, per step (default: 2)")
+    add("--batch", type=positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")
+    add("--sequence", type=positive, default=32, metavar="N", help="tokens of a sequence (default: 32)")
     add("--max-norm", type=float, default=1.0, metavar="X", help="to which the default step clips; 0: not (default: 1)")
     add("--dtype", choices=dtypes, default="float32", help="of the parameters (default: float32)")
     add("--param-dtype", choices=dtypes, default="", help="in which parameters are gathered and computed with")

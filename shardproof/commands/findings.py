@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 
 from shardproof import commands
+from shardproof.commands import positive
 from shardproof.findings import Finding, FindingError, load
 from shardproof.reports.texts import printable, table
 
@@ -183,14 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these, such as F-2; all by default")
     parser.add_argument("--run", action="store_true", help="run their reproducers")
-    parser.add_argument(
-        "-n", dest="processes", type=_number, default=1, metavar="N", help="run N at a time (1); each has several ranks"
-    )
-    parser.add_argument("--seconds", type=_number, default=300, metavar="S", help="the time limit of each (300)")
+    parser.add_argument("-n", dest="processes", type=positive, default=1, metavar="N",
+                        help="run N at a time (1); each has several ranks")  # fmt: skip
+    parser.add_argument("--seconds", type=positive, default=300, metavar="S", help="the time limit of each (300)")
     return parser
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 1 on")
-    return int(text)

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from shardproof import commands
+from shardproof.commands import positive
 from shardproof.planfile import MARK, VERSION, Plan
 from shardproof.reports.plan_text import render_plan
 from shardproof.reports.texts import printable
@@ -120,13 +121,6 @@ def _write(made: Plan, path: str) -> None:
         raise ValueError(f"--json {path}: {error.strerror or error}") from error
 
 
-def _positive(text: str) -> int:
-    value = int(text)  # argparse prints a ValueError as one line
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
-
-
 def _rank(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -154,18 +148,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help="a known shape such as llama:8b, or module:function; "
         "an unknown shape prints the known ones")  # fmt: skip
-    add("--layers", type=_positive, metavar="N", help="cut a known shape down to so many layers")
-    add("--dim", type=_positive, metavar="N", help="cut a known shape down to this width; heads, vocabulary and the "
+    add("--layers", type=positive, metavar="N", help="cut a known shape down to so many layers")
+    add("--dim", type=positive, metavar="N", help="cut a known shape down to this width; heads, vocabulary and the "
         "layers behind attention follow")  # fmt: skip
     add("--mesh", required=True, metavar="MESH", help="ranks, as 512, or replicas x shards, as 64x8")
     add("--impl", default="torch.fully_shard", metavar="NAME", help="an implementation of `shardproof implementations` "
         "(default: torch.fully_shard)")  # fmt: skip
     add("--worlds", metavar="8,64,512", help="a table of these numbers of ranks too: with more shards, or with more "
         "replicas where the mesh has replicas")  # fmt: skip
-    add("--node-size", type=_positive, default=8, metavar="N", help="ranks of a host (default: 8)")
+    add("--node-size", type=positive, default=8, metavar="N", help="ranks of a host (default: 8)")
     add("--rank", type=_rank, default=0, metavar="N", help="the rank that is simulated (default: 0)")
-    add("--batch", type=_positive, default=1, metavar="N", help="sequences of a rank's batch (default: 1)")
-    add("--sequence", type=_positive, metavar="N", help="tokens of a sequence (default: the shape's, or 2048)")
+    add("--batch", type=positive, default=1, metavar="N", help="sequences of a rank's batch (default: 1)")
+    add("--sequence", type=positive, metavar="N", help="tokens of a sequence (default: the shape's, or 2048)")
     add("--dtype", choices=dtypes, default="float32", help="of parameters, shards and optimizer (default: float32)")
     add("--param-dtype", choices=dtypes, help="in which parameters are gathered and computed with (default: --dtype)")
     add("--reduce-dtype", choices=dtypes, help="in which gradients are reduced (default: the implementation's)")
