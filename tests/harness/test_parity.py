@@ -372,28 +372,24 @@ def _spoiled(gradients):
     return pieces
 
 
-class TwiceOnRankOne(DdpAdapter):
+class Twice(DdpAdapter):
+    """Its gradients are doubled, on all ranks."""
+
+    name = "twice"
+    doubles = (0, 1)
+
+    def gradients(self):
+        pieces = copy.deepcopy(super().gradients())
+        for piece in pieces.values():
+            piece.tensor.mul_(2 if torch.distributed.get_rank() in self.doubles else 1)
+        return pieces
+
+
+class TwiceOnRankOne(Twice):
     """Its gradients are doubled on rank 1 alone."""
 
     name = "twice-on-rank-one"
-
-    def gradients(self):
-        pieces = copy.deepcopy(super().gradients())
-        for piece in pieces.values():
-            piece.tensor.mul_(2 if torch.distributed.get_rank() == 1 else 1)
-        return pieces
-
-
-class Twice(DdpAdapter):
-    """Its gradients are doubled on all ranks."""
-
-    name = "twice"
-
-    def gradients(self):
-        pieces = copy.deepcopy(super().gradients())
-        for piece in pieces.values():
-            piece.tensor.mul_(2)
-        return pieces
+    doubles = (1,)
 
 
 def message(rank, implementation):
