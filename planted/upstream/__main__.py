@@ -54,8 +54,8 @@ sees nothing in today's package, for the reason in the last column. Rows about G
 A first search of 91 of PyTorch's rows, at `quick` over all chapters, found 66. Of the others 22 led to a case that was
 extended or added, which has found them since; the table does not tell these apart.
 
-Two rows of DeepSpeed are missed: with either edit memory stays that should be freed, a bucket of gradients or copies of an
-engine, and of implementations that do not shard parameters the chapter about memory asks nothing.
+Two rows of DeepSpeed are missed: with either edit memory stays that should be freed, and of implementations that do not
+shard parameters the chapter about memory asks nothing.
 
 `python -m planted.upstream ROW` runs a row. Written by `python -m planted.upstream --page`, which
 `tests/test_upstream.py` compares.
