@@ -121,7 +121,7 @@ def run(tmp_path, monkeypatch, capsys):
     """Run the command with the findings of tmp_path, in a process with torch 2.13.0 and no GPU."""
     monkeypatch.setattr(command, "load", functools.partial(load, tmp_path))
     monkeypatch.setattr(command, "_version", {"torch": "2.13.0+cpu", "there": "1.5"}.get)
-    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
 
     def run(*arguments):
         code = command.findings(arguments)
