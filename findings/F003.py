@@ -3,14 +3,14 @@
 Backward reads parameters whose storage was freed (`setStorage: ... out of bounds for storage of size 0`). The hook that
 gathers for backward is put on the output's tensors, which 2.11.0 finds by `torch.utils._pytree.tree_flatten`; that does
 not look into dataclasses, nor into classes of lists and tuples and what is a dict and a dataclass in one. In 2.12.0 they are found by `torch.distributed.fsdp._common_utils.collect_grad_tensors`,
-which does (pytorch/pytorch#173415, continued in #174692). Seen by AUTOGRAD-3 with torch 2.11.0 over NCCL and over gloo;
-with 2.13.0 the case passes. The reproducer prints the error on both ranks with 2.13.0 and the fsdp package of 2.11.0
+which does (pytorch/pytorch#173415, continued in #174692). Seen by AUTOGRAD-3 with torch 2.11.0 over NCCL and over gloo,
+and by COLLECTIVES-4 over gloo; with 2.13.0 both pass. The reproducer prints the error on both ranks with 2.13.0 and the fsdp package of 2.11.0
 put into it, and none with that of 2.12.1 or its own; torch 2.12 itself was not run.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
-# requirements = ["AUTOGRAD-3"]
+# requirements = ["AUTOGRAD-3", "COLLECTIVES-4"]
 # fixed_in = "2.12"
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # shows = '^\d setStorage: .* out of bounds for storage of size 0'
