@@ -39,10 +39,10 @@ def python(*arguments, cwd=ROOT, timeout=300, **variables):
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def torchrun(ranks, *arguments):
+def torchrun(ranks, *arguments, **keywords):
     """Run a script, or a module, on so many ranks of this host's processors; returns what :func:`python` does."""
-    options = ("--standalone", "--nproc-per-node", ranks)
-    return python("-m", "torch.distributed.run", *options, *arguments, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    return python(*launcher, *arguments, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **keywords)
 
 
 def run_suites(

@@ -3,16 +3,14 @@
 They need packages of their own: `tox -e trainers` runs them. Losses are printed in full, and compared by their bits.
 """
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.harness.inner import ROOT, python, torchrun
+
 TRAINERS = ROOT / "examples/trainers"
 
 #: The trainers, and what of them is run: each precision that they have.
@@ -36,10 +34,7 @@ COMPARED = {"fabric": "[S7]", "titan": "total norm in step 0", "zero2": "it has 
 
 def run(trainer: str, *arguments: str, under: Sequence[str] = (), cwd: pathlib.Path) -> str:
     """Run a trainer on two ranks, and return what it prints."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, *under, str(TRAINERS / f"{trainer}.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
+    done = torchrun(2, *under, TRAINERS / f"{trainer}.py", *arguments, cwd=cwd, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -95,9 +90,7 @@ def test_two_runs_are_compared(trainer: str, tmp_path: pathlib.Path) -> None:
         run(trainer, *arguments, under=("-m", "shardproof", "record", "--out", out), cwd=tmp_path)
     said = []
     for other in ("again", "mistake"):
-        command = [sys.executable, "-m", "shardproof", "compare", "ref", other]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        done = python("-m", "shardproof", "compare", "ref", other, cwd=tmp_path)
         said.append(done.stdout + done.stderr)
     assert "no divergence (largest distance 0)" in said[0], said[0]
     assert "first divergence on rank 0: " in said[1] and COMPARED[trainer] in said[1], said[1]
