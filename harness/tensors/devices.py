@@ -47,15 +47,21 @@ def check(asked: str) -> None:
 
 def counts_memory(device: torch.device) -> bool:
     """Whether the allocator of the device counts the bytes that are requested, and the most at once."""
-    return "requested_bytes.all.peak" in getattr(torch.get_device_module(device), "memory_stats", lambda _: {})(device)
+    return "requested_bytes.all.peak" in _memory_stats(device)
+
+
+def _memory_stats(device: torch.device) -> dict[str, int]:
+    found: dict[str, int] = getattr(torch.get_device_module(device), "memory_stats", lambda _: {})(device)
+    return found
 
 
 def requested_bytes(device: torch.device, which: Literal["current", "peak"]) -> int:
     """The bytes that tensors on the device have requested; a case is unmet where its allocator does not count them."""
-    if not counts_memory(device):
+    found = _memory_stats(device).get(f"requested_bytes.all.{which}")
+    if found is None:
         lacking = f"torch.{device.type}.memory_stats.requested_bytes"
         raise private.MissingName(f"torch {torch.__version__} has no {lacking}, which measuring memory needs")
-    return int(torch.get_device_module(device).memory_stats(device)[f"requested_bytes.all.{which}"])
+    return int(found)
 
 
 def occupies(device_type: str) -> bool:

@@ -450,7 +450,7 @@ class Watch:
                 self._last = f"step of {type(engine).__name__}"
                 self._after_backward = self._gradients(Stage.GRADIENT)
                 self._at_step = dict(self._after_backward)
-                self._hold({id(one): self._engine.rate for _, one in self.parameters()}, 0)
+                self._hold(dict.fromkeys((id(one) for _, one in self.parameters()), self._engine.rate), 0)
 
     @_guarded
     def on_engine_stepped(self, engine: nn.Module) -> None:
