@@ -5,12 +5,18 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import MLPStack, Pair, Rank, Run, models, parallelize_mlps
+from shardproof.testing import Capability, MLPStack, Pair, Rank, Run, models, needs, parallelize_mlps
 
+#: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
+#: over its replicas alone.
+REPLICAS = pytest.mark.parametrize(
+    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
+)
 #: After which steps, counted from 0, gradients are set to None; after the others, to zeros.
 NoneAfter = Literal["all", "even", "odd"]
 

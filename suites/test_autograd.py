@@ -513,11 +513,12 @@ def test_two_backwards(rank: Rank, order: str, reshard_after_forward: bool | Non
         pytest.param(1, None, id="shards"),
         pytest.param(1, Accumulation(), marks=needs(Capability.DEFERRED_REDUCTION), id="deferred"),
         pytest.param(2, None, marks=needs(Capability.HYBRID), id="replicas"),
+        pytest.param(4, None, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK), id="replicas-of-one"),
     ],
 )
 def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumulation | None) -> None:
     """Ranks that use different parameters of a unit train as one model: those without contribute zeros."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas > 1 else None
+    mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
     options: Any = {"baseline": "replicated", "find_unused": True, "ranks_differ": True}
     pair = rank.pair(models.Branches(9, 2), mesh=mesh, microbatches=2, accumulation=how, **options)
     for step, given in enumerate(batches(rank, 3, (2, 9), microbatches=2)):

@@ -21,6 +21,7 @@ from shardproof.testing import (
 )
 
 SHAPE = (7, 5)
+NAMES = ("replicate", "shard")
 UNITS = (("inner",), ("norm",))
 
 
@@ -39,7 +40,15 @@ def test_running_statistics(rank: Rank, reshard_after_forward: bool | None, mome
 @needs(Capability.HYBRID)
 def test_running_statistics_of_replicas(rank: Rank) -> None:
     """Replicas share their parameters and not their running statistics."""
-    check(rank, mixed.Normed(*SHAPE), mesh=rank.mesh((2, 2), ("replicate", "shard")), steps=2)
+    check(rank, mixed.Normed(*SHAPE), mesh=rank.mesh((2, 2), NAMES), steps=2)
+
+
+@contract("BUFFERS-1")
+@world(2)  # the order of a sum of four is not the baseline's
+@needs(Capability.HYBRID, Capability.SINGLE_RANK)
+def test_running_statistics_of_replicas_of_one(rank: Rank) -> None:
+    """Nor do replicas of one rank."""
+    check(rank, mixed.Normed(*SHAPE), mesh=rank.mesh((2, 1), NAMES), steps=2)
 
 
 @contract("BUFFERS-1")

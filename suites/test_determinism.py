@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardproof.suites.common import (
+    REPLICAS,
     batches,
     pair_by_units,
     pair_of_mlps,
@@ -46,7 +47,6 @@ from shardproof.testing import (
 
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
 WHY_LOADED = "the same values and states, the same data"
-FOUR_REPLICAS = pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))
 FULL = needs(Capability.FULL_STATE_DICT)
 
 
@@ -68,7 +68,7 @@ def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
 @contract("DETERMINISM-1")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("shape", [(2, 2), FOUR_REPLICAS], ids=["2x2", "4x1"])
+@REPLICAS
 def test_replicas(rank: Rank, shape: tuple[int, int]) -> None:
     """Replicas have the same bits after every step; a difference of one rounding would grow unnoticed."""
     mesh = rank.mesh(shape, ("replicate", "shard"))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardproof.suites.common import batches, checked_steps, train_and_check
+from shardproof.suites.common import REPLICAS, batches, checked_steps, train_and_check
 from shardproof.testing import (
     RESHARD,
     Adapter,
@@ -349,9 +349,10 @@ def test_inputs_without_padding(rank: Rank, pads: int) -> None:
 @contract("EXTENSION-1")
 @world(4)
 @needs(Capability.HYBRID)
-def test_hooks_beside_replicas(rank: Rank) -> None:
+@REPLICAS
+def test_hooks_beside_replicas(rank: Rank, shape: tuple[int, int]) -> None:
     """On replicas, hooks get the mesh of the ranks among which a shard is gathered."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    mesh = rank.mesh(shape, ("replicate", "shard"))
     pair, calls = extended(rank, "class", None, mesh=mesh)
     train_and_check(pair, batches(rank, 2, (4, 5)))
     expected = tuple(mesh["shard"].mesh.tolist())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, tower, train_and_check
+from shardproof.suites.common import REPLICAS, batches, checked_steps, tower, train_and_check
 from shardproof.testing import (
     RESHARD_CHOICES,
     Accumulation,
@@ -26,8 +26,6 @@ NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 DEFAULT = pytest.param(None)
 FOUR_REPLICAS = pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))
-#: (replicate, shard) sizes on four ranks; the second shards nothing.
-SHAPES = pytest.mark.parametrize("shape", [(2, 2), FOUR_REPLICAS], ids=["2x2", "4x1"])
 
 pytestmark = needs(Capability.HYBRID)
 
@@ -99,7 +97,7 @@ def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard
 @contract("HYBRID-2")
 @world(4)
 @needs(Capability.COUNTED_UNITS)
-@SHAPES
+@REPLICAS
 @pytest.mark.parametrize(
     "reshard_after_forward",
     [None, pytest.param(True, marks=[*RESHARD_CHOICES[0].marks, needs(Capability.ROOT_RESHARD)]), RESHARD_CHOICES[1]],

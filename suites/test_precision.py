@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from shardproof.suites.common import REPLICAS
 from shardproof.testing import (
     KEEPS,
     RESHARD,
@@ -743,9 +744,7 @@ def test_sums_beyond_float16(rank: Rank) -> None:
 @contract("PRECISION-4")
 @world(4)
 @needs(Capability.CAST_AFTER_INIT, Capability.HYBRID)
-@pytest.mark.parametrize(
-    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
-)
+@REPLICAS
 def test_sums_of_replicas_beyond_float16(rank: Rank, shape: tuple[int, int]) -> None:
     """The average of float16 gradients over shards, replicas or both is right where their sum exceeds float16."""
     average(rank, shape)

@@ -329,11 +329,13 @@ def test_evaluations_gather_ahead(rank: Rank) -> None:
 @world(4)
 @needs(Capability.GATHERS_AHEAD, Capability.RESHARD_AFTER_FORWARD, Capability.HYBRID)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("replicas", [0, 2, pytest.param(4, marks=needs(Capability.SINGLE_RANK))])
 @pytest.mark.parametrize("when", CHOICES)
-def test_units_that_run_twice(rank: Rank, when: Any, ahead: bool, reshard_after_forward: bool) -> None:
+def test_units_that_run_twice(rank: Rank, when: Any, replicas: int, reshard_after_forward: bool) -> None:
     """Units that run twice train as DDP does with any prefetch setting, on replicas and with bounded gathers."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if ahead else None
+    mesh, ahead = None, replicas > 0
+    if ahead:
+        mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard"))
     options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": ahead == reshard_after_forward}
     options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "gathers_ahead": when}
     pair = pair_by_units(rank, RepeatedTower(9), **options)

@@ -192,11 +192,15 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
 @DISTRIBUTED
 @REUSES
 @needs(Capability.TIED_PARAMETERS)
-@pytest.mark.parametrize("layout", ["shards", pytest.param("replicas", marks=HYBRID)])
-def test_one_dimension_and_replicas(rank: Rank, layout: Layout, reuses: bool) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [None, pytest.param((2, 2), marks=HYBRID), pytest.param((4, 1), marks=[HYBRID, needs(Capability.SINGLE_RANK)])],
+    ids=["shards", "replicas", "replicas-of-one"],
+)
+def test_one_dimension_and_replicas(rank: Rank, shape: tuple[int, int] | None, reuses: bool) -> None:
     """Model and optimizer on a one-dimensional mesh, and on replicas, are restored bit for bit, ties too."""
     config = models.TransformerConfig(is_tied=True)
-    mesh = rank.mesh((2, 2), ("replicate", "shard")) if layout == "replicas" else rank.mesh()
+    mesh = rank.mesh(shape, ("replicate", "shard")) if shape else rank.mesh()
     make = maker(rank, functools.partial(models.Transformer, config), mesh=mesh)
     check_resumes(rank, make, models.Transformer(config), reuses=reuses, mesh=mesh)
 

@@ -32,6 +32,7 @@ LOW = needs(Capability.MIXED_PRECISION)
 HALF = Precision(compute=torch.float16, reduce=torch.float32)
 PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
 SHAPE = (7, 6)
+NAMES = ("replicate", "shard")
 UNITS = (("low",), ("high",))
 SCALE = 2.0**10
 #: The steps in which one gradient of one rank is infinite. The scale is doubled after two others.
@@ -101,7 +102,15 @@ def test_rank_without_a_gradient(rank: Rank) -> None:
 @needs(Capability.MIXED_PRECISION, Capability.HYBRID)
 def test_replicas(rank: Rank) -> None:
     """An infinite gradient in one replica makes all ranks skip the step and lower the scale."""
-    check(rank, precision=HALF, mesh=rank.mesh((2, 2), ("replicate", "shard")))
+    check(rank, precision=HALF, mesh=rank.mesh((2, 2), NAMES))
+
+
+@contract("SCALER-1")
+@world(2)  # the order of a sum of four is not the baseline's
+@needs(Capability.MIXED_PRECISION, Capability.HYBRID, Capability.SINGLE_RANK)
+def test_replicas_of_one(rank: Rank) -> None:
+    """An infinite gradient of one rank, which has all parameters, makes the others skip the step too."""
+    check(rank, precision=HALF, mesh=rank.mesh((2, 1), NAMES))
 
 
 @contract("SCALER-1")

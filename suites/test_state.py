@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from shardproof.suites.common import REPLICAS
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -242,9 +243,10 @@ def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
 @world(4)
 @needs(Capability.HYBRID, Capability.FULL_STATE_DICT)
 @pytest.mark.parametrize("replicated", ["before", "after"])
-def test_whole_states_of_replicas(rank: Rank, replicated: str) -> None:
+@REPLICAS
+def test_whole_states_of_replicas(rank: Rank, shape: tuple[int, int], replicated: str) -> None:
     """Replicas save full values that one mesh loads, and load the values that it has saved."""
-    meshes = rank.mesh((2, 2), ("replicate", "shard")), rank.mesh()
+    meshes = rank.mesh(shape, ("replicate", "shard")), rank.mesh()
     first, second = meshes if replicated == "before" else meshes[::-1]
     states.check_loads(rank, states.make(rank, 0, mesh=first), states.make(rank, 1, mesh=second), "full")
 

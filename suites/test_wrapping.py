@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, train_and_check
+from shardproof.suites.common import REPLICAS, batches, checked_steps, train_and_check
 from shardproof.testing import (
     Capability,
     Pair,
@@ -291,12 +291,14 @@ def make_twice(module: nn.Module, *, device: torch.device) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("as_groups", [pytest.param(True, marks=needs(Capability.PROCESS_GROUPS)), False])
-def test_units_of_replicas(rank: Rank, as_groups: bool) -> None:
+@REPLICAS
+def test_units_of_replicas(rank: Rank, shape: tuple[int, int], as_groups: bool) -> None:
     """If a model is sharded within replicas, so are the units that a rule finds, among the same ranks."""
-    mesh = rank.mesh((2, 2), ("replicate", "shard"))
+    mesh = rank.mesh(shape, ("replicate", "shard"))
     pair = train(rank, BY_CHOICE["classes"], mesh=mesh, as_groups=as_groups)
     groups = {item.group for item in pair.last_trace()}
-    known = {tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dim)))) for dim in range(2)}
+    several = [dim for dim, size in enumerate(shape) if size > 1]  # one rank sends nothing
+    known = {tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dim)))) for dim in several}
     assert groups == known, f"collectives among {groups} instead of {known}"
 
 
@@ -372,10 +374,12 @@ def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
     ignored = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     units = [[name] for name in rule.units]
     pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored, **options)
-    replicas = {"all_reduce": len(units) + 1} if "mesh" in options else {}
+    mesh = options.get("mesh")
+    replicas = {"all_reduce": len(units) + 1} if mesh else {}
+    shards = mesh is None or mesh.size(-1) > 1
     for _ in checked_steps(pair, batches(rank, 2, (4, 6))):
-        pair.check_counts("forward", all_gather=len(units) + 1)
-        gathers = len(units) - len(rule.keeps)
-        pair.check_counts("backward", all_gather=gathers, reduce_scatter=len(units) + 1, **replicas)
+        pair.check_counts("forward", all_gather=shards * (len(units) + 1))
+        gathers, reductions = shards * (len(units) - len(rule.keeps)), shards * (len(units) + 1)
+        pair.check_counts("backward", all_gather=gathers, reduce_scatter=reductions, **replicas)
         pair.check_bytes()
     return pair

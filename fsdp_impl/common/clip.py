@@ -176,7 +176,7 @@ def sharding_groups(grad: torch.Tensor) -> Groups:
     for dim, placement in enumerate(grad.placements):
         if isinstance(placement, Partial):
             raise ValueError(f"the norm of a gradient that is a pending sum is not defined: {grad.placements}")
-        if not isinstance(placement, Replicate):
+        if not isinstance(placement, Replicate) and grad.device_mesh.size(dim) > 1:
             groups.append(grad.device_mesh.get_group(dim))
     return tuple(groups)
 
