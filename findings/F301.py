@@ -12,7 +12,7 @@ and 2.14 write. Write with torch 2.15 by `python findings/F301.py save PATH`, an
 # reproduces = ["torch 2.15.0 cpu 2026-11-25"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
 # by_hand = "takes two versions of torch: one that saves and one that loads"
-# unlisted = "no case loads what another version of torch has saved"
+# unlisted = "tests/test_other_torch.py, which takes two versions of torch, expects it"
 # ///
 
 import sys, torch, torch.distributed.checkpoint as dcp
