@@ -33,7 +33,7 @@ def test_case(rank):
 
 
 def python(*arguments, cwd=ROOT, timeout=300, executable=sys.executable, **variables):
-    """Run this Python, or another, with this clone before everything else; returns the completed process, its output as text."""
+    """Run a Python with this clone before everything else; returns the completed process, its output as text."""
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **variables}
     command = [executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
