@@ -1,9 +1,10 @@
-"""The command ``shardproof report``: prints a run file."""
+"""The command ``shardproof report``: prints a run file, or what changed between runs of one commit."""
 
 import argparse
 from collections.abc import Sequence
 
 from shardproof import commands
+from shardproof.reports.flakes import render_flakes
 from shardproof.reports.matrix import render_summary
 from shardproof.runfile import RunFileError, load_run
 
@@ -12,35 +13,40 @@ examples:
   shardproof report run.json            a row for each requirement
   shardproof report run.json --cases    a row for each case
   shardproof report run.json.partial    what a run that ended early has done
+  shardproof report out/*.json          cases that do not always end alike, in runs of one commit
 
-exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 the file cannot be read"""
+exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 a file cannot be read, or several are not
+of one commit, torch and device"""
 
 INCOMPLETE = 1
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Print the matrix, failures and skips of a run file.
+    """Print the matrix, failures and skips of a run file; of several, the cases whose verdict changed.
 
     Failing cases do not change the exit code: the run has already judged them. It is 0; 1 for the journal of an
-    incomplete run; or 2 if the file cannot be read, with one line on stderr.
+    incomplete run; or 2 if a file cannot be read or the runs cannot be compared, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
     try:
-        run = load_run(options.file)
-    except RunFileError as error:
+        runs = {file: load_run(file) for file in options.files}
+        [run, *others] = runs.values()
+        text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
+    except (RunFileError, ValueError) as error:
         return commands.refuse(error)
-    print(render_summary(run, by_case=options.cases, full=options.full), end="")
-    return INCOMPLETE if run.incomplete else 0
+    print(text, end="")
+    return INCOMPLETE if any(run.incomplete for run in runs.values()) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof report",
         description="Print a run file: failures with the commands that repeat them, what was skipped and why, and a "
-        "matrix with a row for each requirement of the contract and a column for each implementation.",
+        "matrix with a row for each requirement of the contract and a column for each implementation. Of several "
+        "runs of one commit: the cases that did not always end alike, with seeds, place and host of each attempt.",
         epilog=_EPILOG,
     )
-    parser.add_argument("file", help="a run file, or the FILE.partial of an incomplete run")
+    parser.add_argument("files", nargs="+", metavar="file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
     parser.add_argument("--full", action="store_true", help="print each failure, and long texts in full")
     return parser
