@@ -7,8 +7,6 @@ user code has often imported the public ones before anything can be observed. Of
 methods of ``ProcessGroup`` issue, and none that are issued below Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

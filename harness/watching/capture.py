@@ -6,8 +6,6 @@ finds under a parameter's name is where autograd puts the gradient of this rank 
 called, gathered or waited for, and what a property would compute is not read.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

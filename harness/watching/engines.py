@@ -5,8 +5,6 @@ The engine owns backward, clipping and the optimizer's step. It reduces gradient
 read of a partition is a collective of the engine's ranks, so all ranks read the same parameters in the same order.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, cast
 

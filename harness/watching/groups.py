@@ -1,7 +1,5 @@
 """Which groups of ranks does a model tell of? Its DTensors, the user's mesh, and the wrappers that reduce."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

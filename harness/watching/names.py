@@ -1,7 +1,5 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

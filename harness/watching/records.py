@@ -1,9 +1,6 @@
 """What one rank has seen of one step: plain values, which ranks exchange and judge."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.tensors.fingerprints import Box, Fingerprint
@@ -172,7 +169,3 @@ class Groups:
     named: dict[str, tuple[int, ...]]
     source: str
     data: tuple[str, ...]
-
-
-Attached = dict[str, Any]
-"""What a rank exchanges once it is attached; see ``Watch.attached``."""

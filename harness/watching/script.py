@@ -1,7 +1,5 @@
 """Runs a training script, or a module, as ``python`` would, inside of this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Remembers which parameters were registered in several places, from the construction of the model on."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A callback for Lightning's Trainer and for Fabric."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

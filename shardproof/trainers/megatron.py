@@ -3,8 +3,6 @@
 Read in Megatron Core, and tried on parameters with its attributes; Megatron itself needs CUDA, and was not run.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A hook for torchtitan's trainer, whose model specification calls a function once the optimizers are made."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A callback for transformers' Trainer and what is built on it."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
