@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -193,36 +193,14 @@ def _rotated(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> tor
     return x * cosines.to(x.dtype) + torch.cat((-second, first), dim=-1) * sines.to(x.dtype)
 
 
-def _gpt(layers: int, dim: int, heads: int, *, length: int, like: str) -> Shape:
-    return Shape(
-        family="gpt",
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        key_heads=heads,
-        hidden=4 * dim,
-        vocab=50257,
-        tied=True,
-        length=length,
-        like=like,
-    )
+def _gpt(layers: int, dim: int, heads: int, **others: Any) -> Shape:
+    sizes: dict[str, Any] = {"layers": layers, "dim": dim, "heads": heads, "key_heads": heads, "hidden": 4 * dim}
+    return Shape(family="gpt", vocab=50257, tied=True, **sizes, **others)
 
 
-def _llama(
-    layers: int, dim: int, heads: int, key_heads: int, hidden: int, *, vocab: int, tied: bool = False, like: str
-) -> Shape:
-    return Shape(
-        family="llama",
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        key_heads=key_heads,
-        hidden=hidden,
-        vocab=vocab,
-        tied=tied,
-        length=2048,
-        like=like,
-    )
+def _llama(layers: int, dim: int, heads: int, key_heads: int, hidden: int, **others: Any) -> Shape:
+    sizes: dict[str, Any] = {"layers": layers, "dim": dim, "heads": heads, "key_heads": key_heads, "hidden": hidden}
+    return Shape(family="llama", length=2048, **{"tied": False} | sizes | others)
 
 
 KNOWN = {

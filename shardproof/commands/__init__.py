@@ -6,9 +6,11 @@ code; argparse exits with 2 for unknown arguments and with 0 for ``--help``.
 """
 
 import argparse
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from typing import Any
 
 BAD_INPUT = 2
 _COLUMNS = 100  # of a help
@@ -31,6 +33,12 @@ def refuse(reason: object) -> int:
     """Print on stderr, in one line, why a command cannot do what it was asked; returns its exit code."""
     print(f"shardproof: {reason}", file=sys.stderr)
     return BAD_INPUT
+
+
+def values_of(options: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """Return the options that have the name of a field of a dataclass, by these names."""
+    names = (one.name for one in dataclasses.fields(kind))
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 def positive(text: str) -> int:

@@ -151,16 +151,12 @@ def _request(options: argparse.Namespace) -> Request:
     from shardproof.harness.training.request import OWN, Request, data_dims_of, parse_mesh
 
     mesh = parse_mesh(options.mesh)
-    return Request(
-        model=options.model, layers=options.layers, dim=options.dim, mesh=mesh, parallelize=options.parallelize,
-        optimizer=options.optimizer, data=options.data,
-        implementation=options.impl or (OWN if options.parallelize else "torch.fully_shard"), step=options.step,
-        plain=options.plain, data_dims=data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
-        steps=options.steps, microbatches=options.microbatches, batch=options.batch, sequence=options.sequence,
-        dtype=options.dtype, param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype, oracle=options.oracle,
-        max_norm=options.max_norm, axes=dict(map(_axis, options.axis)), off=options.off, bisect=options.bisect,
-        seed=options.seed, keep=os.path.abspath(options.keep) if options.keep else "",
-    )  # fmt: skip
+    own: dict[str, Any] = {
+        "implementation": options.impl or (OWN if options.parallelize else "torch.fully_shard"), "mesh": mesh,
+        "data_dims": data_dims_of(mesh, tuple(filter(None, options.data_dims.split(",")))),
+        "axes": dict(map(_axis, options.axis)), "keep": os.path.abspath(options.keep) if options.keep else "",
+    }  # fmt: skip
+    return Request(**commands.values_of(options, Request) | own)
 
 
 def _make_folder(path: str) -> None:

@@ -81,23 +81,10 @@ def _made(options: argparse.Namespace, command: Sequence[str]) -> Plan:
 def _request(options: argparse.Namespace) -> Request:
     from shardproof.harness.planning.request import DTYPES, Request
 
-    reshards = options.reshard_after_forward
-    return Request(
-        model=options.model,
-        implementation=options.impl,
-        layers=options.layers,
-        dim=options.dim,
-        batch=options.batch,
-        sequence=options.sequence,
-        dtype=DTYPES[options.dtype],
-        compute=DTYPES[options.param_dtype] if options.param_dtype else None,
-        reduce=DTYPES[options.reduce_dtype] if options.reduce_dtype else None,
-        optimizer=options.optimizer,
-        reshard_after_forward=reshards,
-        checkpointing=options.checkpointing,
-        units=tuple(options.unit),
-        rank=options.rank,
-    )
+    names = {"dtype": options.dtype, "compute": options.param_dtype, "reduce": options.reduce_dtype}
+    dtypes = {of: DTYPES[name] for of, name in names.items() if name}
+    own = {"implementation": options.impl, "units": tuple(options.unit)}
+    return Request(**commands.values_of(options, Request) | dtypes | own)
 
 
 def _version() -> str:
