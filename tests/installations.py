@@ -13,8 +13,11 @@ FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
 _BYTECODE = tempfile.TemporaryDirectory(prefix="bytecode-")
 
 
-def run(*arguments, cwd, path, timeout=240, **variables):
-    """Run this Python with `arguments`, with `path` before everything installed, and return what came of it."""
+def run(*arguments, cwd, path, timeout=240, code=None, **variables):
+    """Run this Python with `arguments`, with `path` before everything installed, and return what came of it.
+
+    It must end with this code, if one is given.
+    """
     # What the host's own path has may be needed, expecttest say. Bytecode elsewhere: an import would leave files in
     # folders that a test looks at.
     paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
@@ -23,7 +26,9 @@ def run(*arguments, cwd, path, timeout=240, **variables):
         "PYTHONPYCACHEPREFIX": _BYTECODE.name,
     }
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=timeout)
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def copy_of_the_sources(copy):
@@ -39,8 +44,7 @@ def copy_of_the_sources(copy):
 def build(sources, out, kind="wheel"):
     """Build the wheel or sdist of these sources as pip would build it, but in this environment, and return its path."""
     script = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
-    built = run("-c", script, cwd=sources, path="")
-    assert built.returncode == 0, built.stderr
+    run("-c", script, cwd=sources, path="", code=0)
     return next(out.glob("*.whl" if kind == "wheel" else "*.tar.gz"))
 
 

@@ -22,8 +22,7 @@ def case_ids():
 
 def collected(*which):
     options = [*which, "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
-    found = python("-m", "pytest", "-p", "no:cacheprovider", *options)
-    assert found.returncode == 0, found.stdout + found.stderr
+    found = python("-m", "pytest", "-p", "no:cacheprovider", *options, code=0)
     return [line.replace("[reference-", "[") for line in found.stdout.splitlines() if "::" in line]
 
 

@@ -81,8 +81,7 @@ LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "
 )
 def test_pytest_without_its_cache(tmp_path, given):
     """The option for the place of the cache is the cache's own."""
-    done = python("-m", "shardproof", "run", *given, *LISTED, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "shardproof", "run", *given, *LISTED, cwd=tmp_path, code=0)
     assert not [*tmp_path.iterdir()], "nothing is written where the run began"
 
 

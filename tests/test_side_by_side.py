@@ -34,8 +34,8 @@ benchmark, plan = map(benchmark_of, ("reference", "plan"))
 FAKE_REDUCES = Version(torch.__version__) >= Version("2.13")
 
 
-def run(*arguments: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    return python("-m", "benchmarks", *arguments)
+def run(*arguments: str | pathlib.Path, code: int | None = None) -> subprocess.CompletedProcess[str]:
+    return python("-m", "benchmarks", *arguments, code=code)
 
 
 @pytest.mark.nightly
@@ -43,8 +43,7 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
     options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]
     options += ["--rounds", "2", "--steps", "3"]
-    done = run("reference", *options, "--implementations", "reference,torch.fully_shard", "--json", file)
-    assert done.returncode == 0, done.stderr
+    done = run("reference", *options, "--implementations", "reference,torch.fully_shard", "--json", file, code=0)
     found = json.loads(file.read_text())
     rows = found["about"]["rows"]
     assert [row["model"] for row in rows] == ["2 x 32", "2 units of 4 small parameters", "1 x 256"]
@@ -70,8 +69,7 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
 def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
     options = ["--backend", "fake", "--device", "cpu", "--rounds", "1", "--steps", "1"]
     options += ["--implementations", "reference.flat"]
-    done = run("reference", *options, "--models", "tiny,replicas", "--seconds", "0.01")
-    assert done.returncode == 0, done.stderr
+    done = run("reference", *options, "--models", "tiny,replicas", "--seconds", "0.01", code=0)
     assert "left out after 0.01 s: 2 x 32, 48 x 256, replicas of one shard" in done.stdout
 
 
@@ -188,8 +186,7 @@ x, float32
 def test_rank_of_a_world_that_is_not_there_issues_what_was_planned(tmp_path):
     arguments = ["--model", "tests.harness.planned_models:llama", "--sequence", "16", "--mesh", "2x2"]
     arguments += ["--implementations", "reference,torch.fsdp", "--dtypes", "bfloat16"]
-    done = run("plan", *arguments, "--backend", "fake", "--json", tmp_path / "x")
-    assert done.returncode == 0, done.stderr
+    done = run("plan", *arguments, "--backend", "fake", "--json", tmp_path / "x", code=0)
     rows = json.loads((tmp_path / "x").read_text())["rows"]
     assert len(rows) == 2
     assert all(row["plan"]["traffic"] == row["measured"]["traffic"] != [] for row in rows), done.stdout

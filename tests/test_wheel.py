@@ -92,26 +92,10 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         scripts = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert archive.read(scripts).decode() == "[console_scripts]\nshardproof = shardproof.__main__:console\n"
-    own = {
-        "__init__.py",
-        "__main__.py",
-        "commit.txt",
-        "contract.json",
-        "findings.py",
-        "jsonfiles.py",
-        "planfile.py",
-        "plugin.py",
-        "py.typed",
-        "runfile.py",
-        "suites.ini",
-        "testing.py",
-        *(
-            f"{room}/{path.name}"
-            for room in ("commands", "own", "trainers")
-            for path in (ROOT / "shardproof" / room).glob("*.py")
-        ),
-    }
-    extra = {"shardproof/suites/expectations/sample.toml", *(f"shardproof/{name}" for name in own)}
+    # The links to other folders are followed by `sources` of those.
+    own = [path for room in ("", "commands", "own", "trainers") for path in (ROOT / "shardproof" / room).iterdir()]
+    extra = {path.relative_to(ROOT).as_posix() for path in own if path.is_file()}
+    extra |= {"shardproof/commit.txt", "shardproof/suites/expectations/sample.toml"}
     assert names == extra.union(*map(sources, FOLDERS))
 
 
@@ -181,8 +165,7 @@ def test_the_suites_run_beside_a_neighbour(neighbour, path):
     options = ["--impl", "reference", "--device", "cpu", "--world", "2", "--report", "out/run.json"]
     # pytest-benchmark, where it is installed, makes a folder in any run.
     options += ["-p", "no:benchmark"]
-    done = run("-m", "shardproof", "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("-m", "shardproof", "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path, code=0)
     assert "reference: 3 pass" in done.stdout
     new = {file.relative_to(neighbour).parts[0] for file in neighbour.rglob("*")} - {file.parts[0] for file in before}
     assert new == {"out", ".pytest_cache"}
@@ -213,8 +196,7 @@ def test_adapters_of_the_current_directory_are_found(neighbour, path):
     (neighbour / "mine.py").write_text(source)
     script = f"import sys; sys.path[0] = {str(path)!r}; from shardproof.__main__ import main; sys.exit(main())"
     options = ["--impl", "mine:Mine", "--device", "cpu", "--world", "2"]
-    done = run("-c", script, "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run("-c", script, "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path, code=0)
     assert "mine:Mine: 3 pass" in done.stdout
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.inner import PYTHONPATH, QUIET, last_error
 
 
 @pytest.fixture
@@ -18,3 +18,15 @@ def run(pytester, monkeypatch):
         return pytester.runpytest_inprocess(*QUIET, *options)
 
     return run
+
+
+@pytest.fixture
+def refused(run):
+    """Run pytest on a case file that it must refuse; the one line with which it does."""
+
+    def refused(*arguments, **keywords):
+        result = run(*arguments, **keywords)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        return last_error(result)
+
+    return refused

@@ -32,11 +32,20 @@ def test_case(rank):
 """
 
 
-def python(*arguments, cwd=ROOT, timeout=300, executable=sys.executable, **variables):
-    """Run a Python with this clone before everything else; returns the completed process, its output as text."""
+#: A case that passes.
+PASSES = CASE.format(body="pass")
+
+
+def python(*arguments, cwd=ROOT, timeout=300, code=None, executable=sys.executable, **variables):
+    """Run a Python with this clone before everything else; returns the completed process, its output as text.
+
+    It must end with this code, if one is given.
+    """
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **variables}
     command = [executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
 
 
 def torchrun(ranks, *arguments, **keywords):
@@ -60,8 +69,7 @@ def run_suites(
     """
     report = folder / "run.json"
     options = ["-k", words, "--impl", ",".join(names), "--device", device, "--report", report]
-    done = python("-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, *options, timeout=timeout)
-    assert done.returncode == 1, done.stdout + done.stderr
+    python("-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, *options, timeout=timeout, code=1)
     cases: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
     return cases
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardproof.runfile import load_run
 from tests.harness import explained_bugs
-from tests.harness.inner import last_error, name_of
+from tests.harness.inner import name_of
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -135,10 +135,9 @@ def test_quick_has_an_item_of_each_value_that_names_a_thing(collected):
     assert len(collected("--effort=quick", source=DIFFERENT_THINGS.replace('@each_value("what")', ""))) == 1
 
 
-def test_each_value_of_no_parameter_is_one_line(run):
-    result = run(DIFFERENT_THINGS.replace('each_value("what")', 'each_value("which")'), "--effort=quick")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result).endswith("each_value('which') names no parameter; the case has what, b")
+def test_each_value_of_no_parameter_is_one_line(run, refused):
+    line = refused(DIFFERENT_THINGS.replace('each_value("what")', 'each_value("which")'), "--effort=quick")
+    assert line.endswith("each_value('which') names no parameter; the case has what, b")
     result = run(DIFFERENT_THINGS.replace('each_value("what")', "each_value()"), "--effort=quick")
     result.stdout.fnmatch_lines(["*each_value() takes the names of one or more parameters of the case, and got none"])
 
@@ -158,7 +157,7 @@ def test_case(rank, a, b):
     assert len(collected("--effort=standard", source=source)) == 4
 
 
-def test_combinations_that_a_table_lists_are_kept(collected, pytester, run):
+def test_combinations_that_a_table_lists_are_kept(collected, pytester, refused):
     source = SOURCE.replace("needs(Hardware.STREAMS)", "()")
     listed = "[[always]]\ncase = 'test_inner.py::test_product'\nworld = [2]\na = [1]\nb = [1]\nc = [0, 1]\n"
     listed += "seed = 'test_torch.py::test_it'\n[seeds]\n'test_torch.py::test_it' = {combinations = 2}\n"
@@ -168,15 +167,12 @@ def test_combinations_that_a_table_lists_are_kept(collected, pytester, run):
     added = set(collected("--effort=standard", source=source)) - set(without)
     assert {"test_product[ddp-w2-1-1-0]", "test_product[ddp-w2-1-1-1]"} <= added
     table.write_text(listed.replace("[1]", "1"))
-    result = run(source, "--effort=standard", "--device", "cpu")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result).endswith("standard.toml entry 1: expected a case and lists of values of its parameters")
+    line = refused(source, "--effort=standard", "--device", "cpu")
+    assert line.endswith("standard.toml entry 1: expected a case and lists of values of its parameters")
 
 
-def test_an_unknown_effort_is_one_line(run):
-    result = run(SOURCE, "--effort=some")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == "ERROR: --effort some: expected quick, standard, full"
+def test_an_unknown_effort_is_one_line(refused):
+    assert refused(SOURCE, "--effort=some") == "ERROR: --effort some: expected quick, standard, full"
 
 
 #: Nothing runs in it on the CPU, so that no rank starts.

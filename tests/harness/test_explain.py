@@ -87,8 +87,8 @@ def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH
     """Run the cases with `--explain`; the records, and what pytest printed."""
     report = folder / "run.json"
     options = ("-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", report, *options)
-    done = python("-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__, *options, PYTHONPATH=path)
-    assert done.returncode == (0 if passes else 1), done.stdout + done.stderr
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__, *options)
+    done = python(*words, PYTHONPATH=path, code=0 if passes else 1)
     return json.loads(report.read_text())["cases"], done.stdout
 
 

@@ -257,8 +257,7 @@ def test_the_printed_case_fails_alike(searched, bug, tmp_path):
     path, report = tmp_path / "test_pasted.py", tmp_path / "run.json"
     path.write_text(searched[name]["failure"]["text"].partition(TO_PASTE)[2])
     options = ["--rootdir", tmp_path, "--impl", name, "--device", "cpu", "--report", report]
-    done = python("-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", path, *options)
-    assert done.returncode == 1, done.stdout + done.stderr
+    python("-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", path, *options, code=1)
     (case,) = json.loads(report.read_text())["cases"]
     assert (case["verdict"], case["requirement"]) == (expected.verdict, "DRAWN-1")
     assert expected.words in case["failure"]["text"]

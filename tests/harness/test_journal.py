@@ -17,7 +17,7 @@ import pytest
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, RunFileError, load_run
-from tests.harness.inner import CASE, PYTHONPATH, QUIET, last_error, python
+from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python
 from tests.harness.test_chaos import is_alive, started
 
 # Each test starts processes.
@@ -228,8 +228,6 @@ def test_a_disk_that_stays_full_leaves_no_complete_file(tmp_path, limit):
 
 # Runs
 
-PASSES = CASE.format(body="pass")
-
 
 def left_by(pytester, name="run.json"):
     return load_run(pytester.path / f"{name}.partial")
@@ -294,12 +292,11 @@ def test_the_next_complete_run_takes_the_place_of_a_journal(run, pytester):
     assert len(load_run(pytester.path / "run.json").cases) == 1
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_the_first_case(run, pytester):
+def test_a_report_that_cannot_be_written_is_refused_before_the_first_case(refused, pytester, capsys):
     pytester.mkdir("folder")
-    result = run(PASSES, "--report", "folder")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == "ERROR: --report folder: this is a directory; a run file must be a regular file"
-    assert not result.stdout.str(), "nothing was even collected"
+    line = "ERROR: --report folder: this is a directory; a run file must be a regular file"
+    assert refused(PASSES, "--report", "folder") == line
+    assert not capsys.readouterr().out, "nothing was even collected"
 
 
 def test_a_run_file_that_cannot_be_completed_fails_the_run(run, pytester):
@@ -538,8 +535,7 @@ class Sender:
         os.kill(os.getpid(), signal.SIGHUP)
 sys.exit(pytest.main([*{QUIET!r}, "--impl", "ddp", "--report", "run.json"], plugins=[Sender()]))
 """
-    done = python("-c", script, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
+    python("-c", script, cwd=tmp_path, code=0)
     assert not load_run(tmp_path / "run.json").incomplete
 
 

@@ -115,5 +115,4 @@ torch.new_name = sum
 torch.nn.Module.__init__ = lambda self: None
 assert patches.found() == ["torch.new_name", "torch.nn.modules.module.Module.__init__"], patches.found()
 """
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
+    python("-c", code, code=0)

@@ -8,7 +8,7 @@ import torch
 
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.tensors import devices
-from tests.harness.inner import CASE, last_error
+from tests.harness.inner import CASE, PASSES, last_error
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -17,10 +17,9 @@ pytestmark = pytest.mark.sampled
 # What cannot exist: exit code 4 and one line
 
 
-def test_device_that_is_not_there(run):
-    result = run(CASE.format(body="pass"), "--device", "cuda")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == "ERROR: --device cuda: torch finds no accelerator here; use cpu or auto"
+def test_device_that_is_not_there(refused):
+    line = "ERROR: --device cuda: torch finds no accelerator here; use cpu or auto"
+    assert refused(PASSES, "--device", "cuda") == line
 
 
 def test_accelerator_of_another_vendor(run, pytester, monkeypatch):
@@ -47,18 +46,17 @@ def test_accelerator_of_another_vendor(run, pytester, monkeypatch):
 
 
 @pytest.mark.parametrize("worlds", ["0", "two", "2,,4", "-2"])
-def test_worlds_that_are_no_worlds(run, worlds):
-    result = run(CASE.format(body="pass"), f"--world={worlds}")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert f"--world {worlds}: expected positive numbers of ranks such as 2,4" in last_error(result)
+def test_worlds_that_are_no_worlds(refused, worlds):
+    told = f"--world {worlds}: expected positive numbers of ranks such as 2,4"
+    assert told in refused(PASSES, f"--world={worlds}")
 
 
 @pytest.mark.parametrize(
     ("fixture", "instead"),
     [("tmp_path", "use rank.tmp_path"), ("monkeypatch", "use rank.monkeypatch"), ("own", "use a parameter")],
 )
-def test_fixture_that_cannot_cross_processes(run, fixture, instead):
-    result = run(
+def test_fixture_that_cannot_cross_processes(refused, fixture, instead):
+    line = refused(
         f"""
 import pytest
 from shardproof.testing import world
@@ -70,13 +68,11 @@ def test_case(rank, {fixture}):
     pass
 """
     )
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    error = last_error(result)
-    assert f"fixture '{fixture}' cannot cross processes; {instead}" in error
+    assert f"fixture '{fixture}' cannot cross processes; {instead}" in line
 
 
 def test_a_case_without_a_world(run):
-    result = run(CASE.format(body="pass").replace("@world(2)", ""))
+    result = run(PASSES.replace("@world(2)", ""))
     result.assert_outcomes(errors=1)
     line = "test_*.py::test_case: the case takes 'rank', and no @world(...) says on how many ranks it runs, such as *"
     result.stdout.fnmatch_lines(["*ERROR at setup of test_case*", line])
@@ -145,8 +141,8 @@ def test_what_is_required_and_not_asked_is_told(run, pytester, workers):
         assert lines("4, 8", "-k", "test_other") == ([], None)  # whoever names cases asks for no others
 
 
-def test_method_and_unpicklable_parameter_are_refused(run):
-    result = run(
+def test_method_and_unpicklable_parameter_are_refused(refused):
+    line = refused(
         """
 import pytest
 from shardproof.testing import world
@@ -156,8 +152,8 @@ class TestGroup:
         pass
 """
     )
-    assert "a case is a plain function, not a method" in last_error(result)
-    result = run(
+    assert "a case is a plain function, not a method" in line
+    line = refused(
         """
 import pytest
 from shardproof.testing import world
@@ -167,8 +163,7 @@ def test_case(rank, function):
     pass
 """
     )
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "parameter 'function' = <function <lambda>" in last_error(result)
+    assert "parameter 'function' = <function <lambda>" in line
 
 
 # What is reported
@@ -239,17 +234,15 @@ def test_both(rank):
 
 
 def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pytester):
-    source = CASE.format(body="pass")
     other = pytester.mkdir("other")
-    run(source, "--rootdir", other, "--report", "run.json", pytester.path / "test_inner.py").assert_outcomes(passed=1)
+    run(PASSES, "--rootdir", other, "--report", "run.json", pytester.path / "test_inner.py").assert_outcomes(passed=1)
     (case,) = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
     assert case["id"] == "test_inner.py::test_case[w2]"
 
 
-def test_collection_errors_reach_the_user_through_xdist(run):
-    result = run(CASE.format(body="pass").replace("(rank)", "(rank, tmp_path)"), "-n", "2", own_process=True)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert "fixture 'tmp_path' cannot cross processes; use rank.tmp_path" in last_error(result)
+def test_collection_errors_reach_the_user_through_xdist(refused):
+    line = refused(PASSES.replace("(rank)", "(rank, tmp_path)"), "-n", "2", own_process=True)
+    assert "fixture 'tmp_path' cannot cross processes; use rank.tmp_path" in line
 
 
 def test_inline_texts_are_compared_and_accepted_in_the_controller(run, pytester, monkeypatch):
