@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import fnmatch
-import json
 import pathlib
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 import planted.run
 from planted import table, watched
 from shardproof.harness.plugin.known_failures import KnownFailures, load
-from tests.harness.inner import NO_HYPOTHESIS, name_of, python
+from tests.harness.inner import name_of, run_cases
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [f"suites/test_{chapter}.py" for chapter in table.WATCHED]
@@ -88,11 +87,8 @@ def test_each_line_is_in_its_file() -> None:
 
 def run(kinds: Sequence[type], options: Sequence[str], folder: pathlib.Path, *, timeout: float) -> list[dict[str, Any]]:
     """The records of the cases of the chapters that are watched."""
-    report = folder / "run.json"
-    options = ["--impl", ",".join(map(name_of, kinds)), "--device", "cpu", "--report", str(report), *options]
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *NO_HYPOTHESIS, *FILES, *options, timeout=timeout)
-    assert report.exists(), done.stdout + done.stderr
-    records: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
+    records, done = run_cases(folder, map(name_of, kinds), *FILES, *options, timeout=timeout)
+    assert records, done.stdout + done.stderr
     return records
 
 

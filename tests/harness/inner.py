@@ -5,8 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 # Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
 import shardproof.harness.adapters.reference
@@ -54,24 +52,15 @@ def torchrun(ranks, *arguments, **keywords):
     return python(*launcher, *arguments, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **keywords)
 
 
-def run_suites(
-    names: Sequence[str], file: str, words: str, folder: pathlib.Path, *, device: str = "cpu", timeout: float = 1800
-) -> list[dict[str, Any]]:
-    """Run cases on implementations, at least one of which fails; returns their records.
+def run_cases(folder, names, *arguments, device="cpu", timeout=1800, **keywords):
+    """Run cases on implementations, as of ``--impl``, in a process of its own, with a run file in this folder.
 
-    Args:
-        names: the implementations, as of ``--impl``.
-        file: the cases' file, or "FILE::FUNCTION", from the root of the repository.
-        words: as of ``-k``.
-        folder: where the run file may be written.
-        device: as of ``--device``.
-        timeout: seconds.
+    Returns their records, and what :func:`python` does, of which the other keywords are.
     """
     report = folder / "run.json"
-    options = ["-k", words, "--impl", ",".join(names), "--device", device, "--report", report]
-    python("-m", "pytest", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "-q", file, *options, timeout=timeout, code=1)
-    cases: list[dict[str, Any]] = json.loads(report.read_text())["cases"]
-    return cases
+    options = ["-q", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "--impl", ",".join(names), "--device", device]
+    done = python("-m", "pytest", *options, "--report", report, *arguments, timeout=timeout, **keywords)
+    return json.loads(report.read_text())["cases"] if report.exists() else [], done
 
 
 def name_of(adapter: type) -> str:

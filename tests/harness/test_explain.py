@@ -1,14 +1,13 @@
 """`--explain`: where it says that a bug shows first, what it leaves as it is, and that no other run captures."""
 
 import dataclasses
-import json
 
 import pytest
 
 from shardproof.harness.verdicts.explanation import Divergent
 from shardproof.harness.verdicts.finding import Location, Stage
 from tests.harness import explained_cases
-from tests.harness.inner import PYTHONPATH, python
+from tests.harness.inner import PYTHONPATH, run_cases
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -85,11 +84,9 @@ ROWS = [
 
 def explained(names, expression, folder, *options, passes=False, path=PYTHONPATH):
     """Run the cases with `--explain`; the records, and what pytest printed."""
-    report = folder / "run.json"
-    options = ("-k", expression, "--impl", ",".join(names), "--device", "cpu", "--report", report, *options)
-    words = ("-m", "pytest", "-p", "no:cacheprovider", "-q", explained_cases.__file__, *options)
-    done = python(*words, PYTHONPATH=path, code=0 if passes else 1)
-    return json.loads(report.read_text())["cases"], done.stdout
+    chosen = (explained_cases.__file__, "-k", expression, *options)
+    found, done = run_cases(folder, names, *chosen, code=0 if passes else 1, PYTHONPATH=path)
+    return found, done.stdout
 
 
 @pytest.fixture(scope="module")

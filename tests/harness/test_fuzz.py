@@ -1,7 +1,6 @@
 """Cases that draw their parameter: the search, what it shrinks to, and the case to paste."""
 
 import itertools
-import json
 import pickle
 import time
 import types
@@ -16,7 +15,7 @@ from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.runfile import Verdict
-from tests.harness.inner import PYTHONPATH, QUIET, python, run_suites
+from tests.harness.inner import PYTHONPATH, QUIET, run_cases
 
 pytest.importorskip("hypothesis", reason="cases that draw need hypothesis: pip install '.[fuzz]'")
 st: Any = pytest.importorskip("hypothesis.strategies")
@@ -231,7 +230,8 @@ EACH = pytest.mark.parametrize("bug", SHRUNK)
 def searched(tmp_path_factory):
     """The records of the drawn case on two ranks, by implementation."""
     names = ["reference", *map(adapter_of, SHRUNK)]
-    found = run_suites(names, "suites/test_drawn.py::test_any_training", "w2", tmp_path_factory.mktemp("drawn"))
+    chosen = ("suites/test_drawn.py::test_any_training", "-k", "w2")
+    found, _ = run_cases(tmp_path_factory.mktemp("drawn"), names, *chosen, code=1)
     return {case["implementation"]: case for case in found}
 
 
@@ -254,10 +254,8 @@ def test_bug_is_found_and_shrunk(searched, bug):
 def test_the_printed_case_fails_alike(searched, bug, tmp_path):
     expected = SHRUNK[bug]
     name = adapter_of(bug)
-    path, report = tmp_path / "test_pasted.py", tmp_path / "run.json"
+    path = tmp_path / "test_pasted.py"
     path.write_text(searched[name]["failure"]["text"].partition(TO_PASTE)[2])
-    options = ["--rootdir", tmp_path, "--impl", name, "--device", "cpu", "--report", report]
-    python("-m", "pytest", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "-q", path, *options, code=1)
-    (case,) = json.loads(report.read_text())["cases"]
+    ((case,), _) = run_cases(tmp_path, [name], "-p", "shardproof.plugin", path, "--rootdir", tmp_path, code=1)
     assert (case["verdict"], case["requirement"]) == (expected.verdict, "DRAWN-1")
     assert expected.words in case["failure"]["text"]

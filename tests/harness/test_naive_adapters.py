@@ -23,7 +23,7 @@ from shardproof.harness.adapters.deepspeed import (
 )
 from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter
 from shardproof.harness.adapters.torchtitan_simple_fsdp import TorchtitanSimpleFsdpAdapter
-from tests.harness.inner import name_of, run_suites
+from tests.harness.inner import name_of, run_cases
 
 
 class _StepsAtTheBoundary(DeepSpeedEngineAdapter):
@@ -124,7 +124,7 @@ def needing(module):
     ],
 )
 def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp_path):
-    (case,) = run_suites([name_of(adapter)], ACCUMULATION, "shards-default", tmp_path)
+    ((case,), _) = run_cases(tmp_path, [name_of(adapter)], ACCUMULATION, "-k", "shards-default", code=1)
     assert case["verdict"] == "fail", case["failure"]
     assert case["failure"]["stage"] == stage and words in case["failure"]["text"], case["failure"]
 
@@ -133,7 +133,7 @@ def test_engine_that_is_stepped_at_the_boundary_alone(adapter, stage, words, tmp
 def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
     """The model with replicas comes after one without, in the same processes."""
     names = [name_of(SimpleFsdpInSharedProcesses), "torchtitan.simple_fsdp"]
-    cases = run_suites(names, ACCUMULATION, "default", tmp_path)
+    cases, _ = run_cases(tmp_path, names, ACCUMULATION, "-k", "default", code=1)
     verdicts = {(case["implementation"] == names[0], "replicas" in case["id"]): case["verdict"] for case in cases}
     assert verdicts == {
         (True, False): "pass", (True, True): "fail", (False, False): "pass", (False, True): "pass",
@@ -144,13 +144,8 @@ def test_second_model_of_a_process_has_the_mesh_of_the_first(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
     """findings/F139.py: the ranks issue different collectives."""
-    (case,) = run_suites(
-        [name_of(MegatronClippedByTorch)],
-        "suites/test_clipping.py::test_total_norm_and_clipped_gradients",
-        "w2 and 2.0",
-        tmp_path,
-        device="cuda",
-    )
+    chosen = ("suites/test_clipping.py::test_total_norm_and_clipped_gradients", "-k", "w2 and 2.0")
+    ((case,), _) = run_cases(tmp_path, [name_of(MegatronClippedByTorch)], *chosen, device="cuda", code=1)
     # Where the harness sees in time that the ranks are about to issue different collectives, none of them hangs.
     assert case["verdict"] in ("fail", "hang"), case["failure"]["text"]
     assert "clip" in case["failure"]["text"], case["failure"]["text"]
@@ -158,7 +153,8 @@ def test_norm_of_gradients_of_which_a_rank_has_no_row(tmp_path):
 
 @needing("accelerate")
 def test_plain_ddp_that_is_taken_for_fsdp(tmp_path):
-    (case,) = run_suites([name_of(AccelerateOnCpu)], "suites/test_autograd.py::test_inputs_by_keyword", "w2", tmp_path)
+    chosen = ("suites/test_autograd.py::test_inputs_by_keyword", "-k", "w2")
+    ((case,), _) = run_cases(tmp_path, [name_of(AccelerateOnCpu)], *chosen, code=1)
     assert case["verdict"] == "fail", case["failure"]
     assert case["failure"]["stage"] == "sharding", case["failure"]["text"]
     assert "the model is not sharded" in case["failure"]["text"]
