@@ -121,13 +121,18 @@ def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager)
         manager.register(_Clashes(clashes), _CLASHES)
 
 
+def values(config: pytest.Config) -> dict[str, Any]:
+    """Return the value of each option, by its name with underscores."""
+    names = [option.name.replace("-", "_") for option in _OPTIONS]
+    return {name: getattr(config.option, f"shardproof_{name}") for name in names}
+
+
 def asks_for_a_run(config: pytest.Config) -> bool:
     """Return whether any option of a conformance run was given: whether one differs from its default.
 
     A default of another kind must be added here, or each run of pytest in a project would be one of shardproof.
     """
-    names = (option.name.replace("-", "_") for option in _OPTIONS)
-    return any(getattr(config.option, f"shardproof_{name}") not in (None, "auto", "full", False) for name in names)
+    return any(value not in (None, "auto", "full", False) for value in values(config).values())
 
 
 class _Clashes:

@@ -153,16 +153,16 @@ class Selection:
 
 def resolve(
     *,
-    implementations: str | None,
+    impl: str | None,
     device: str,
-    worlds: str | None,
-    deadline: float | None,
+    world: str | None = None,
+    deadline: float | None = None,
     check_collectives: bool = False,
     isolate: bool = False,
     effort: str = Effort.FULL,
     fuzz: float | None = None,
-    expectations: Sequence[str] = (),
-    explains: bool = False,
+    expectations: Sequence[str] | None = None,
+    explain: bool = False,
     place: Place | None = None,
     simulate: str | None = None,
     ranks_per_gpu: int | None = None,
@@ -176,8 +176,8 @@ def resolve(
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
             line.
     """
-    check_names(implementations)
-    simulates = _simulated(simulate, device=device, worlds=worlds)
+    check_names(impl)
+    simulates = _simulated(simulate, device=device, worlds=world)
     if simulates and place is not None:
         raise ValueError(
             "--simulate: torchrun started ranks, which simulated worlds do not need; run pytest without it"
@@ -186,7 +186,7 @@ def resolve(
         raise ValueError(f"--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu {ranks_per_gpu}")
     shared = _ranks_per_gpu(ranks_per_gpu, device, place)
     chosen, count = _device("cpu" if simulates else device, place, shared)
-    sizes = None if worlds is None else _sizes("--world", worlds, example="2,4")
+    sizes = None if world is None else _sizes("--world", world, example="2,4")
     for size in sizes or ():
         if place is not None and size > place.size:
             raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
@@ -198,7 +198,7 @@ def resolve(
         raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
-    adapters, not_imported = _adapters(implementations, chosen)
+    adapters, not_imported = _adapters(impl, chosen)
     if fuzz is not None and not 0 < fuzz < math.inf:
         raise ValueError(f"--fuzz {fuzz:g}: expected a positive number of seconds")
     if deadline is not None:
@@ -213,8 +213,8 @@ def resolve(
         isolate,
         Effort(effort),
         fuzz,
-        tuple(map(pathlib.Path, expectations)),
-        explains,
+        tuple(map(pathlib.Path, expectations or ())),
+        explain,
         None if place is None else place.size,
         simulates,
         shared,

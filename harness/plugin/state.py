@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin import cases, environment, origin, selection
+from shardproof.harness.plugin import cases, environment, options, origin, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
@@ -94,23 +94,10 @@ class State:
             pytest.UsageError: an option has a value that is not valid or not available here.
         """
         if self._selection is None:
-            option = self._config.option
+            values = options.values(self._config)
+            del values["report"]
             try:
-                self._selection = selection.resolve(
-                    implementations=option.shardproof_impl,
-                    device=option.shardproof_device,
-                    worlds=option.shardproof_world,
-                    deadline=option.shardproof_deadline,
-                    check_collectives=option.shardproof_check_collectives,
-                    isolate=option.shardproof_isolate,
-                    effort=option.shardproof_effort,
-                    fuzz=option.shardproof_fuzz,
-                    expectations=option.shardproof_expectations or (),
-                    explains=option.shardproof_explain,
-                    place=self.place,
-                    simulate=option.shardproof_simulate,
-                    ranks_per_gpu=option.shardproof_ranks_per_gpu,
-                )
+                self._selection = selection.resolve(**values, place=self.place)
             except ValueError as error:
                 raise pytest.UsageError(str(error)) from None
         return self._selection

@@ -193,7 +193,7 @@ def module(nothing_imported, tmp_path, monkeypatch):
 def test_a_broken_class_is_one_line(module, source, says):
     module(source)
     with pytest.raises(ValueError) as caught:
-        resolve(implementations="broken:Broken", device="cpu", worlds=None, deadline=None)
+        resolve(impl="broken:Broken", device="cpu")
     text = str(caught.value)
     assert text.startswith("implementation 'broken:Broken'")
     assert says in text
@@ -203,7 +203,7 @@ def test_a_broken_class_is_one_line(module, source, says):
 
 def test_a_module_that_prints_is_as_good_as_any(module, capfd):
     module("print('hello')\n" + source_of("pass"))
-    assert resolve(implementations="broken:Broken", device="cpu", worlds=None, deadline=None).implementations
+    assert resolve(impl="broken:Broken", device="cpu").implementations
     assert capfd.readouterr().out == "hello\n"
 
 
@@ -219,12 +219,11 @@ AVAILABLE = [name for name in registry.BUILT_IN if registry.load(name).availabil
 
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_built_in_adapters_declare_what_they_should(name):
-    assert name in resolve(implementations=name, device="cpu", worlds=None, deadline=None).implementations
+    assert name in resolve(impl=name, device="cpu").implementations
 
 
 def test_the_baselines_alone_may_shard_nothing():
-    chosen = "shardproof.harness.adapters.replicas:ReplicatedAdapter"
-    assert resolve(implementations=chosen, device="cpu", worlds=None, deadline=None).implementations
+    assert resolve(impl="shardproof.harness.adapters.replicas:ReplicatedAdapter", device="cpu").implementations
 
 
 # Traits

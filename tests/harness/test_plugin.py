@@ -40,7 +40,7 @@ def test_accelerator_of_another_vendor(run, pytester, monkeypatch):
     made = json.loads(pytester.path.joinpath("run.json").read_text())
     assert [case["missing"] for case in made["cases"]] == [["4 hpu devices (there are 2)"], ["streams"]]
     assert made["environment"]["device"] == "hpu" and len(made["environment"]["accelerators"]) == 2
-    assert resolve(implementations="ddp", device="hpu", worlds="2", deadline=None).backend == "hccl"
+    assert resolve(impl="ddp", device="hpu", world="2").backend == "hccl"
     with pytest.raises(RuntimeError, match=r"has no torch\.hpu\.memory_stats\.requested_bytes, which .+ needs"):
         devices.requested_bytes(torch.device("hpu"), "peak")
 

@@ -22,8 +22,8 @@ def gpus(monkeypatch):
     return pretend
 
 
-def ask(implementations="ddp", device="auto", worlds=None, deadline=None, **options):
-    return resolve(implementations=implementations, device=device, worlds=worlds, deadline=deadline, **options)
+def ask(impl="ddp", device="auto", **options):
+    return resolve(impl=impl, device=device, **options)
 
 
 @pytest.mark.parametrize(("count", "device"), [(0, "cpu"), (1, "cpu"), (2, "cuda"), (8, "cuda")])
@@ -34,10 +34,10 @@ def test_auto_takes_devices_that_can_make_a_world(gpus, count, device):
 
 def test_world_larger_than_the_devices(gpus):
     gpus(4)
-    assert ask(worlds="2,4").worlds == (2, 4)
+    assert ask(world="2,4").worlds == (2, 4)
     with pytest.raises(ValueError, match=r"^--world 8: there are 4 cuda devices; a rank needs one of its own$"):
-        ask(worlds="2,8")
-    assert not ask(worlds="8", device="cpu").lacking_for(8)
+        ask(world="2,8")
+    assert not ask(world="8", device="cpu").lacking_for(8)
 
 
 def test_case_larger_than_the_devices_is_no_error(gpus):
@@ -62,11 +62,11 @@ def test_ranks_that_share_a_gpu_use_gloo(gpus, shared, backend):
 
 def test_world_larger_than_the_devices_have_ranks(gpus):
     gpus(2)
-    chosen = ask(ranks_per_gpu=2, worlds="4")
+    chosen = ask(ranks_per_gpu=2, world="4")
     assert chosen.device == "cuda"
     assert chosen.lacking_for(8) == "8 cuda devices (there are 2, 2 ranks on each)"
     with pytest.raises(ValueError, match=r"^--world 8: there are 2 cuda devices, 2 ranks on each$"):
-        ask(ranks_per_gpu=2, worlds="8")
+        ask(ranks_per_gpu=2, world="8")
 
 
 def test_auto_takes_one_device_that_ranks_may_share(gpus):
@@ -96,7 +96,7 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"implementations": "ddp,"}, "--impl ddp,: expected names such as reference,torch.fully_shard"),
+        ({"impl": "ddp,"}, "--impl ddp,: expected names such as reference,torch.fully_shard"),
         ({"deadline": 0.0}, "--deadline 0: expected a positive number of seconds"),
         ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
         ({"deadline": float("inf")}, "--deadline inf: expected a positive number of seconds, at most 1500"),

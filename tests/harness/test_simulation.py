@@ -219,8 +219,8 @@ def test_ddp_cannot_be_simulated_and_why():
     assert belongs_to_no_world()
 
 
-def ask(simulate, device="auto", worlds=None):
-    return resolve(implementations="ddp", device=device, worlds=worlds, deadline=None, simulate=simulate)
+def ask(simulate, device="auto", world=None):
+    return resolve(impl="ddp", device=device, world=world, simulate=simulate)
 
 
 def test_sizes_that_are_asked_for():
@@ -240,7 +240,7 @@ def test_sizes_that_are_asked_for():
             {"device": "cuda"},
             "--simulate: the tensors of a simulated world are on no device; leave out --device cuda",
         ),
-        ("64", {"worlds": "2"}, "--simulate: --world 2 selects real ranks, of which a simulated world has none"),
+        ("64", {"world": "2"}, "--simulate: --world 2 selects real ranks, of which a simulated world has none"),
     ],
 )
 def test_options_that_make_no_sense(sizes, others, line):
