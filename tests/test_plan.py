@@ -127,51 +127,39 @@ BAD = {
     "hosts": (["--mesh", "12"], "a world of 12 ranks does not divide into hosts of 8 (--node-size)"),
     "worlds": (["--mesh", "2x8", "--worlds", "8,12"], "a world of 12 ranks does not divide into replicas of 8 shards"),
     "no world": (["--mesh", "8", "--worlds", "8,x"], "--worlds '8,x': 'x' is no number of ranks"),
-    "rank": (["--mesh", "4", "--rank", "4"], "--rank 4: a world of 4 ranks has 0 to 3"),
-    "shape": (["--mesh", "4", "--model", "llama:9b"], "no shape is called 'llama:9b'; known are gpt:0.1b, gpt:0.4b, "),
-    "size": (["--mesh", "4", "--layers", "2"], "gpt': --layers and --dim are for known shapes; this model has its own"),
-    "width": (
-        ["--mesh", "4", "--model", "llama:8b", "--dim", "9"],
-        "--dim 9 has no heads of an even number of at least",
-    ),
-    "no name": (["--mesh", "4", "--model", "llama"], "--model 'llama': give module:function, or one of gpt:0.1b, "),
-    "module": (["--mesh", "4", "--model", "no.module:build"], "'no.module' does not import: ModuleNotFoundError: "),
-    "function": (["--mesh", "4", "--model", f"{MODELS}:nothing"], f"module '{MODELS}' has no 'nothing'"),
-    "constant": (["--mesh", "4", "--model", f"{MODELS}:NO_FUNCTION"], "is no function that returns a model, but of "),
-    "arguments": (["--mesh", "4", "--model", f"{MODELS}:of_data"], "of_data(path) needs arguments; give a function "),
-    "file": (["--mesh", "4", "--model", f"{MODELS}:of_a_file"], "cannot be built without data: FileNotFoundError: "),
-    "values": (["--mesh", "4", "--model", f"{MODELS}:of_values"], "it reads values of tensors, and a simulation has "),
-    "no model": (["--mesh", "4", "--model", f"{MODELS}:no_model"], "returned str: return a torch.nn.Module, or a "),
-    "empty": (["--mesh", "4", "--model", f"{MODELS}:no_parameters"], "the model has no parameters: there is nothing"),
-    "forward": (
-        ["--mesh", "4", "--model", f"{MODELS}:Reads"],
-        "cannot be simulated under torch.fully_shard: it ",
-    ),
-    "logits": (
-        ["--mesh", "4", "--model", f"{MODELS}:Flat"],
-        "the model returned () for tokens (batch, sequence)",
-    ),
-    "unit": (
-        ["--mesh", "4", "--unit", "Layer"],
-        "--unit Layer: no module with parameters has this class or name; ",
-    ),
-    "name": (["--mesh", "4", "--impl", "torch.fsdp3"], "unknown implementation 'torch.fsdp3': did you mean torch.fsdp"),
-    "ddp": (["--mesh", "4", "--impl", "ddp"], "implementation 'ddp' cannot be simulated: RuntimeError: The tensor has"),
+    "rank": (["--rank", "4"], "--rank 4: a world of 4 ranks has 0 to 3"),
+    "shape": (["--model", "llama:9b"], "no shape is called 'llama:9b'; known are gpt:0.1b, gpt:0.4b, "),
+    "size": (["--layers", "2"], "gpt': --layers and --dim are for known shapes; this model has its own"),
+    "width": (["--model", "llama:8b", "--dim", "9"], "--dim 9 has no heads of an even number of at least"),
+    "no name": (["--model", "llama"], "--model 'llama': give module:function, or one of gpt:0.1b, "),
+    "module": (["--model", "no.module:build"], "'no.module' does not import: ModuleNotFoundError: "),
+    "function": (["--model", f"{MODELS}:nothing"], f"module '{MODELS}' has no 'nothing'"),
+    "constant": (["--model", f"{MODELS}:NO_FUNCTION"], "is no function that returns a model, but of "),
+    "arguments": (["--model", f"{MODELS}:of_data"], "of_data(path) needs arguments; give a function "),
+    "file": (["--model", f"{MODELS}:of_a_file"], "cannot be built without data: FileNotFoundError: "),
+    "values": (["--model", f"{MODELS}:of_values"], "it reads values of tensors, and a simulation has "),
+    "no model": (["--model", f"{MODELS}:no_model"], "returned str: return a torch.nn.Module, or a "),
+    "empty": (["--model", f"{MODELS}:no_parameters"], "the model has no parameters: there is nothing"),
+    "forward": (["--model", f"{MODELS}:Reads"], "cannot be simulated under torch.fully_shard: it "),
+    "logits": (["--model", f"{MODELS}:Flat"], "the model returned () for tokens (batch, sequence)"),
+    "unit": (["--unit", "Layer"], "--unit Layer: no module with parameters has this class or name; "),
+    "name": (["--impl", "torch.fsdp3"], "unknown implementation 'torch.fsdp3': did you mean torch.fsdp"),
+    "ddp": (["--impl", "ddp"], "implementation 'ddp' cannot be simulated: RuntimeError: The tensor has"),
     "capability": (
-        ["--mesh", "4", "--impl", "torch.fsdp", "--reshard-after-forward", "2"],
+        ["--impl", "torch.fsdp", "--reshard-after-forward", "2"],
         "torch.fsdp lacks the capability reshard-to-size: --reshard-after-forward with a number cannot be planned",
     ),
     "groups": (
-        ["--mesh", "4", "--reshard-after-forward", "3"],
+        ["--reshard-after-forward", "3"],
         "cannot be simulated under torch.fully_shard: ValueError: If passing reshard_after_forward as an int, ",
     ),
-    "folder": (["--mesh", "4", "--json", "no/such/plan.json"], "--json no/such/plan.json: there is no folder no/such"),
+    "folder": (["--json", "no/such/plan.json"], "--json no/such/plan.json: there is no folder no/such"),
 }
 
 
 @pytest.mark.parametrize("given, said", BAD.values(), ids=BAD)
 def test_bad_input_is_one_line(given, said, capsys):
-    assert main(["plan", *SMALL, *given]) == 2
+    assert main(["plan", *SMALL, "--mesh", "4", *given]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("shardproof: ") and said in printed.err and printed.err.count("\n") == 1
