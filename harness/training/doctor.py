@@ -37,27 +37,53 @@ class Unhealthy(RuntimeError):
 
 
 class Doctor(contextlib.AbstractContextManager["Doctor"]):
-    """See :func:`doctor`.
+    """Watch the first steps of a training loop and report what no right training does.
+
+    Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
+    steps by itself; once the last of ``steps`` has ended it removes every hook and costs nothing. Ranks exchange what
+    they have seen through a gloo group of their own, at the end of a watched step only.
+
+    Args:
+        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
+            something trains.
+        optimizer: those whose steps count. None: each optimizer that steps.
+        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
+        groups: further process groups by name.
+        data: the names of mesh dimensions over which ranks have different data; over others they have the same.
+        steps: which to watch, counted from 0 where watching begins.
+        checks: which checks to make, "D1" to "D16"; docs/doctor.md lists them.
+        ties: names of parameters that are one parameter.
+        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
+            not say so itself.
+        on_finding: "warn" prints on rank 0; "raise" raises :class:`Unhealthy` on every rank at the end of the step;
+            "collect" prints nothing.
+        report: a run file for the page and the gate, which rank 0 writes.
+        patience: seconds to wait for the slowest rank at the end of a step.
+        registered: ties that were noted while the model was built.
 
     Attributes:
         findings: what was found, in the order of steps; equal on all ranks.
+
+    Raises:
+        ValueError: an argument is not valid, ranks have built different models, or torch.distributed is not
+            initialized; in one line.
     """
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module] | None,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
-        mesh: DeviceMesh | None,
-        groups: Mapping[str, dist.ProcessGroup] | None,
-        data: Sequence[str],
-        steps: Collection[int],
-        checks: Collection[str],
-        ties: Sequence[Sequence[str]],
-        layout: LayoutOf | None,
-        on_finding: OnFinding,
-        report: str | os.PathLike[str] | None,
-        patience: float,
+        mesh: DeviceMesh | None = None,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
+        data: Sequence[str] = DATA,
+        steps: Collection[int] = (0, 1, 2),
+        checks: Collection[str] = CHECKS,
+        ties: Sequence[Sequence[str]] = (),
+        layout: LayoutOf | None = None,
+        on_finding: OnFinding = "warn",
+        report: str | os.PathLike[str] | None = None,
+        patience: float = 120.0,
         registered: Ties | None = None,
     ) -> None:
         if unknown := sorted(set(checks) - set(CHECKS)):
@@ -311,6 +337,10 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
                 self._exchange.close()
 
 
+doctor = Doctor
+"""What user code calls."""
+
+
 def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     once: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in parameters_of(model):
@@ -333,51 +363,3 @@ def _wrong_starts(starts: Sequence[Start]) -> list[str]:
                 )
                 return found
     return found
-
-
-def doctor(
-    model: nn.Module | Sequence[nn.Module] | None = None,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    groups: Mapping[str, dist.ProcessGroup] | None = None,
-    data: Sequence[str] = DATA,
-    steps: Collection[int] = (0, 1, 2),
-    checks: Collection[str] = CHECKS,
-    ties: Sequence[Sequence[str]] = (),
-    layout: LayoutOf | None = None,
-    on_finding: OnFinding = "warn",
-    report: str | os.PathLike[str] | None = None,
-    patience: float = 120.0,
-) -> Doctor:
-    """Watch the first steps of a training loop and report what no right training does.
-
-    Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
-    steps by itself; once the last of ``steps`` has ended it removes every hook and costs nothing. Ranks exchange what
-    they have seen through a gloo group of their own, at the end of a watched step only.
-
-    Args:
-        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
-            something trains.
-        optimizer: those whose steps count. None: each optimizer that steps.
-        mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
-        groups: further process groups by name.
-        data: the names of mesh dimensions over which ranks have different data; over others they have the same.
-        steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D16"; docs/doctor.md lists them.
-        ties: names of parameters that are one parameter.
-        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
-            not say so itself.
-        on_finding: "warn" prints on rank 0; "raise" raises :class:`Unhealthy` on every rank at the end of the step;
-            "collect" prints nothing.
-        report: a run file for the page and the gate, which rank 0 writes.
-        patience: seconds to wait for the slowest rank at the end of a step.
-
-    Raises:
-        ValueError: an argument is not valid, ranks have built different models, or torch.distributed is not
-            initialized; in one line.
-    """
-    return Doctor(
-        model, optimizer, mesh=mesh, groups=groups, data=data, steps=steps, checks=checks, ties=ties, layout=layout,
-        on_finding=on_finding, report=report, patience=patience,
-    )  # fmt: skip

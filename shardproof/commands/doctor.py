@@ -29,14 +29,11 @@ def doctor(arguments: Sequence[str]) -> int:
 
     try:
         steps = commands.numbers("doctor", options.steps)
-        with contextlib.closing(Ties()) as ties:
-            watching = Doctor(
-                None, None, mesh=None, groups=None, data=options.data or DATA, steps=steps,
-                checks=options.checks or CHECKS, ties=(), layout=None, on_finding="warn", report=options.report,
-                patience=options.patience, registered=ties,
-            )  # fmt: skip
-            with watching:
-                run_script.run(script)
+        with contextlib.closing(Ties()) as ties, Doctor(
+            data=options.data or DATA, steps=steps, checks=options.checks or CHECKS, report=options.report,
+            patience=options.patience, registered=ties,
+        ) as watching:  # fmt: skip
+            run_script.run(script)
     except NotWatchable as error:
         return commands.refuse(error)
     return int(options.strict and any(not one.is_note for one in watching.findings))
@@ -47,13 +44,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardproof doctor",
-        description="Watch the first steps of a training script and report what no right training does.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]",
-    )
+    what = "Watch the first steps of a training script and report what no right training does."
+    parser = commands.parser("shardproof doctor", description=what, epilog=_EPILOG)
+    parser.usage = "shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
     parser.add_argument("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
     parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions over which ranks read other data")
     parser.add_argument("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
