@@ -8,7 +8,7 @@ from shardproof.planfile import parse_plan
 from shardproof.reports.page import render_plans
 from tests.browser import runs
 from tests.reports import samples
-from tests.reports.test_page import EXPLANATION, HOSTILE, full_of
+from tests.reports.test_page import HOSTILE, full_of
 from tests.reports.test_plan_page import plan_data
 
 CLIP = "#case=suites/test_clipping.py::test_clip%5Bw2%5D&of=other"
@@ -129,7 +129,7 @@ def test_the_plotting_library_waits_for_the_first_plot(browser, small):
 
 
 def test_where_the_runs_first_diverge(browser, written):
-    case = runs.failed("test_explained", explanation=EXPLANATION, peak_bytes=[1000, 2500])
+    case = runs.failed("test_explained", explanation=samples.EXPLANATION, peak_bytes=[1000, 2500])
     browser.open(written(samples.run(case)), "#case=suites/test_autograd.py::test_explained")
     (said,) = definitions(browser)
     assert (said["module"], said["offset in shard"], said["also"]) == ("head", "7", "head.bias")

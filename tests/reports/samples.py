@@ -64,6 +64,24 @@ def whole_case() -> dict[str, Any]:
     )
 
 
+#: Why a case failed, when it ran again with capture on.
+EXPLANATION = {
+    "again": "fail",
+    "alike": True,
+    "first": {
+        "stage": "gradient", "step": 1, "rank": 0, "name": "head.weight", "element": [3, 4],
+        "module": "head", "parameter": "head.weight", "where": "the second call", "offset": 7,
+        "values": {"sharded": 2.0, "baseline": 1.0},
+        "ulps": {"sharded": 4e6, "allowed": 12.0}, "also": ["head.bias"],
+    },
+    "compared": 12,
+    "unseen": ["the sharded run did not show: buffer"],
+    "stopped": "",
+    "collectives": ["- forward all_gather", "+ forward all_reduce"],
+    "text": "the same in words",
+}  # fmt: skip
+
+
 def whole_environment() -> dict[str, Any]:
     """An environment with all fields but `mends` and `torchrun`."""
     return {

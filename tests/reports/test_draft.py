@@ -108,10 +108,9 @@ def test_the_draft_excuses_what_failed_and_nothing_else(draft, tmp_path):
 
 
 def test_the_reason_is_the_first_divergence_of_an_explained_run(draft):
-    first = {key: DIVERGES[key] for key in ("step", "rank", "element")}
-    first |= {"stage": "gathered parameter", "name": "low.weight", "module": "low", "parameter": "low.weight"}
-    first |= {"where": "", "offset": 1, "values": {}, "ulps": {}, "also": []}
-    told = {"alike": True, "compared": 1, "unseen": [], "stopped": "", "collectives": [], "text": "explained"}
+    told = samples.EXPLANATION
+    first = told["first"] | {key: DIVERGES[key] for key in ("step", "rank", "element")}
+    first |= {"stage": "gathered parameter", "name": "low.weight"}
     steady = failed("test_a[w2]") | {"explanation": told | {"again": "fail", "first": first}}
     unsteady = failed("test_b[w2]") | {"explanation": told | {"again": "pass", "first": None}}
     _, text = draft(steady, unsteady)

@@ -69,32 +69,15 @@ def test_what_a_run_file_lacks_is_left_out():
     }  # fmt: skip
 
 
-EXPLANATION = {
-    "again": "fail",
-    "alike": True,
-    "first": {
-        "stage": "gradient", "step": 1, "rank": 0, "name": "head.weight", "element": [3, 4],
-        "module": "head", "parameter": "head.weight", "where": "the second call", "offset": 7,
-        "values": {"sharded": 2.0, "baseline": 1.0},
-        "ulps": {"sharded": 4e6, "allowed": 12.0}, "also": ["head.bias"],
-    },
-    "compared": 12,
-    "unseen": [],
-    "stopped": "",
-    "collectives": ["- forward all_gather", "+ forward all_reduce"],
-    "text": "the same in words",
-}  # fmt: skip
-
-
 def test_a_record_has_its_explanation_and_its_peak_memory():
-    made = page(samples.run(samples.whole_case() | {"explanation": EXPLANATION, "peak_bytes": [1024, 2048]}))
+    made = page(samples.run(samples.whole_case() | {"explanation": samples.EXPLANATION, "peak_bytes": [1024, 2048]}))
     (record,) = made.records.values()
     assert record["peak_bytes"] == [1024, 2048]
     told = record["explanation"]
     assert told["first"].items() >= {"stage": "gradient", "step": 1, "rank": 0, "name": "head.weight"}.items()
     names = ("module", "parameter", "where", "offset", "values", "ulps", "also")
-    assert {name: told[name] for name in names} == {name: EXPLANATION["first"][name] for name in names}
-    assert told["collectives"] == EXPLANATION["collectives"]
+    assert {name: told[name] for name in names} == {name: samples.EXPLANATION["first"][name] for name in names}
+    assert told["collectives"] == samples.EXPLANATION["collectives"]
     assert made.table["reasons"][1].startswith("first, gradient of head.weight")
 
 

@@ -30,34 +30,22 @@ def test_a_whole_case_is_read_field_by_field():
     assert record.collectives == (Trace(ranks=(0, 1), trace=("forward all_gather float32 1024",)),)
 
 
-EXPLAINED = {
-    "again": "fail",
-    "alike": True,
-    "first": {
-        "stage": "gathered parameter", "step": 1, "rank": 0, "name": "low.weight", "element": [0, 2], "module": "low",
-        "parameter": "low.weight", "where": "microbatch 1", "offset": 2, "values": {"sharded": 1.5, "baseline": "nan"},
-        "ulps": {"sharded": "inf"}, "also": ["low.bias"],
-    },
-    "compared": 12,
-    "unseen": ["the sharded run did not show: buffer"],
-    "stopped": "",
-    "collectives": ["- forward all_gather low"],
-    "text": "explained: ...",
-}  # fmt: skip
+FIRST = {"stage": "gathered parameter", "values": {"sharded": 1.5, "baseline": "nan"}, "ulps": {"sharded": "inf"}}
+EXPLAINED = samples.EXPLANATION | {"first": samples.EXPLANATION["first"] | FIRST}
 
 
 def test_an_explanation_is_read_field_by_field():
     record = decode(CaseRecord, samples.case(verdict="fail", explanation=EXPLAINED), "cases[0]")
     found = record.explanation
-    assert (found.again, found.alike, found.text, found.compared) == (Verdict.FAIL, True, "explained: ...", 12)
+    assert (found.again, found.alike, found.text, found.compared) == (Verdict.FAIL, True, "the same in words", 12)
     first = found.first
-    assert (first.stage, first.step, first.rank, first.element) == ("gathered parameter", 1, 0, (0, 2))
-    assert (first.module, first.parameter, first.where, first.offset) == ("low", "low.weight", "microbatch 1", 2)
+    assert (first.stage, first.step, first.rank, first.element) == ("gathered parameter", 1, 0, (3, 4))
+    assert (first.module, first.parameter, first.where, first.offset) == ("head", "head.weight", "the second call", 7)
     assert first.values["sharded"] == 1.5 and math.isnan(first.values["baseline"])
     assert first.ulps == {"sharded": math.inf}
-    assert (first.also, found.unseen) == (("low.bias",), ("the sharded run did not show: buffer",))
-    assert (found.stopped, found.collectives) == ("", ("- forward all_gather low",))
-    assert record.reason == "first, gathered parameter of low.weight diverges in step 1 on rank 0"
+    assert (first.also, found.unseen) == (("head.bias",), ("the sharded run did not show: buffer",))
+    assert (found.stopped, found.collectives) == ("", ("- forward all_gather", "+ forward all_reduce"))
+    assert record.reason == "first, gathered parameter of head.weight diverges in step 1 on rank 0"
 
 
 @pytest.mark.parametrize(
