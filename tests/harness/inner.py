@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 # Imported before the inner runs, which forget the modules that they import: torch cannot be imported twice.
 import shardproof.harness.adapters.reference
@@ -61,6 +62,14 @@ def run_cases(folder, names, *arguments, device="cpu", timeout=1800, **keywords)
     options = ["-q", "-p", "no:cacheprovider", *NO_HYPOTHESIS, "--impl", ",".join(names), "--device", device]
     done = python("-m", "pytest", *options, "--report", report, *arguments, timeout=timeout, **keywords)
     return json.loads(report.read_text())["cases"] if report.exists() else [], done
+
+
+def until(seconds, what):
+    """Wait for so many seconds at most until a function returns what is true; returns what it returned last."""
+    end = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def name_of(adapter: type) -> str:

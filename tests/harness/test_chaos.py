@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardproof.harness.worlds.world import GRACE_SECONDS
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.inner import PYTHONPATH, QUIET, until
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -283,14 +283,17 @@ def test_stuck(rank):
 
 
 @contextlib.contextmanager
-def started(command, **options):
-    """A process that takes Ctrl-C and SIGHUP even where a shell in the background, or nohup, ignores them for children.
+def started(folder, *options):
+    """A run of pytest in this folder.
 
-    Killed in the end, also by a test that fails: it would hold the host's cores until its deadline.
+    It takes Ctrl-C and SIGHUP even where a shell in the background, or nohup, ignores them for children. It is killed
+    in the end, also by a test that fails: it would hold the host's cores until its deadline.
     """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     try:
-        process = subprocess.Popen(command, **options)
+        command = [sys.executable, "-m", "pytest", *options]
+        environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -313,21 +316,14 @@ def started(command, **options):
 def test_chaos_controller_ends(tmp_path, signals, own_hash_seeds):
     """However pytest ends, no rank outlives it by 5 seconds; test_journal.py has the other signals."""
     tmp_path.joinpath("test_inner.py").write_text(STUCK.format(own_hash_seeds=own_hash_seeds))
-    command = [sys.executable, "-m", "pytest", *OPTIONS, "test_inner.py"]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 60
+    with started(tmp_path, *OPTIONS, "test_inner.py") as process:
         files = [tmp_path / f"rank{index}" for index in range(2)]
-        while not all(file.exists() for file in files) and time.monotonic() < until:
-            time.sleep(0.05)
+        until(60, lambda: all(file.exists() for file in files))
         ranks = [int(file.read_text()) for file in files]
         assert all(map(is_alive, ranks))
         process.send_signal(signals[0])
         for number in signals[1:]:
             time.sleep(0.2)  # while pytest handles the first, of which it shows nothing
             process.send_signal(number)
-        until = time.monotonic() + 5
-        while any(map(is_alive, ranks)) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not any(map(is_alive, ranks))
+        assert until(5, lambda: not any(map(is_alive, ranks)))
         assert process.wait(10) != 0

@@ -8,8 +8,6 @@ import pathlib
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,7 +15,7 @@ import pytest
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, RunFileError, load_run
-from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python
+from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
 from tests.harness.test_chaos import is_alive, started
 
 # Each test starts processes.
@@ -476,15 +474,11 @@ def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, numbe
     tmp_path.joinpath("test_inner.py").write_text(MANY)
     tmp_path.joinpath("run.json").write_text("as it was")
     options = ["--impl", "ddp", "--report", "run.json", "-n", str(workers), "--deadline", "300"]
-    command = [sys.executable, "-m", "pytest", *QUIET, *options]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with started(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 100
+    with started(tmp_path, *QUIET, *options) as process:
         # Cases 3 to 5 sleep, on all cores: the first of them that begins, which may be another worker's than case 3, is
         # the last. Its worker has sent the records of its cases before; the other worker may have more of them.
-        while not (list(tmp_path.glob("[345]-1-*.pid")) and has_ended(tmp_path, 1 if workers else 3)):
-            assert time.monotonic() < until, "no case that sleeps has begun"
-            time.sleep(0.05)
+        asleep = until(100, lambda: [*tmp_path.glob("[345]-1-*.pid")] and has_ended(tmp_path, 1 if workers else 3))
+        assert asleep, "no case that sleeps has begun"
         process.send_signal(number)
         code = process.wait(30)
     assert code == (2 if number != signal.SIGKILL else -9)
@@ -496,10 +490,7 @@ def test_what_had_ended_when_the_run_was_ended_is_in_the_journal(tmp_path, numbe
     assert verdicts.items() <= known.items() and (workers or verdicts == known)
     assert len(left.cases) + len(left.not_run) == 6
     ranks = [int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("*.pid")]
-    until = time.monotonic() + 5
-    while any(map(is_alive, ranks)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(map(is_alive, ranks))
+    assert until(5, lambda: not any(map(is_alive, ranks)))
 
 
 def test_a_worker_that_dies_takes_no_other_record_with_it(run, pytester, monkeypatch):

@@ -13,6 +13,7 @@ from shardproof.harness.worlds import forkserver, lease, rank_process, waiting, 
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.lease import Leases
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+from tests.harness.inner import until
 
 PROCESSES = multiprocessing.get_context("fork")
 
@@ -175,9 +176,7 @@ def test_the_state_and_the_name_of_a_process_are_read_from_proc():
     process = PROCESSES.Process(target=time.sleep, args=(60,))
     process.start()
     os.kill(process.pid, signal.SIGSTOP)
-    until = time.monotonic() + 10
-    while not waiting.look_at(process.pid).is_stopped:
-        assert time.monotonic() < until
+    assert until(10, lambda: waiting.look_at(process.pid).is_stopped)
     process.kill()
     process.join()
     assert waiting.look_at(process.pid) is None

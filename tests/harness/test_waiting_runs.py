@@ -5,12 +5,12 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 
 import pytest
 
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.lease import Leases
+from tests.harness.inner import until
 
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
@@ -103,10 +103,8 @@ def test_case(rank):
 
 def await_end(pid):
     """A forkserver ends by itself soon after the process that started it, unless it is stopped."""
-    until = time.monotonic() + 10
-    while (process := waiting.look_at(pid)) is not None and not process.has_ended:
-        assert time.monotonic() < until, f"{process} is left"
-        time.sleep(0.05)
+    ended = until(10, lambda: (process := waiting.look_at(pid)) is None or process.has_ended)
+    assert ended, f"{waiting.look_at(pid)} is left"
 
 
 @pytest.mark.nightly

@@ -14,7 +14,7 @@ import pytest
 from shardproof.harness.collectives import board
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.worlds import watchdog
-from tests.harness.inner import PYTHONPATH
+from tests.harness.inner import PYTHONPATH, until
 
 # Dumps as a rank does, but into a small pipe that another process empties slowly: the dump takes long, and until then
 # only a part of it is in the file.
@@ -53,9 +53,7 @@ def rank(tmp_path):
         command = [sys.executable, "-c", SLOW, str(threads), str(pause)]
         process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": PYTHONPATH})
         processes.append(process)
-        until = time.monotonic() + 60
-        while not (tmp_path / "ready").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        until(60, (tmp_path / "ready").exists)
         return process.pid
 
     yield start
