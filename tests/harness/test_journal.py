@@ -231,33 +231,22 @@ def left_by(pytester, name="run.json"):
     return load_run(pytester.path / f"{name}.partial")
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "code", "reason"),
-    [
-        (PASSES, ["no_such_file.py"], 4, "no case was selected"),
-        (PASSES, ["-k", "nothing"], 5, "no case was selected"),
-        (PASSES, ["--world", "3"], 5, "no case was selected"),
-        (PASSES, ["--impl", "nobody"], 4, "unknown implementation 'nobody'"),
-        ("import nothing_of_that_name", [], 2, "1 error during collection"),
-        (CASE.format(body="assert rank.world_size == 1").replace("2", "1, 2, 3"), ["-x"], 1, "stopping after 1 fail"),
-        (PASSES.replace("rank)", "rank, tmp_path)"), [], 4, "fixture 'tmp_path' cannot cross processes"),
-        (PASSES, ["-p", "exiting"], 2, "enough"),
-        (PASSES, ["-p", "failing_inside"], 3, "pytest failed: RuntimeError: in a hook"),
-        (PASSES, ["-p", "swallowing"], 7, "1 of 1 selected cases have no record; the first is "),
-    ],
-    ids=[
-        "wrong-path",
-        "no-match",
-        "no-world",
-        "wrong-option",
-        "import-error",
-        "stop-at-first",
-        "wrong-case",
-        "exit",
-        "internal-error",
-        "no-record",
-    ],
-)
+THREE = CASE.format(body="assert rank.world_size == 1").replace("2", "1, 2, 3")
+ENDED_EARLY = {
+    "wrong-path": (PASSES, ["no_such_file.py"], 4, "no case was selected"),
+    "no-match": (PASSES, ["-k", "nothing"], 5, "no case was selected"),
+    "no-world": (PASSES, ["--world", "3"], 5, "no case was selected"),
+    "wrong-option": (PASSES, ["--impl", "nobody"], 4, "unknown implementation 'nobody'"),
+    "import-error": ("import nothing_of_that_name", [], 2, "1 error during collection"),
+    "stop-at-first": (THREE, ["-x"], 1, "stopping after 1 fail"),
+    "wrong-case": (PASSES.replace("rank)", "rank, tmp_path)"), [], 4, "fixture 'tmp_path' cannot cross processes"),
+    "exit": (PASSES, ["-p", "exiting"], 2, "enough"),
+    "internal-error": (PASSES, ["-p", "failing_inside"], 3, "pytest failed: RuntimeError: in a hook"),
+    "no-record": (PASSES, ["-p", "swallowing"], 7, "1 of 1 selected cases have no record; the first is "),
+}
+
+
+@pytest.mark.parametrize(("source", "options", "code", "reason"), ENDED_EARLY.values(), ids=ENDED_EARLY)
 def test_a_run_that_ended_early_keeps_the_older_file_and_says_why(run, pytester, source, options, code, reason):
     for name, body in {
         "exiting": "import pytest; pytest.exit('enough')",
