@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from shardproof.reports import texts
-from shardproof.reports.texts import indented, printable, table
+from shardproof.reports.texts import counted, indented, printable, table
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
 
 _NOT_RUN = "-"  # the text of a cell without a record
@@ -265,7 +265,7 @@ def _listed(skipped: Iterable[CaseRecord], *, full: bool) -> list[str]:
     width = len(str(counts[ordered[0]]))
     lines = [_line(gate, counts[gate], alone[gate], width) for gate in shown]
     if rest := ordered[len(shown) :]:
-        lines.append(f"  {len(rest)} more, at most {_number(counts[rest[0]])} each; --full lists them")
+        lines.append(f"  {len(rest)} more, at most {counted(counts[rest[0]], 'case')} each; --full lists them")
     return lines
 
 
@@ -287,10 +287,6 @@ def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
     told = "".join(f", {name} from {count}" for name, count in others)
     text = f"{first} alone keeps it from {count} cases{told}"
     return [printable(f"  hint: {text}; declare what the implementation has (docs/adapters.md)")]
-
-
-def _number(count: int) -> str:
-    return "1 case" if count == 1 else f"{count} cases"
 
 
 def _total(run: Run) -> str:

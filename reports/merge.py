@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.jsonfiles import encode
-from shardproof.reports.texts import short
+from shardproof.reports.texts import counted, short
 from shardproof.runfile import (
     EFFORTS,
     MIXED,
@@ -176,11 +176,10 @@ def _check_commits(sources: Sequence[_Source]) -> None:
             ours, theirs = one.commits(column), other.commits(column)
             for what in ours:
                 if len(found := ours[what] | theirs[what]) > 1:
-                    cases = f"{count} case{'' if count == 1 else 's'} of {column.name}"
                     commits = " and ".join(map(short, sorted(found)))
                     raise MergeError(
-                        f"{one.path} and {other.path} both ran {cases}, at two commits of {what} ({commits}); "
-                        "shardproof gate compares such runs"
+                        f"{one.path} and {other.path} both ran {counted(count, 'case')} of {column.name}, at two "
+                        f"commits of {what} ({commits}); shardproof gate compares such runs"
                     )
 
 

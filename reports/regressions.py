@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shardproof.reports.texts import counted
 from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 
 _COLLECTIVE = re.compile(r"\S+\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
@@ -142,7 +143,8 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
                 unmeasured[what, reason] += 1
             else:
                 worse += grown(then, now)
-    not_compared += [f"{what} of {cases(count)}: {reason}" for (what, reason), count in sorted(unmeasured.items())]
+    for (what, reason), count in sorted(unmeasured.items()):
+        not_compared.append(f"{what} of {counted(count, 'case')}: {reason}")
     if time_ratio is None:
         not_compared.append("time: no --time-ratio was given")
     else:
@@ -154,11 +156,6 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         not_compared=tuple(not_compared),
         compared=len(both),
     )
-
-
-def cases(count: int) -> str:
-    """Return a number of cases in words."""
-    return "1 case" if count == 1 else f"{count} cases"
 
 
 _Key = tuple[str, str]
@@ -211,9 +208,8 @@ def _budget(base: Run, head: Run, more_skips: int) -> Iterator[Worse]:
     for name in head.implementations:
         if name in base.implementations and (more := now[name] - then[name]) > more_skips:
             budget = f", --more-skips is {more_skips}" if more_skips else ""
-            text = (
-                f"unsupported or unmet: {cases(now[name])}, {then[name]} before{budget}; --more-skips {more} allows it"
-            )
+            skipped = counted(now[name], "case")
+            text = f"unsupported or unmet: {skipped}, {then[name]} before{budget}; --more-skips {more} allows it"
             yield Worse(Kind.BUDGET, name, "", text)
 
 
@@ -234,7 +230,8 @@ def _new(before: _Cases, after: _Cases) -> Iterator[str]:
     known = {name for name, _ in before}
     counts = Counter(name for name, id_ in after if (name, id_) not in before)
     for name, count in sorted(counts.items()):
-        yield f"{name}: not in BASE: {cases(count)}" + ("" if name in known else "; BASE does not have it at all")
+        new = f"{name}: not in BASE: {counted(count, 'case')}"
+        yield new if name in known else f"{new}; BASE does not have it at all"
 
 
 def _better(before: _Cases, after: _Cases) -> Iterator[str]:
@@ -337,4 +334,4 @@ def _times(pairs: Sequence[tuple[CaseRecord, CaseRecord]], ratio: float) -> Iter
         if after[name] > ratio * before[name]:
             took = f"{after[name] / 1000:.1f} s instead of {before[name] / 1000:.1f} s"
             count = sum(then.implementation == name for then, _ in pairs)
-            yield Worse(Kind.TIME, name, "", f"{took} for {cases(count)}; the ratio allowed is {ratio:g}")
+            yield Worse(Kind.TIME, name, "", f"{took} for {counted(count, 'case')}; the ratio allowed is {ratio:g}")

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from shardproof.reports.regressions import Kind, Outcome, Worse, cases
-from shardproof.reports.texts import printable, short, torch
+from shardproof.reports.regressions import Kind, Outcome, Worse
+from shardproof.reports.texts import counted, printable, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
@@ -98,7 +98,7 @@ def _accepted(outcome: Outcome) -> list[str]:
 
 
 def _verdict(outcome: Outcome) -> str:
-    compared = f"compared: {cases(outcome.compared)} that ran in both"
+    compared = f"compared: {counted(outcome.compared, 'case')} that ran in both"
     if outcome.accepted:
         compared = f"accepted: {len(outcome.accepted)}; {compared}"
     if not outcome.worse:

@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
 
 
+def counted(count: int, word: str) -> str:
+    """Return a number and what it counts: ``1 case``, ``2 cases``."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
+
+
 def indented(text: str, spaces: int) -> list[str]:
     """Indent a text of several lines, each of which is made safe to print and has no trailing spaces."""
     return [(" " * spaces + printable(line.expandtabs())).rstrip() for line in text.splitlines()]

@@ -13,7 +13,7 @@ from typing import Any
 from shardproof import commands
 from shardproof.reports.merge import MergeError
 from shardproof.reports.merge import merge as joined
-from shardproof.reports.texts import printable
+from shardproof.reports.texts import counted, printable
 from shardproof.runfile import RunFileError
 
 _EPILOG = """\
@@ -43,8 +43,7 @@ def merge(arguments: Sequence[str]) -> int:
         runs = f"runs started {' and '.join(started)}"
         print(printable(f"{label}: {cases} in several files, of {runs}; the gravest verdict that ran counts"))
     columns = len(merged.data["environment"]["implementations"])
-    names = f"{columns} implementation{'' if columns == 1 else 's'}"
-    print(printable(f"{out}: {names}, {len(merged.data['cases'])} records"))
+    print(printable(f"{out}: {counted(columns, 'implementation')}, {len(merged.data['cases'])} records"))
     return 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardproof import commands
 from shardproof.planfile import Plan, is_plan, load_plan
-from shardproof.reports.texts import printable
+from shardproof.reports.texts import counted, printable
 from shardproof.runfile import Run, load_run
 
 FILE = "index.html"
@@ -42,12 +42,12 @@ def page(arguments: Sequence[str]) -> int:
         return commands.refuse(printable(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)"))
     try:
         if plans := _plans(options.runs):
-            text, what = render_plans(plans, title=options.title), _number(len(plans), "plan")
+            text, what = render_plans(plans, title=options.title), counted(len(plans), "plan")
         else:
             runs = _load(options.runs)
             text = render([Source(path, run) for path, run in runs], title=options.title)
-            records = _number(sum(len(run.cases) for _, run in runs), "record")
-            what = f"{_number(len(runs), 'run')}, {records}"
+            records = counted(sum(len(run.cases) for _, run in runs), "record")
+            what = f"{counted(len(runs), 'run')}, {records}"
     except ValueError as error:
         return commands.refuse(printable(str(error)))
     content = text.encode(errors="backslashreplace")
@@ -89,10 +89,6 @@ def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
             raise ValueError(f"{same} and {path} are of the same run: give it once")
         runs.append((path, run))
     return runs
-
-
-def _number(count: int, word: str) -> str:
-    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _parser() -> argparse.ArgumentParser:
