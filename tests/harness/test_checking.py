@@ -196,15 +196,27 @@ def world():
     dist.destroy_process_group()
 
 
+def asked(**fields):
+    """A request of two ranks."""
+    given = {"model": f"{HERE}:model", "parallelize": f"{HERE}:alone", "mesh": (("dp", 2),), "data_dims": ("dp",)}
+    return Request(**given | fields)
+
+
+def trainee_of(request, what="run"):
+    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    return Trainee(request, functions_of(request), what, mesh, torch.device("cpu"))
+
+
+def worker(folder, request):
+    return Worker(request, {"folder": str(folder), "explains": False, "device": "cpu", "backend": "gloo"})
+
+
 def answer(folder, *, seen=None, **fields):
     """What the reference says of the first step of two ranks."""
-    given = {"model": f"{HERE}:model", "parallelize": f"{HERE}:alone", "data": f"{HERE}:data", "step": f"{HERE}:right"}
-    request = Request(mesh=(("dp", 2),), data_dims=("dp",), steps=1, **given | fields)
-    functions = functions_of(request)
-    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    request = asked(**{"data": f"{HERE}:data", "step": f"{HERE}:right", "steps": 1} | fields)
     for rank in range(2):
         RANK[0] = rank
-        trainee = Trainee(request, functions, "run", mesh, torch.device("cpu"))
+        trainee = trainee_of(request)
         save(file_of(str(folder), rank, -1), trainee.state())
         microbatches = trainee.data(0, rank)
         one = trainee.step(microbatches)
@@ -215,8 +227,7 @@ def answer(folder, *, seen=None, **fields):
         save(file_of(str(folder), rank, 0), one.state)
         trainee.close()
     RANK[0] = None
-    told = {"folder": str(folder), "explains": False, "device": "cpu", "backend": "gloo"}
-    return Worker(request, told).step(0)
+    return worker(folder, request).step(0)
 
 
 def test_a_right_step_has_no_finding_and_one_factor(world, tmp_path):
@@ -235,6 +246,7 @@ def test_a_factor_is_named_by_the_size_of_the_mesh(world, tmp_path):
     assert said["lines"][0].endswith("1/2 is 1 / the size of dp [S1]")
     assert "lies between backward and the gradients" in said["lines"][1]
     assert "averaged over the ranks again: multiply it by 2" in said["lines"][2]
+    assert said["ranks"] == [0, 1], "ranks with the same bits diverge alike"
 
 
 def test_gradients_that_are_not_reduced_are_named(world, tmp_path):
@@ -264,19 +276,14 @@ def test_what_parallelize_changes_on_one_rank_too_is_said(world, tmp_path):
     assert not [text for text in answer(tmp_path)["notes"] if "parallelize()" in text]
     (text,) = [text for text in said["notes"] if "parallelize()" in text]
     assert text.endswith("change initial values (1 of 5 parameters: 'hidden.weight'; 'hidden.weight': the transpose)")
-    request = Request(model=f"{HERE}:model", mesh=(("dp", 2),), data_dims=("dp",), parallelize=f"{HERE}:narrowed")
-    told = {"folder": str(tmp_path), "explains": False, "device": "cpu", "backend": "gloo"}
-    (text,) = Worker(request, told)._notes
+    (text,) = worker(tmp_path, asked(parallelize=f"{HERE}:narrowed"))._notes
     assert text.endswith("make parameters bfloat16, which model() has in float32: 'head.weight', 'head.bias'")
 
 
 def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
-    request = Request(model=f"{HERE}:model", mesh=(("dp", 2),), data_dims=("dp",), parallelize=f"{HERE}:alone")
-    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     starts = []
     for way in ("alone", "turned"):
-        own = dataclasses.replace(request, parallelize=f"{HERE}:{way}")
-        trainee = Trainee(own, functions_of(own), "run", mesh, torch.device("cpu"))
+        trainee = trainee_of(asked(parallelize=f"{HERE}:{way}"))
         starts.append(trainee.state())
         trainee.close()
     outcome = judge.compare_initial([starts[1], starts[1]], starts[0])
@@ -292,11 +299,6 @@ def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(w
         "are scaled by another norm",
         "it sums what each rank of dp holds, as when parts that several hold are counted on each [S6]",
     ]
-
-
-def test_ranks_with_the_same_bits_diverge_alike(world, tmp_path):
-    said = answer(tmp_path, step=f"{HERE}:averaged")
-    assert said["ranks"] == [0, 1]
 
 
 def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
@@ -469,12 +471,8 @@ def test_a_reference_is_kept_where_it_fits():
 
 
 def test_the_optimizer_of_the_reference_takes_the_gradients_of_the_run(world):
-    functions = {"data": f"{HERE}:data", "step": f"{HERE}:unreduced", "optimizer": f"{HERE}:halves"}
-    request = Request(
-        model=f"{HERE}:model", parallelize=f"{HERE}:alone", mesh=(("dp", 2),), data_dims=("dp",), **functions
-    )
-    mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    trainee = Trainee(request, functions_of(request), "oracle", mesh, torch.device("cpu"))
+    request = asked(data=f"{HERE}:data", step=f"{HERE}:unreduced", optimizer=f"{HERE}:halves")
+    trainee = trainee_of(request, "oracle")
     before = {name: parameter.detach().clone() for name, parameter in trainee.model.named_parameters()}
     trainee.given = {name: torch.ones(value.shape) for name, value in before.items()}
     trainee.step(trainee.cast(trainee.data(0, 0)))
