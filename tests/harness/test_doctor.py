@@ -30,16 +30,17 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def train(model, optimizer, steps=4, seed=0):
+def train(model, optimizer, steps=4, seed=0, microbatches=1):
     """Train, and return the losses."""
     made, losses = torch.Generator().manual_seed(seed), []
     for _ in range(steps):
-        loss = model(torch.randn(3, 4, generator=made)).square().mean()
-        loss.backward()
+        for _ in range(microbatches):
+            loss = model(torch.randn(3, 4, generator=made)).square().mean()
+            loss.backward()
+            losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
     return losses
 
 

@@ -3,29 +3,10 @@
 import dataclasses
 
 import torch
-from torch import nn
 
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.watch import Watch
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def train(model, *, steps=1, microbatches=2):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    made, losses = torch.Generator().manual_seed(0), []
-    for _ in range(steps):
-        for _ in range(microbatches):
-            loss = model(torch.randn(3, 4, generator=made)).square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+from tests.harness.test_doctor import net, sgd, train
 
 
 def fail(error):
@@ -37,7 +18,7 @@ def watched(**options):
     model, records = net(), []
     watch = Watch(records.append, steps=[0, 1], on_error=fail, **options)
     watch.attach(model)
-    losses = train(model, steps=2)
+    losses = train(model, sgd(model), steps=2, microbatches=2)
     watch.end_step()
     assert not watch.is_attached
     return [dataclasses.replace(one, seconds=0.0) for one in records], losses
@@ -100,4 +81,5 @@ def test_an_error_of_a_sink_ends_the_watching_and_not_the_training():
     watch = Watch(print, steps=[0], on_error=lambda error: (errors.append(error), watch.detach()),
                   sink=lambda event, tensor: fail(KeyError("mine")))  # fmt: skip
     watch.attach(model)
-    assert train(model) == train(net()) and [str(one) for one in errors] == ["'mine'"]
+    losses, unwatched = (train(one, sgd(one), steps=1, microbatches=2) for one in (model, net()))
+    assert losses == unwatched and [str(one) for one in errors] == ["'mine'"]

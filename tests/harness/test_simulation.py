@@ -1,7 +1,6 @@
 """Simulated worlds: what they leave behind, what the ledger counts, and what is refused."""
 
 import contextlib
-import gc
 import sys
 
 import pytest
@@ -22,20 +21,12 @@ from shardproof.harness.simulation.memory import Kind, Ledger
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import check_shape, simulated_world
-from shardproof.harness.tensors import memory
 from shardproof.suites.places import Place, chunk
 from shardproof.testing import private, simulated
+from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
 
 DIM, DEPTH = 512, 4
 LAYER = 4 * DIM * DIM
-
-
-@pytest.fixture(autouse=True, scope="module")
-def young_objects_alone():
-    """Each step collects garbage, as in ranks, whose processes have left out what lives as long as they do."""
-    memory.retire_objects()
-    yield
-    gc.unfreeze()
 
 
 def simulate(world, kind=ReferenceAdapter, *, steps=2, **options):
