@@ -1,5 +1,7 @@
 """Fixtures that the tests of the harness share."""
 
+import multiprocessing
+
 import pytest
 
 from tests.harness.inner import PYTHONPATH, QUIET, last_error
@@ -30,3 +32,27 @@ def refused(run):
         return last_error(result)
 
     return refused
+
+
+@pytest.fixture
+def holding():
+    """Start a process that enters a context, of this function, until it is let go; (process, it has, let it go)."""
+    processes, started = multiprocessing.get_context("fork"), []
+
+    def start(context):
+        entered, release = processes.Event(), processes.Event()
+
+        def hold():
+            with context():
+                entered.set()
+                release.wait(60)
+
+        process = processes.Process(target=hold)
+        process.start()
+        started.append(process)
+        return process, entered, release
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()

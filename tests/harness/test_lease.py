@@ -1,6 +1,5 @@
 """Leases: whole sets or nothing, shared or alone, and gone with the process that held them."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -9,34 +8,11 @@ import pytest
 
 from shardproof.harness.worlds.lease import DEVICE_SLOTS, Leases, device_of
 
-PROCESSES = multiprocessing.get_context("fork")
-
-
-def hold(directory, devices, alone, ready, release):
-    """Hold devices until told otherwise."""
-    with Leases(directory).devices(devices, alone=alone):
-        ready.set()
-        release.wait(30)
-
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(tmp_path, holding):
     """Start a process that asks for devices; (process, it has them, let it go)."""
-    started = []
-
-    def start(devices, *, alone=False):
-        ready, release = PROCESSES.Event(), PROCESSES.Event()
-        process = PROCESSES.Process(target=hold, args=(tmp_path, devices, alone, ready, release))
-        process.start()
-        started.append((process, release))
-        return process, ready, release
-
-    yield start
-    for process, release in started:
-        # Telling an event to a process that was killed while it waited would wait for it for ever.
-        if process.is_alive():
-            release.set()
-        process.join(10)
+    return lambda devices, *, alone=False: holding(lambda: Leases(tmp_path).devices(devices, alone=alone))
 
 
 def test_correctness_cases_share_up_to_the_slots(holder):

@@ -28,31 +28,20 @@ def told(monkeypatch):
     return lines
 
 
-def hold(directory, name, ready, release):
-    leases = Leases(directory)
-    with leases._head_of_queue("a test") if name == "queue" else leases.cores(10_000, alone=True):
-        ready.set()
-        release.wait(60)
-
-
 @pytest.fixture
-def holder(tmp_path):
+def holder(tmp_path, holding):
     """Start a process that holds all cores, or the head of the queue."""
-    started = []
+
+    def lease(name):
+        leases = Leases(tmp_path)
+        return leases._head_of_queue("a test") if name == "queue" else leases.cores(10_000, alone=True)
 
     def start(name="cores"):
-        ready, release = PROCESSES.Event(), PROCESSES.Event()
-        process = PROCESSES.Process(target=hold, args=(tmp_path, name, ready, release))
-        process.start()
-        started.append(process)
+        process, ready, process.release = holding(lambda: lease(name))
         assert ready.wait(10)
-        process.release = release
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.join()
+    return start
 
 
 def take(directory):

@@ -1,7 +1,6 @@
 """Runs whose leases or forkserver are stopped or killed: the case in the way says so, and the next one runs."""
 
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -15,8 +14,6 @@ from tests.harness.inner import until
 # Each test starts processes.
 pytestmark = pytest.mark.sampled
 
-
-PROCESSES = multiprocessing.get_context("fork")
 
 QUICK = '''
 import os, signal, sys, time
@@ -144,25 +141,15 @@ def test_a_stopped_or_killed_forkserver_costs_one_case(pytester, run):
 
 
 @pytest.fixture
-def stopped_holder(short_tmp, monkeypatch):
+def stopped_holder(short_tmp, monkeypatch, holding):
     """A stopped process that holds all cores of the inner run, whose leases are its own."""
     monkeypatch.setenv("TMPDIR", str(short_tmp))
     monkeypatch.setattr(tempfile, "tempdir", None)
     directory = short_tmp / f"shardproof-leases-{os.getuid()}"
-    ready = PROCESSES.Event()
-
-    def hold():
-        with Leases(directory).cores(10_000, alone=True):
-            ready.set()
-            signal.pause()
-
-    process = PROCESSES.Process(target=hold)
-    process.start()
+    process, ready, _ = holding(lambda: Leases(directory).cores(10_000, alone=True))
     assert ready.wait(10)
     os.kill(process.pid, signal.SIGSTOP)
     yield process
-    process.kill()
-    process.join()
     tempfile.tempdir = None
 
 
