@@ -56,7 +56,6 @@ class State:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._selection: selection.Selection | None = None
         self._pool: Pool | None = None
         self._ahead: Ahead | None = None
         self._known_failures: RunKnownFailures | None = None
@@ -86,21 +85,19 @@ class State:
             return Invocation(**json.loads(vars(self._config)["workerinput"][_INVOCATION]))
         return invocation_of(self._config)
 
-    @property
+    @functools.cached_property
     def selection(self) -> selection.Selection:
         """The checked options of the run.
 
         Raises:
             pytest.UsageError: an option has a value that is not valid or not available here.
         """
-        if self._selection is None:
-            values = options.values(self._config)
-            del values["report"]
-            try:
-                self._selection = selection.resolve(**values, place=self.place)
-            except ValueError as error:
-                raise pytest.UsageError(str(error)) from None
-        return self._selection
+        values = options.values(self._config)
+        del values["report"]
+        try:
+            return selection.resolve(**values, place=self.place)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
 
     @property
     def place(self) -> Place | None:

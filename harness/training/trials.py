@@ -15,8 +15,9 @@ from typing import Any
 from shardproof.harness.training import axes, bisect
 from shardproof.harness.training.bisect import Axis, Outcome, Plan
 from shardproof.harness.training.request import ARGUMENTS, NotCheckable, Request, function_of
+from shardproof.harness.training.starting import record_of
 from shardproof.harness.verdicts.texts import gist
-from shardproof.runfile import CaseRecord, RunFileError, load_run
+from shardproof.runfile import CaseRecord
 
 Change = Callable[[Request], Request]
 
@@ -137,16 +138,14 @@ def run(words: Sequence[str], check: Check) -> Outcome:
         report = os.path.join(folder, "run.json")
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             check([*words, "--report", report])
-        try:
-            (record,) = load_run(report).cases
-        except (RunFileError, ValueError):
-            return Outcome("refused", text=(said.getvalue().strip().splitlines() or ["there is no record"])[-1])
+        record = record_of(report)
+    if record is None:
+        return Outcome("refused", text=(said.getvalue().strip().splitlines() or ["there is no record"])[-1])
     return outcome_of(record)
 
 
 def outcome_of(record: CaseRecord) -> Outcome:
     """Return how a check ended, as a search compares it."""
-
     failure, own = record.failure, record.own
     if failure is None:
         return Outcome(str(record.verdict))
