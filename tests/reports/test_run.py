@@ -88,28 +88,21 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         (samples.run(cpu_count="2"), "environment.cpu_count: '2' is not an integer"),
         (samples.run(accelerators=[{}]), "environment.accelerators[0]: the field 'name' is missing"),
         (samples.run(implementations={"a": 1}), "environment.implementations.a: 1 is not an object"),
+        (
+            samples.run(samples.case(), samples.case(implementation="other"), samples.case(verdict="fail")),
+            "cases[2].id: 'suites/test_autograd.py::test_unused[w2]' on 'reference' is in the file twice",
+        ),
+        # What was taken out of a file by hand must not look as if it had never been there.
+        (
+            samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}),
+            "end.complete: true, but 'b' was selected for 'reference' and has no record",
+        ),
     ],
 )
 def test_what_breaks_the_schema_is_named(data, message):
     with pytest.raises(RecordError) as raised:
         parse_run(data)
     assert str(raised.value) == message
-
-
-def test_two_verdicts_for_one_cell_are_refused():
-    twice = samples.run(samples.case(), samples.case(implementation="other"), samples.case(verdict="fail"))
-    with pytest.raises(RecordError) as raised:
-        parse_run(twice)
-    assert str(raised.value) == (
-        "cases[2].id: 'suites/test_autograd.py::test_unused[w2]' on 'reference' is in the file twice"
-    )
-
-
-def test_a_complete_run_has_a_record_of_every_selected_case():
-    """What was taken out of a file by hand must not look as if it had never been there."""
-    with pytest.raises(RecordError) as raised:
-        parse_run(samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}))
-    assert str(raised.value) == "end.complete: true, but 'b' was selected for 'reference' and has no record"
 
 
 def test_an_incomplete_run_names_what_did_not_run():
@@ -186,12 +179,10 @@ def test_a_bad_file_is_one_line_that_begins_with_its_name(written, content, mess
 
 
 def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
-    with pytest.raises(RunFileError) as raised:
-        load_run(tmp_path / "none.json")
-    assert str(raised.value) == f"{tmp_path}/none.json: No such file or directory"
-    with pytest.raises(RunFileError) as raised:
-        load_run(tmp_path)
-    assert str(raised.value) == f"{tmp_path}: Is a directory"
+    for path, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(RunFileError) as raised:
+            load_run(path)
+        assert str(raised.value) == f"{path}: {why}"
 
 
 def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
