@@ -30,7 +30,6 @@ def test_case(rank):
     {body}
 """
 
-
 #: A case that passes.
 PASSES = CASE.format(body="pass")
 
