@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import run_by_units
+from shardproof.suites.common import run_by_units, tower
 from shardproof.testing import (
     RESHARD,
     RESHARD_FREES,
@@ -21,6 +21,7 @@ from shardproof.testing import (
     Hardware,
     Rank,
     Run,
+    Settings,
     alone,
     contract,
     memory,
@@ -71,6 +72,38 @@ def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forwar
         if rank.device.type == "cpu":
             assert not census.held(), f"after {step_label(step)} units are gathered (bytes): {census.held()}"
         pair.check()
+
+
+@contract("MEMORY-7")
+@world(2, 4)
+@needs(Capability.KEEP_UNSHARDED_STORAGE, Capability.UNIT_SETTINGS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD_FREES)
+@pytest.mark.parametrize("recurse", [True, False])
+def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: bool | int) -> None:
+    """Gathered storages of all units, or of the root's own, stay where they are, with the values of each step.
+
+    They hold their bytes until user code takes the choice back, and units without the choice free theirs.
+    """
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
+    census, kept = Census(pair.sharded), {unit.label for unit in pair.sharded.units if recurse or unit.label == ROOT}
+    pair.adapter.change(Settings(keep_unsharded=True), recurse=recurse)
+    addresses: list[dict[str, list[int]]] = []
+    for step in range(3):
+        pair.step(rank.batch(step, (4, 9)))
+        pair.check()
+        addresses.append(census.addresses())
+        freed = [moment for moment in census.moments if step and kept - moment.held.keys()]
+        assert not freed, f"in {step_label(step)} {kept} hold their bytes, but at these moments: {freed}"
+        census.moments.clear()
+        held = addresses[step].keys() if rank.device.type == "cpu" else addresses[step].keys() & kept
+        assert held == kept, f"{held} hold their bytes after {step_label(step)} instead of {kept}"
+    moved = [label for label in kept if any(found[label] != addresses[0][label] for found in addresses)]
+    assert not moved, f"the gathered storages of {moved} have other addresses in another step: {addresses}"
+    pair.adapter.change(Settings(keep_unsharded=False), recurse=recurse)
+    pair.step(rank.batch(3, (4, 9)))
+    pair.check()
+    left = kept & census.held().keys()
+    assert len(left) <= (0 if rank.device.type == "cpu" else BEHIND), f"{left} hold bytes that they are to free"
 
 
 @contract("MEMORY-3")

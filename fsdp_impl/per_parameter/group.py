@@ -268,7 +268,7 @@ class ParamGroup:
         self.residence = Residence.SMALLER
 
     def _free_unsharded(self) -> None:
-        if self._unsharded is not None:
+        if self._unsharded is not None and not self.options.keep_unsharded:
             collectives.reshard(self._unsharded, unit=self.label)
             self.shards.free_unsharded()
 

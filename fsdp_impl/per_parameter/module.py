@@ -188,6 +188,11 @@ class FSDPModule:
         for group in self._groups(recurse=recurse):
             group.options.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether what is resharded keeps its memory, and each gather fills the same addresses, as CUDA graphs need."""
+        for group in self._groups(recurse=recurse):
+            group.options.keep_unsharded = keep
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward gathers the parameters; an embedding's backward does not need them."""
         for group in self._groups(recurse=False):

@@ -236,6 +236,7 @@ class GroupOptions:
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     unshard_async: bool = False
+    keep_unsharded: bool = False
     reduce_unused: bool = False
     max_reduce_inputs: int = 1
     divide_factor: float | None = None

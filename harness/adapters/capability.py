@@ -65,6 +65,8 @@ class Capability(enum.StrEnum):
     """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
     EXPLICIT_PREFETCH = "explicit-prefetch"
     """User code can set which other units a unit gathers ahead, in forward and in backward."""
+    KEEP_UNSHARDED_STORAGE = "keep-unsharded-storage"
+    """User code can let gathered storages keep their memory when a unit reshards, so that their addresses stay."""
 
     # Forward and backward.
 

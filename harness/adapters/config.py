@@ -166,6 +166,9 @@ class Settings:
     unshard_in_backward: bool | None = None
     """Whether backward gathers the parameters, which some units compute their gradients without."""
 
+    keep_unsharded: bool | None = None
+    """Whether gathered storages keep their memory. Needs :attr:`Capability.KEEP_UNSHARDED_STORAGE`."""
+
     reduce_unused: bool | None = None
     """Whether zeros are reduced for parameters without a gradient; see :attr:`Config.ranks_differ`.
 

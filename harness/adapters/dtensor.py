@@ -33,6 +33,7 @@ from shardproof.harness.tensors.trees import local_of
 _SETTERS = {
     "reshard_after_forward": "set_reshard_after_forward",
     "unshard_in_backward": "set_unshard_in_backward",
+    "keep_unsharded": "set_keep_unsharded_storage",
     "reduce_unused": "set_reduce_scatter_unused_params",
     "divide_factor": "set_gradient_divide_factor",
     "older_divide_factor": "set_reduce_scatter_divide_factor",
@@ -45,7 +46,9 @@ _SETTERS = {
     "reduce_scatter": "set_custom_reduce_scatter",
 }
 #: Of these, those that take ``recurse``.
-_RECURSIVE = frozenset({"reshard_after_forward", "reduce_unused", "own_reduce_group", "reduce_inputs"})
+_RECURSIVE = frozenset(
+    {"reshard_after_forward", "keep_unsharded", "reduce_unused", "own_reduce_group", "reduce_inputs"}
+)
 
 
 def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0) -> torch.Tensor:

@@ -18,12 +18,13 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
 from shardproof.harness.tensors import private
 
-#: Capabilities that torch 2.11 lacks or has, by the methods that they are.
+#: Capabilities that a version of torch lacks or has, by the methods that they are.
 _RECENT = {
     Capability.RECOVERY: "reset_iter_state",
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
     Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
     Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
+    Capability.KEEP_UNSHARDED_STORAGE: "set_keep_unsharded_storage",
 }
 
 

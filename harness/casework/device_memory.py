@@ -62,6 +62,12 @@ class Census:
         counted = {label: sum(map(bytes_of, refs.values())) for label, refs in self._storages.items()}
         return {label: nbytes for label, nbytes in counted.items() if nbytes}
 
+    def addresses(self) -> dict[str, list[int]]:
+        """Return where the bytes of each unit are that is gathered now, by label."""
+        held = self.held()
+        storages = {label: map(_storage_of, refs.values()) for label, refs in self._storages.items() if label in held}
+        return {label: [one.data_ptr() for one in found if one] for label, found in storages.items()}
+
     def _begin(self, label: str, names: list[str], module: nn.Module, args: Any) -> None:
         if self._computing != label:
             self.moments.append(Moment("forward", label, self.held()))
@@ -88,8 +94,13 @@ class Census:
 
 def bytes_of(reference: StorageWeakRef) -> int:
     """The bytes that a storage holds now, 0 if it is gone."""
-    storage = private.need("torch.UntypedStorage._new_with_weak_ptr")(reference.cdata)
+    storage = _storage_of(reference)
     return 0 if storage is None else storage.nbytes()
+
+
+def _storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    storage: torch.UntypedStorage | None = private.need("torch.UntypedStorage._new_with_weak_ptr")(reference.cdata)
+    return storage
 
 
 # Fills memory that an implementation has freed with NaN, at once and again and again while a run trains.

@@ -17,7 +17,6 @@ NAMES = [name for name in ours.__all__ if hasattr(theirs, name)]
 NOT_OFFERED = {
     (2, 15): {
         "FSDPModule.finalize_backward",
-        "FSDPModule.set_keep_unsharded_storage",
         "FSDPModule.set_manual_backward_finalization",
         "GradientReductionHandle",
         "MixedPrecisionPolicy.param_dtype_override_fn",
