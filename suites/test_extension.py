@@ -48,6 +48,7 @@ class Calls:
         filled: how often it filled a tensor that it had made before.
         pads: how many of its two outputs the first hook pads, on ranks that hold fewer rows: both, as it must.
         cuts: whether the second hook leaves out the rows of padding, as it may, when it makes a tensor.
+        releases: what a third hook returns: whether the second frees the gathered tensors. None: there is none.
     """
 
     before: list[tuple[int, tuple[int, ...], int, torch.dtype | None]] = dataclasses.field(default_factory=list)
@@ -57,6 +58,7 @@ class Calls:
     filled: int = 0
     pads: int = 2
     cuts: bool = True
+    releases: Any = None
 
 
 class Halves(torch.Tensor):
@@ -109,6 +111,10 @@ class Halves(torch.Tensor):
         """Add up the two halves."""
         return after(self.calls, outputs, metadata, param_dtype, out=out)
 
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        """Free the two gathered halves if the case wants that."""
+        return bool(self.calls.releases)
+
 
 def before(shard: torch.Tensor, calls: Calls, mesh: Any, size: torch.Size, module: Any, policy: Any) -> Any:
     """Return the two halves of the padded shard, and the full size."""
@@ -142,6 +148,10 @@ def after(calls: Calls, outputs: Any, size: torch.Size, dtype: torch.dtype, *, o
     return whole, (whole,)
 
 
+#: The third hook.
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+
+
 def extend(model: nn.Module, calls: Calls) -> None:
     """Replace the matrices of a model, which is not sharded yet, by tensors with hooks, in place."""
     for module in model.modules():
@@ -166,6 +176,8 @@ def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: 
         shard.fsdp_pre_all_gather = lambda mesh: made(mesh, size, module, policy)
     if both:
         shard.fsdp_post_all_gather = functools.partial(after, calls, out=None)
+    if calls.releases is not None:
+        setattr(shard, RELEASES, lambda: calls.releases)
 
 
 pytestmark = needs(Capability.GATHER_EXTENSION)
@@ -291,6 +303,58 @@ def test_groups_of_two(rank: Rank) -> None:
     train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
+@contract("EXTENSION-4")
+@world(2)
+@needs(Capability.GATHER_RELEASE)
+@pytest.mark.parametrize("releases", [True, False])
+@pytest.mark.parametrize("kind", ["class", "object"])
+def test_gathered_tensors_are_released(rank: Rank, kind: str, releases: bool) -> None:
+    """What was gathered is freed once the second hook has run, in forward and in backward, only if a third says so."""
+    pair, calls = extended(rank, kind, True, releases=releases)
+    held: list[int] = []
+
+    def note(*_: Any) -> None:
+        held.append(sum(map(bytes_of, calls.gathered)))
+
+    for name in ("0", "2"):
+        pair.sharded.original_module(name).register_forward_pre_hook(note)
+    # When the gradient of the first layer's output is there, backward has used the root's own weight.
+    pair.sharded.original_module("0").register_forward_hook(lambda module, args, out: out.register_hook(note) and None)
+    train_and_check(pair, batches(rank, 2, (4, 5)))
+    assert len(held) == 6 and all(bool(nbytes) != releases for nbytes in held), (
+        f"twice in a forward and once in its backward, what was gathered for the second hooks holds {held} bytes"
+    )
+
+
+@contract("EXTENSION-4")
+@world(4)
+@needs(Capability.GATHER_RELEASE, Capability.RESHARD_TO_SIZE)
+def test_release_in_groups_of_two(rank: Rank) -> None:
+    """Resharded to a subgroup, shards that release what was gathered are refused by name before anything is sent."""
+    model = models.two_linear((5, 7), (7, 6)).to(rank.device)
+    extend(model, Calls(releases=True))
+
+    def attempt() -> None:
+        sharded(rank, model, units=[["0"]], reshard_after_forward=2).forward(rank.batch(0, (4, 5)))
+
+    Refusal(rank, attempt).check_names("reshard_after_forward")
+
+
+@contract("EXTENSION-4")
+@world(2)
+@needs(Capability.GATHER_RELEASE)
+@pytest.mark.parametrize("wrong", ["alone", "no-bool"])
+def test_wrong_third_hook(rank: Rank, wrong: str) -> None:
+    """A third hook without the other two, or one that returns no bool, is refused by name, and nothing is sent."""
+    adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
+    weight = sharded_weight(adapter.named_parameters()["0.weight"])
+    if wrong == "alone":
+        setattr(weight._local_tensor, RELEASES, lambda: True)
+    else:
+        extend_shard(weight, Calls(releases="yes"))
+    Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 5)))).check_names(RELEASES)
+
+
 @contract("EXTENSION-2")
 @world(2)
 def test_one_hook_alone(rank: Rank) -> None:
@@ -366,10 +430,11 @@ def extended(
     *,
     model: nn.Module | None = None,
     units: Sequence[Sequence[str]] = (("0",),),
+    releases: bool | None = None,
     **options: Any,
 ) -> tuple[Pair, Calls]:
     """A model, or else two linear layers, whose weights have hooks: by their class, or set on their shards."""
-    calls = Calls()
+    calls = Calls(releases=releases)
 
     def prepare(model: nn.Module) -> nn.Module:
         if kind == "class":

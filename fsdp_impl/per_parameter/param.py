@@ -323,24 +323,32 @@ def _serial_number(original: nn.Parameter) -> int:
 #
 # A sharded local tensor with `fsdp_pre_all_gather` and `fsdp_post_all_gather`, of its class or set on the object, is
 # not gathered as it is. Before each gather the first returns the tensors to gather instead, quantised for instance, and
-# any metadata; after it the second makes the unsharded parameter of the gathered ones.
+# any metadata; after it the second makes the unsharded parameter of the gathered ones. A third may say that these are
+# not needed any more then.
+
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_hooks(local: torch.Tensor) -> bool:
-    """Whether ``local`` brings the two methods; an ``AssertionError`` if it brings one of them."""
+    """Whether ``local`` brings the two methods; an ``AssertionError`` if it brings one of them, or the third alone."""
     before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
     if before != after:
         raise AssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions: "
             f"{type(local)} has only fsdp_{'pre' if before else 'post'}_all_gather"
         )
+    if hasattr(local, RELEASES) and not before:
+        raise AssertionError(f"{RELEASES} requires fsdp_pre_all_gather and fsdp_post_all_gather: {type(local)}")
     return before
 
 
 class Extension:
-    """What one parameter's hooks need between calls."""
+    """What the hooks of ``local``, one parameter's, need between calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: torch.Tensor) -> None:
+        self._releases = getattr(local, RELEASES, bool)()
+        if not isinstance(self._releases, bool):
+            raise AssertionError(f"{RELEASES} must return a bool, not {self._releases}")
         # Gathered tensors, 1-D, each the beginning of a storage of its own, which has no bytes between reshard and
         # unshard.
         self.gathered: list[torch.Tensor] = []
@@ -388,12 +396,18 @@ class Extension:
                     storage.resize_(nbytes)
             with preserve_version_counter(param.unsharded):
                 hook(outputs, self._metadata, dtype, out=param.unsharded)
+            self._release()
             return
         data, inner = hook(outputs, self._metadata, dtype)
         self._inner = [(tensor.untyped_storage(), tensor.untyped_storage().size()) for tensor in inner]
         if data.size() != param.size:  # padded, as the gathered tensors are
             data = torch.as_strided(data, param.size, contiguous_stride(param.size), int(data.storage_offset()))
         param.make_unsharded(data)
+        self._release()
+
+    def _release(self) -> None:
+        for tensor in self.gathered if self._releases else ():
+            tensor.untyped_storage().resize_(0)
 
     def free(self) -> None:
         """Give the bytes of the unsharded parameter back."""

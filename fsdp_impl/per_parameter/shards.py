@@ -135,7 +135,7 @@ class Shards:
         for param in self.params:
             param.adopt()
             if param.extension is None and has_hooks(param.local):
-                param.extension = Extension()
+                param.extension = Extension(param.local)
                 self._is_extended = True
         return self._is_extended
 

@@ -67,6 +67,8 @@ class Capability(enum.StrEnum):
     """User code can set which other units a unit gathers ahead, in forward and in backward."""
     KEEP_UNSHARDED_STORAGE = "keep-unsharded-storage"
     """User code can let gathered storages keep their memory when a unit reshards, so that their addresses stay."""
+    GATHER_RELEASE = "gather-release"
+    """A shard with such methods chooses whether what was gathered is freed once its parameter has been made of it."""
 
     # Forward and backward.
 

@@ -31,6 +31,7 @@ _SHARDING = frozenset(
         Capability.UNIT_MESHES,
         Capability.PARAMETER_MESHES,
         Capability.GATHER_EXTENSION,
+        Capability.GATHER_RELEASE,
         Capability.GATHER_ORDER,
         Capability.EXPLICIT_PREFETCH,
         Capability.COUNTED_UNITS,
