@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,7 @@ class Unfit:
         needs: what has the options, if only some implementations have them.
         may_train: whether an implementation may take it.
         in_parts: whether some units are sharded before the refusal, so that the model is not restored.
+        compares: whether a rank may have to ask the others before it can refuse.
         is_tried_again: whether a second forward, too, is to be refused where the first one is.
         repair: removes the cause from the sharded model; None if nothing can.
     """
@@ -128,6 +130,7 @@ class Unfit:
     needs: Capability | None = None
     may_train: bool = True
     in_parts: bool = False
+    compares: bool = False
     is_tried_again: bool = True
     repair: Callable[[nn.Module], Any] | None = None
 
@@ -628,7 +631,66 @@ def test_replicas_in_different_orders(rank: Rank) -> None:
     """
     order = (3, 1, 0, 2) if rank.world_size == 4 else (0, 1, 2, 3, 5, 4)  # all replicas, or the last alone
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"), order=order)
-    refused_or_trained(rank, Unfit(("mesh", "Mesh"), lambda _: {"mesh": mesh}))
+    refused_or_trained(rank, Unfit(("mesh", "Mesh"), lambda _: {"mesh": mesh}, compares=True))
+
+
+#: What keeps an order of ranks that is not sorted.
+KEEPS = pytest.mark.parametrize(
+    "keeps",
+    [
+        pytest.param("groups", marks=needs(Capability.ORDERED_GROUPS)),
+        pytest.param("mesh", marks=needs(Capability.ORDERED_MESHES)),
+    ],
+)
+
+
+@contract("INIT-10")
+@world(2)
+@KEEPS
+def test_order_that_groups_keep(rank: Rank, keeps: Any) -> None:
+    """On ranks in an order that their group keeps, shards lie in that order, and full tensors are the parameters."""
+    model, mesh = models.Tower(dim=9), rank.mesh(order=(1, 0), keeps=keeps)
+    whole = {name: value.detach().clone() for name, value in model.to(rank.device).named_parameters()}
+    shown = rank.run(models.copy_of(model), units=model.units(), mesh=mesh).adapter.held_parameters()
+    joined = {name: value.detach().full_tensor() for name, value in shown.items() if isinstance(value, DTensor)}
+    wrong = [name for name, value in joined.items() if exact_difference(value, whole[name]) is not None]
+    assert not wrong, f"the full tensors of {wrong} are not the parameters"
+    pair = tower(rank, mesh=mesh)
+    train_and_check(pair, batches(rank, 2, (4, 9)))
+    check_groups(pair.last_trace(), mesh)
+
+
+@contract("INIT-10")
+@world(4)
+@needs(Capability.HYBRID)
+@KEEPS
+def test_different_orders_that_groups_keep(rank: Rank, keeps: Any) -> None:
+    """Replicas whose ranks are in different orders train if the groups keep these: shards lie as the mesh has them."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(0, 1, 3, 2), keeps=keeps)
+    pair = tower(rank, mesh=mesh)
+    train_and_check(pair, batches(rank, 2, (4, 9)))
+    check_groups(pair.last_trace(), mesh["replicate"], mesh["shard"])
+
+
+@contract("INIT-10")
+@world(4)
+@needs(Capability.HYBRID, Capability.ORDERED_GROUPS)
+def test_groups_in_another_order_than_the_mesh(rank: Rank) -> None:
+    """A mesh made of groups, one of which has its ranks in another order, is refused by those ranks, or trains."""
+    names = ("replicate", "shard")
+    plain, kept = rank.mesh((2, 2), names), rank.mesh((2, 2), names, order=(0, 1, 3, 2), keeps="groups")
+    groups = [plain.get_group(0), kept.get_group(1)]
+    mesh = DeviceMesh.from_group(groups, rank.device.type, mesh=plain.mesh, mesh_dim_names=names)
+    text = None
+    try:
+        sharded(rank, models.Tower(dim=9).to(rank.device), mesh=mesh)
+    except ValueError as error:
+        text = str(error)
+    texts = rank.exchange(text)
+    if any(texts):
+        assert all("mesh" in found for found in texts[2:]), f"the ranks of the second replica raise {texts[2:]}"
+        return
+    train_and_check(tower(rank, mesh=mesh), batches(rank, 2, (4, 9)))
 
 
 def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
@@ -637,7 +699,8 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
     whole, untouched = copy.deepcopy(model), Untouched(model)
     options = unfit.options(rank)
     # With an optimizer: an implementation that shards only the optimizer's state looks at the parameters there.
-    construction = Refusal(rank, lambda: sharded(rank, model, optimizer=optim.sgd(), **options))
+    attempt = functools.partial(sharded, rank, model, optimizer=optim.sgd(), **options)
+    construction = Refusal(rank, attempt, may_send=unfit.compares)
     if construction.text is not None:
         construction.check_names(*unfit.names)
         if not unfit.in_parts:

@@ -381,6 +381,14 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
     check_own_groups(rank, recurse, rank.mesh((2, 2), NAMES))
 
 
+@contract("REDUCTION-11")
+@world(2)
+@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.ORDERED_GROUPS)
+def test_own_group_in_an_order_that_groups_keep(rank: Rank) -> None:
+    """A process group of the reductions' own has its ranks in the order of the gathers' group."""
+    check_own_groups(rank, True, rank.mesh(order=(1, 0), keeps="groups"))
+
+
 def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
     """Give reductions their own process groups in some steps, for all units in the root or for the root's own alone."""
     pair = tower(rank, mesh=mesh)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_impl.common.private import concatenate_meshes
@@ -18,17 +19,27 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def check_replicas(mesh: DeviceMesh) -> None:
-    """Refuse a (replicate, shard) mesh on which the ranks of a replicate group would hold different shards.
+    """Refuse a (replicate, shard) mesh on which the ranks of a replicate group hold different shards.
 
-    A rank's shard is its place in the process group, which is sorted by rank. Rows of ranks in different orders would
-    thus put different shards above each other, and gradients of different parameters would be averaged.
+    A rank's shard is its place in the process group, and gradients of different parameters would be averaged. Groups
+    sort their ranks or keep the order of user code. A rank cannot see which in the groups of other rows: unless all
+    rows of the mesh are sorted, where the ranks of each group only look at theirs, it compares places (collective).
     """
     rows = mesh.mesh.tolist()
-    orders = {tuple(sorted(range(len(row)), key=row.__getitem__)) for row in rows}
-    if len(orders) > 1:
+    if all(row == sorted(row) for row in rows):
+        differs = dist.get_process_group_ranks(mesh.get_group(1)) not in rows
+    else:
+        place = mesh.get_local_rank(1)
+        # The highest place and the lowest one.
+        places = torch.tensor([place, -place], device=current_device(mesh.device_type))
+        dist.all_reduce(places, dist.ReduceOp.MAX, mesh.get_group(0))
+        spread = places.sum()
+        dist.all_reduce(spread, dist.ReduceOp.MAX, mesh.get_group(1))
+        differs = bool(spread)
+    if differs:
         raise ValueError(
-            "The ranks of each replica must be in one order, as process groups are sorted by rank, but the mesh is "
-            f"{rows}"
+            "The process groups of replicas must have their ranks in one order, that of the mesh or the sorted one, "
+            f"but the mesh is {rows}"
         )
 
 

@@ -3,6 +3,7 @@
 Among the options are communication back ends that take the place of the collectives, group by group.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -248,6 +249,8 @@ class GroupOptions:
     reduce_group: dist.ProcessGroup | None = None
 
 
+# Shards lie in the order of the group of gathers. torch 2.12 sorts all groups.
+_CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 # One more process group for each shard group, whatever the number of units on it: each is a communicator.
 _reduce_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 
@@ -292,7 +295,10 @@ def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | Non
     if shared not in _reduce_groups:
         # Ranks of other shard groups may not come here: only the members wait for each other.
         _reduce_groups[shared] = dist.new_group(
-            dist.get_process_group_ranks(shared), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+            dist.get_process_group_ranks(shared),
+            use_local_synchronization=True,
+            group_desc="fsdp_reduce_scatter",
+            **({"sort_ranks": False} if _CAN_KEEP_ORDER else {}),
         )
     options.reduce_group = _reduce_groups[shared]
 

@@ -1,6 +1,7 @@
 """How a case wants its model sharded, in terms that are the same for every implementation."""
 
 import dataclasses
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import local_of
@@ -34,6 +36,17 @@ StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
 
 KeyKind = Literal["name", "number"]
 """What an optimizer's state dict calls its parameters by: their names, or their numbers in the optimizer's groups."""
+
+
+#: The orders of ranks that process groups can keep, as far as the installed torch has them.
+ORDERED = frozenset(
+    capability
+    for capability, function, option in (
+        (Capability.ORDERED_GROUPS, dist.new_group, "sort_ranks"),
+        (Capability.ORDERED_MESHES, DeviceMesh.__init__, "preserve_rank_order"),
+    )
+    if option in inspect.signature(function).parameters
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from shardproof.harness.adapters.base import (
     inner_first,
 )
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.config import make_scaler
+from shardproof.harness.adapters.config import ORDERED, make_scaler
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, original_name, uncut
 from shardproof.harness.tensors.pieces import piece_of as piece_of
@@ -139,7 +139,7 @@ class DTensorAdapter(ByParameter):
         }
         if not hasattr(cls, "mesh_dims"):
             missing.add(Capability.NAMED_DIMENSIONS)
-        return frozenset(Capability) - missing
+        return frozenset(Capability) - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

@@ -32,7 +32,7 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
 )
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
-from shardproof.harness.adapters.config import make_scaler
+from shardproof.harness.adapters.config import ORDERED, make_scaler
 from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_of, uncut
 
 # How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
@@ -292,6 +292,7 @@ class FlatAdapter(WrappingAdapter):
             Capability.GATHERS_AHEAD,
             Capability.OPTIMIZER_KEYS,
             Capability.STEP_IN_BACKWARD,
+            *ORDERED,
         }
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

@@ -6,7 +6,7 @@ import pathlib
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -127,6 +127,7 @@ class Rank(Member):
         *,
         order: tuple[int, ...] | None = None,
         joined: tuple[str, ...] = (),
+        keeps: Literal["sorted", "groups", "mesh"] = "sorted",
     ) -> DeviceMesh:
         """A mesh over all ranks (collective at the first call with these arguments).
 
@@ -136,8 +137,10 @@ class Rank(Member):
             order: the ranks, as they fill the mesh, the last dimension first; by default in rank order.
             joined: dimensions that are one besides, as data and context parallelism are for sharding. The name of that
                 one has theirs with underscores between, and ``mesh[name]`` is it.
+            keeps: what keeps that order in the process groups: "groups" of which the mesh is made, which needs
+                :attr:`Capability.ORDERED_GROUPS`, or the "mesh" that makes them (:attr:`Capability.ORDERED_MESHES`).
         """
-        return self._state.mesh(shape or (self.world_size,), names, order, joined)
+        return self._state.mesh(shape or (self.world_size,), names, order, joined, keeps)
 
     def pair(self, model: nn.Module, *, baseline: Baseline = "ddp", **options: Any) -> Pair:
         """The implementation beside its baseline and the oracle (collective).

@@ -199,16 +199,17 @@ class RankState:
         names: tuple[str, ...],
         order: tuple[int, ...] | None = None,
         joined: tuple[str, ...] = (),
+        keeps: str = "sorted",
     ) -> DeviceMesh:
         """The mesh of :meth:`Rank.mesh` (collective at the first call with these arguments)."""
-        key = (shape, names, order, joined)
+        key = (shape, names, order, joined, keeps)
         if key not in self._meshes:
             before = process_groups()
             if order is None:
                 self._meshes[key] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
             else:
                 ranks = torch.tensor(order).view(shape)
-                self._meshes[key] = DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+                self._meshes[key] = _ordered(self.device.type, ranks, names, keeps)
             if joined:
                 self._meshes[key][joined]._flatten("_".join(joined))
             self._groups |= {group: str(group.group_name) for group in process_groups() - before}
@@ -222,6 +223,21 @@ class RankState:
         """The names of the process groups of the harness and its meshes that no longer exist."""
         existing = process_groups()
         return [name for group, name in self._groups.items() if group not in existing]
+
+
+def _ordered(kind: str, ranks: torch.Tensor, names: tuple[str, ...], keeps: str) -> DeviceMesh:
+    """A mesh of ``ranks`` in their order, which its groups have too if ``keeps`` is not "sorted"."""
+    if keeps != "groups":
+        options: dict[str, Any] = {"preserve_rank_order": True} if keeps == "mesh" else {}
+        return DeviceMesh(kind, ranks, mesh_dim_names=names, **options)
+    groups = []
+    for dim in range(ranks.ndim):
+        rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+        made = {tuple(row): dist.new_group(row, sort_ranks=False) for row in rows}
+        groups += [group for row, group in made.items() if dist.get_rank() in row]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=names)
 
 
 # One rank of a world: its place among the ranks, and how all ranks reach one verdict.
