@@ -20,6 +20,7 @@ from shardproof.testing import (
     Accumulation,
     Capability,
     Clip,
+    Hardware,
     MLPStack,
     NamedDimensions,
     Precision,
@@ -428,6 +429,23 @@ def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
             return refusal.check_names("mesh")
         pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
         pair.check()
+
+
+@contract("REDUCTION-12")
+@world(2)
+@needs(Hardware.ACCELERATOR, Capability.UNIT_SETTINGS, Capability.SYMMETRIC_MEMORY)
+@pytest.mark.parametrize("sums", [True, False])
+def test_symmetric_memory(rank: Rank, sums: bool) -> None:
+    """Gathers, and reductions by sums, give the same bits in symmetric memory as in plain buffers, step by step."""
+    runs = two_runs(rank, reshard_after_forward=True)
+    for run in runs:
+        run.adapter.change(Settings(force_sum=sums), recurse=True)
+    # After the sums: without them only gathers use it.
+    runs[1].adapter.change(Settings(symmetric_memory="NCCL"), recurse=True)
+    for step in range(3):
+        compare_gradients(rank, runs, step, doubled=())  # of two numbers any sum has the same bits
+        for run in runs:
+            run.step([(rank.batch(step, (4, 9)),)], loss=models.mean_square)
 
 
 def two_runs(rank: Rank, **options: Any) -> list[Run]:

@@ -131,6 +131,8 @@ class Capability(enum.StrEnum):
     """A function of the script can take the place of the reduction of all units."""
     UNIT_SETTINGS = "unit-settings"
     """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
+    SYMMETRIC_MEMORY = "symmetric-memory"
+    """The buffers of gathers, and of reductions by sums, can live in symmetric memory of NCCL."""
 
     # Dtypes.
 

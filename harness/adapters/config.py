@@ -209,6 +209,9 @@ class Settings:
     group_memory: bool | None = None
     """Whether buffers come from the allocator of the process group, if it has one."""
 
+    symmetric_memory: str | None = None
+    """The backend in whose symmetric memory buffers live. Needs :attr:`Capability.SYMMETRIC_MEMORY`."""
+
     reduced: Callable[[torch.Tensor], None] | None = None
     """Called with the rank's share of the reduced gradients, 1-D, which it may change; after a sum over replicas."""
 

@@ -41,6 +41,7 @@ _SETTERS = {
     "own_reduce_group": "set_separate_reduce_scatter_group",
     "reduce_inputs": "set_reduce_scatter_max_input_buffers",
     "group_memory": "set_allocate_memory_from_process_group_for_comm",
+    "symmetric_memory": "set_symm_mem_for_comm",
     "reduced": "set_all_reduce_hook",
     "gather": "set_custom_all_gather",
     "reduce_scatter": "set_custom_reduce_scatter",

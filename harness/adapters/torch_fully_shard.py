@@ -24,6 +24,7 @@ _RECENT = {
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
     Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
     Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
+    Capability.SYMMETRIC_MEMORY: "set_symm_mem_for_comm",
     Capability.KEEP_UNSHARDED_STORAGE: "set_keep_unsharded_storage",
 }
 
