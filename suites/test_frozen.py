@@ -330,6 +330,30 @@ def test_trainable_of_another_dtype(rank: Rank) -> None:
     assert found == dtypes, f"the gradients have the dtypes {found}"
 
 
+@contract("FROZEN-6")
+@world(2)
+@needs(Capability.GRADIENT_DTYPE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_gradients_of_several_dtypes(rank: Rank, dtype: torch.dtype) -> None:
+    """Gradients of two dtypes in a unit are reduced in the dtype that they promote to, and each adds up in its own."""
+    model = shapes.TwoScales(5, 3, 5).bfloat16()
+    model.weight.grad_dtype = dtype
+    run = rank.run(model)
+    inputs = torch.full((5, 5), 1.0 if rank.index else 256.0, device=rank.device)
+    for step in range(3):
+        run.forward_backward((inputs,), loss=torch.sum)
+        gradients = run.adapter.gradients()
+        # The average is 128.5, which is no bfloat16 number.
+        for name, kept, average in (("weight", dtype, 128.5), ("low.weight", torch.bfloat16, 128.0)):
+            piece = gradients[name]
+            assert piece is not None, f"{name} has no gradient in {step_label(step)}"
+            assert piece.tensor.dtype == kept, f"the gradient of {name!r} is {piece.tensor.dtype}"
+            wrong = f"gradient of {name!r} in {step_label(step)}: {piece.tensor} instead of {average * (step + 1)}"
+            assert piece.tensor.eq(average * (step + 1)).all(), wrong
+    reduced = {item.dtype for item in run.trace if item.kind in ("reduce_scatter", "all_reduce")}
+    assert reduced == {"float32"}, f"gradients are reduced in {reduced}"
+
+
 @contract("FROZEN-4")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it

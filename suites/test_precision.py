@@ -23,8 +23,10 @@ from shardproof.testing import (
     Factors,
     Precision,
     Rank,
+    Refusal,
     Run,
     StateForm,
+    Untouched,
     WholeParameters,
     check_equal,
     check_evaluation,
@@ -39,6 +41,7 @@ from shardproof.testing import (
     optim,
     run_and_replica,
     shapes,
+    sharded,
     split_factors,
     states,
     step_and_check,
@@ -367,6 +370,90 @@ def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_para
     if moves:
         options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
     trained(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
+
+
+@contract("PRECISION-13")
+@needs(Capability.GRADIENT_DTYPE, Capability.CAST_AFTER_INIT)
+@each_value("how")
+@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@pytest.mark.parametrize("dtype", [FULL, None], ids=str)
+@pytest.mark.parametrize("how", ["sharded", "cast", "assigned", "later"])
+def test_gradient_dtype(rank: Rank, how: str, dtype: torch.dtype | None, defers: bool) -> None:
+    """A bfloat16 parameter's gradients add up and are shown in its ``grad_dtype``, also after casts and loads.
+
+    In bfloat16 they would add up to other values. A ``grad_dtype`` of None is the dtype that autograd computes in.
+    """
+    model = shapes.TwoScales(6, 4, 4).to(HALF if how in ("cast", "later") else BRAIN)
+    if how in ("sharded", "cast"):
+        model.weight.grad_dtype = dtype
+    run = rank.run(model, units=[["low"]], microbatches=3, accumulation=Accumulation() if defers else None)
+    module, named = run.adapter.module, run.adapter.named_parameters
+    if how in ("assigned", "later"):
+        named()["weight"].grad_dtype = dtype
+    if how == "assigned":
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+    module.to(BRAIN)
+    for number, value in enumerate((256.0, 1.0 + rank.index, -256.0)):
+        with run.adapter.microbatch(is_last=number == 2):
+            run.forward_backward((torch.full((6, 4), value, device=rank.device),), loss=torch.sum)
+    reduced = {item.dtype for item in run.trace if item.kind in ("reduce_scatter", "all_reduce")}
+    assert reduced == {"float32", "bfloat16"}, f"gradients are reduced in {reduced}"
+    for of_others in (BRAIN, HALF):
+        module.to(of_others)
+        found = {name: parameter.grad.dtype for name, parameter in named().items() if parameter.grad is not None}
+        assert found == {"weight": FULL, "low.weight": of_others}, f"with parameters of {of_others}: {found}"
+        grad: Any = named()["weight"].grad
+        values = grad.to_local() if isinstance(grad, DTensor) else grad
+        assert (values == (rank.world_size + 1) / 2).all(), f"the gradient of weight is {values}"
+
+
+@contract("PRECISION-13")
+@needs(Capability.GRADIENT_DTYPE, Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
+def test_zeros_of_any_dtype(rank: Rank) -> None:
+    """Zeros for what a rank does not use are refused by name if gradients may have any dtype and no policy has one."""
+    for reduce in (FULL, None):
+        model = models.Branches(8, 2)
+        for parameter in model.parameters():
+            parameter.grad_dtype = None
+        run = rank.run(model, units=[], ranks_differ=True, precision=Precision(reduce=reduce))
+        batch = (rank.batch(0, (4, 8)), rank.index)
+        refusal = Refusal(rank, functools.partial(run.forward_backward, batch, loss=torch.sum), may_send=True)
+        if reduce is None:
+            refusal.check_names("grad_dtype")
+        else:
+            assert refusal.text is None, f"refused in {reduce}: {refusal.text}"
+
+
+@contract("PRECISION-14")
+@needs(Capability.MIXED_PRECISION, Capability.PARAMETER_DTYPES)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32"])
+def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
+    """Single parameters compute in their own dtype; a gather moves the bytes of both, and all are reduced once."""
+    precision, model = POLICIES[policy], mixed.Mixed()
+    own = {"low.weight": FULL, "high.weight": BRAIN, "high.shift": FULL}
+    options: Any = {"precision": precision, "parameter_dtypes": own, "reshard_after_forward": reshard_after_forward}
+    run = trained(rank, model, **options)
+    assert_seen(model.high.seen, precision)
+    assert set(model.low.seen) == {mixed.Seen(BRAIN, FULL, FULL)}, f"in forward the dtypes are {set(model.low.seen)}"
+    moved = {item.nbytes for item in run.trace if item.kind == "all_gather"}
+    # Of 24 elements each; those of the root are all of bfloat16.
+    assert moved <= {24 * 2, 24 * (2 + 4)}, f"gathers have {moved} bytes"
+    reduced = [item.dtype for item in run.trace if item.kind in ("reduce_scatter", "all_reduce")]
+    assert reduced == ["float32"] * 9, f"in three steps three units are reduced in {reduced}"
+
+
+@contract("PRECISION-14")
+@needs(Capability.MIXED_PRECISION, Capability.PARAMETER_DTYPES)
+@each_value("dtype")
+@pytest.mark.parametrize("dtype", [HALF, "float32"], ids=["another", "no-dtype"])
+def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
+    """What is neither a parameter's own dtype nor that of compute is refused by name, and the model is unchanged."""
+    model = mixed.Mixed().to(rank.device)
+    untouched = Untouched(model)
+    options: Any = {"precision": POLICIES["bf16"], "parameter_dtypes": {"low.shift": dtype}}
+    Refusal(rank, lambda: sharded(rank, model, **options)).check_names("param_dtype_override_fn")
+    untouched.check(rank.batch(0, SHAPE))
 
 
 @contract("PRECISION-1", "PRECISION-2")

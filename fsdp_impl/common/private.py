@@ -4,7 +4,8 @@ A name with a fallback is replaced by it. Another's place is taken by a class th
 object is made of a class derived from it, or when it is asked whether an object is an instance. Attributes of objects
 (``_version``, ``_local_tensor``) are used where they are needed, and listed here all the same. Not listed are those
 that subclasses of ``nn.Module`` are written against (``_parameters``, ``_buffers``, ``_modules``, ``_apply``,
-``_load_from_state_dict``, and ``_metadata`` of state dicts), and marks that torch leaves on objects.
+``_load_from_state_dict``, and ``_metadata`` of state dicts), marks that torch leaves on objects, and what only a newer
+torch than CI's has (:func:`sets_grad_dtype`).
 """
 
 import contextlib
@@ -140,6 +141,13 @@ foreach_norm = _take_foreach("norm")
 is_wrapper_subclass: Callable[[torch.Tensor], bool] = _take(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass", lambda tensor: hasattr(tensor, "__tensor_flatten__")
 )
+
+
+def sets_grad_dtype(tensor: torch.Tensor) -> bool:
+    """Whether user code has set ``tensor.grad_dtype``. Before torch 2.15 the tensor's own dtype counts as not set."""
+    found: bool | None = getattr(tensor, "_has_grad_dtype_override", None)
+    return tensor.grad_dtype != tensor.dtype if found is None else found
+
 
 # Distributed
 AsyncCollectiveTensor = _take("torch.distributed._functional_collectives.AsyncCollectiveTensor")

@@ -97,7 +97,7 @@ class ParamGroup:
         self.mesh = mesh
         self.after_forward = after_forward
         self.device = device
-        self.precision = precision
+        self.precision = precision._without_function()
         self.options = GroupOptions(reduce_group=mesh.group)
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.residence = Residence.SHARDED

@@ -88,9 +88,13 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty`` and the like change the sharded parameters."""
         self.reshard()
+        params = [param for group in self._groups(recurse=False) for param in group.shards.params]
+        kept = [(param, grad) for param in params if (grad := param.take_own_grad()) is not None]
         result = cast(Any, super())._apply(*args, **kwargs)
         for unit in self._units(recurse=False):
             unit.refresh()
+        for param, grad in kept:
+            param.sharded.grad = grad.to(param.sharded.device)
         return result
 
     # Settings: gradients

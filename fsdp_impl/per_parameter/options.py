@@ -6,12 +6,13 @@ Among the options are communication back ends that take the place of the collect
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -30,17 +31,38 @@ class MixedPrecisionPolicy:
         param_dtype: dtype of unsharded parameters, hence of the gather and of compute. Sharded parameters, and so the
             optimizer, keep their own dtype.
         reduce_dtype: dtype in which gradients are reduced, and accumulated while they are not reduced. ``None`` means
-            that of the sharded parameters, hence of their gradients, whatever ``param_dtype`` is: the rule of torch
-            since 2.15, here with every torch. A gradient is rounded once on its way, to this dtype: what autograd
-            computes in a wider one than ``param_dtype`` is not rounded to that first, and is added to sums as it is.
+            that of the sharded gradient (the parameter's ``grad_dtype``), whatever ``param_dtype`` is, and in a group
+            with several the one that they promote to: the rule of torch since 2.15, here with every torch. A gradient
+            is rounded once on its way, to this dtype: what autograd computes in a wider one than ``param_dtype`` is not
+            rounded to that first, and is added to sums as it is.
         output_dtype: dtype to which floating-point outputs of forward are cast.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        param_dtype_override_fn: is called once with each parameter, when it is sharded, and returns the parameter's own
+            dtype if the unsharded one is to keep it; ``None`` and ``param_dtype`` mean ``param_dtype``. Ranks must
+            agree.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+    def _without_function(self) -> "MixedPrecisionPolicy":
+        """What to keep once all parameters are sharded: the function may refer to the original ones."""
+        return replace(self, param_dtype_override_fn=None)
+
+    def _of(self, param: nn.Parameter, name: str) -> "MixedPrecisionPolicy":
+        """The policy of one parameter, called ``name``; a ``ValueError`` if the function has a wrong result for it."""
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(param)
+        if dtype not in (None, self.param_dtype, param.dtype):
+            raise ValueError(
+                f"Invalid param_dtype_override_fn result: {dtype} for parameter {name}, which may have None, "
+                f"{self.param_dtype} or {param.dtype}"
+            )
+        return replace(self._without_function(), param_dtype=dtype or self.param_dtype)
 
 
 @dataclass(frozen=True)

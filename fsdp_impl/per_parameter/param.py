@@ -24,7 +24,7 @@ from fsdp_impl.common import dtensor, hooks
 from fsdp_impl.common.layout import contiguous_stride
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.private import DTensorSpec, StridedShard, preserve_version_counter
+from fsdp_impl.common.private import DTensorSpec, StridedShard, preserve_version_counter, sets_grad_dtype
 from fsdp_impl.per_parameter.mesh import ShardMesh, mesh_of_parameter
 from fsdp_impl.per_parameter.options import MixedPrecisionPolicy
 
@@ -179,6 +179,7 @@ class ShardedParam:
     Attributes:
         owners: where it is registered, at least once.
         fqn: its name from the root, set at lazy initialisation; before, its name in its module.
+        precision: the policy of this parameter.
         size: the unsharded size; of a tensor-parallel parameter that of this rank's part.
         slot: the local tensor of ``sharded`` while it lies in the group's buffer, else ``None``.
         accumulated: gradient of the unsharded parameter in the reduce dtype, of backwards that did not reduce.
@@ -193,7 +194,7 @@ class ShardedParam:
         owners: list[Owner],
         local: torch.Tensor,
         *,
-        param_dtype: torch.dtype | None,
+        precision: MixedPrecisionPolicy,
         in_slot: bool,
     ) -> None:
         self.owners = owners
@@ -203,8 +204,12 @@ class ShardedParam:
         self.spec = cut.spec
         self.unsharded_spec = cut.unsharded
         self.data_parallel = cut.data_parallel
-        self._param_dtype = param_dtype
+        self.precision = precision
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
+        # What user code has set as ``grad_dtype``; torch's casts and loads make tensors without it.
+        self._own_grad_dtype: tuple[torch.dtype | None, ...] = ()
+        self.keep_grad_dtype(original)
+        self.keep_grad_dtype(self.sharded)
         hooks.count_steps_of(self.sharded)
         # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
         self.slot: torch.Tensor | None = self.local if in_slot else None
@@ -229,7 +234,28 @@ class ShardedParam:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the unsharded parameter. Only floating-point parameters are cast."""
-        return self._param_dtype if self._param_dtype is not None and self.dtype.is_floating_point else self.dtype
+        wanted = self.precision.param_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Dtype of the sharded gradient; ``None`` is whatever it was reduced in."""
+        return self.sharded.grad_dtype
+
+    def take_own_grad(self) -> torch.Tensor | None:
+        """Take the sharded gradient if user code has set its dtype, which a cast of the parameter would change."""
+        self.keep_grad_dtype(self.sharded)
+        if not self._own_grad_dtype:
+            return None
+        grad, self.sharded.grad = self.sharded.grad, None
+        return grad
+
+    def keep_grad_dtype(self, param: nn.Parameter) -> None:
+        """Remember what user code has set on ``param``, or set there what it has set before."""
+        if sets_grad_dtype(param):
+            self._own_grad_dtype = (param.grad_dtype,)
+        elif self._own_grad_dtype:
+            (param.grad_dtype,) = self._own_grad_dtype
 
     def make_unsharded(self, data: torch.Tensor) -> None:
         """Let the unsharded parameter live in ``data`` (``size``, ``compute_dtype``)."""
@@ -277,6 +303,7 @@ class ShardedParam:
         local = self.local
         if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
             return
+        self.keep_grad_dtype(held)
         self.slot = None
         self.spec = dtensor.with_dtype(self.spec, local.dtype)
         # Conversions swap a DTensor with another one, whose attributes the object has then.

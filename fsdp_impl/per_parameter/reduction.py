@@ -5,6 +5,7 @@ or taken (``take``), copied in, reduce-scattered over the shards and all-reduced
 added to the gradients of the sharded parameters (``Accumulator``).
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, ranges, streams
-from fsdp_impl.common.private import AsyncCollectiveTensor, DTensorSpec, chunk_cat, foreach_add_
+from fsdp_impl.common.private import AsyncCollectiveTensor, DTensorSpec, chunk_cat, foreach_add_, foreach_copy_
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
@@ -33,6 +34,8 @@ def accumulate(group: ParamGroup) -> None:
 @modes.without_grad
 def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
     """Take the gradients that autograd left on unsharded parameters, and the parameters that have one."""
+    if group.options.reduce_unused:
+        _check_zeros(group)
     params: list[ShardedParam] = []
     grads: list[torch.Tensor] = []
     for param in group.shards.params:
@@ -53,16 +56,26 @@ def drop(group: ParamGroup) -> None:
             param.unsharded.grad = None
 
 
-def _reduce_dtype(group: ParamGroup, param: ShardedParam) -> torch.dtype:
+def _check_zeros(group: ParamGroup) -> None:
+    """Refuse zeros of no dtype, on every rank: only ranks that do not use a parameter reduce zeros for it."""
+    for param in group.shards.params:
+        if param.sharded.requires_grad and _reduce_dtype(group, param) is None:
+            raise ValueError(
+                f"Gradients of {param.fqn} may be of any dtype (grad_dtype=None), so set_reduce_scatter_unused_params "
+                "needs a MixedPrecisionPolicy with a reduce_dtype"
+            )
+
+
+def _reduce_dtype(group: ParamGroup, param: ShardedParam) -> torch.dtype | None:
     """The dtype in which gradients of ``param`` are reduced, and in which they add up until then: the policy's, or that
-    of the sharded parameter, hence of its gradient.
+    of the sharded gradient; ``None`` is whichever autograd computes.
 
     Asked each time, not settled once: parameters may be cast, frozen and unfrozen in between.
     """
-    return group.precision.reduce_dtype or param.dtype
+    return group.precision.reduce_dtype or param.grad_dtype
 
 
-def _accumulate_one(param: ShardedParam, dtype: torch.dtype) -> None:
+def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
     """Add the unsharded gradient, if there is one, to those of earlier backwards, in ``dtype``.
 
     What is added is not rounded to ``dtype`` first: only the sum is.
@@ -73,15 +86,17 @@ def _accumulate_one(param: ShardedParam, dtype: torch.dtype) -> None:
     modes.check_plain(grad, param.fqn)
     if param.accumulated is not None:
         # In the dtype of now: a cast of the parameter may have changed it.
-        param.accumulated = param.accumulated.to(dtype).add_(grad)
+        now = dtype or torch.promote_types(param.accumulated.dtype, grad.dtype)
+        param.accumulated = param.accumulated.to(now).add_(grad)
     elif dtype != grad.dtype:
-        param.accumulated = grad.to(dtype)
+        # Of any dtype too: to one that stays, autograd adds the next in its dtype.
+        param.accumulated = grad.to(dtype or grad.dtype)
     else:
         return  # it stays where it is, and autograd adds to it
     param.unsharded.grad = None
 
 
-def _take_one(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor | None:
+def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | None:
     """Take the gradient of all backwards since the last reduction, ``None`` if there is none.
 
     A plain tensor of ``size``, in the dtype that it has until it is copied in. A tensor-parallel gradient that is a
@@ -99,7 +114,7 @@ def _take_one(param: ShardedParam, dtype: torch.dtype) -> torch.Tensor | None:
     return grad if param.unsharded_spec is None else _local_grad(param, grad, param.unsharded_spec, dtype)
 
 
-def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype) -> torch.Tensor:
+def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
     assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
     # What is pending over data-parallel dimensions is summed by the reduction.
     wanted = tuple(
@@ -108,7 +123,7 @@ def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtyp
     )
     if grad.placements != wanted:
         if any(isinstance(placement, Partial) for placement in grad.placements):
-            grad = cast(DTensor, grad.to(dtype))
+            grad = cast(DTensor, grad.to(dtype or grad.dtype))
         grad = grad.redistribute(placements=wanted)
     local = dtensor.local_of(grad)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
@@ -173,7 +188,7 @@ class Reducer:
 
     def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
         """In the memory of the current stream, on which autograd made the gradients that are copied in."""
-        layout = self._layout(params, _common_dtype(self._group, params))
+        layout = self._layout(params, _common_dtype(self._group, params, grads))
         contributions = self._allocate(layout.world * layout.numel, layout.dtype)
         _pack(params, grads, layout, contributions)
         grads.clear()
@@ -210,8 +225,7 @@ class Reducer:
             if group.options.all_reduce_hook is not None:
                 group.options.all_reduce_hook(total.shards)
             divide.scale(total.shards, division.after)
-            layout = self._layout(total.params, total.params[0].dtype)
-            is_copying = self._accumulator.add(total.params, layout, total.shards.to(layout.dtype))
+            is_copying = self._accumulator.add(total.params, *self._to_grad_dtypes(total))
             done = streams.record(stream)
         comm.note_reduced(stream, done, host_waits=is_copying)
         if stream is not comm.reduce_stream:
@@ -243,7 +257,7 @@ class Reducer:
         # Another set of parameters had gradients then.
         either = set(partial.params) | set(summed.params)
         params = tuple(param for param in self._group.shards.params if param in either)
-        layout = self._layout(params, summed.layout.dtype)
+        layout = self._layout(params, torch.promote_types(partial.layout.dtype, summed.layout.dtype))
         shards = torch.zeros(layout.numel, dtype=layout.dtype, device=self._group.device)
         views = dict(zip(params, (shard_view(shards, slot) for slot in layout.slots), strict=True))
         for part in (partial, summed):
@@ -260,13 +274,26 @@ class Reducer:
             extra["force_sum"] = True
         return divide.divide(dtype, mesh.size, mesh.replicate_size, **extra)
 
-    def _layout(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> Layout:
+    def _to_grad_dtypes(self, total: Reduced) -> tuple[Layout, torch.Tensor]:
+        """The shards of ``total`` in the dtypes of the gradients, and their layout."""
+        dtypes = [param.grad_dtype or total.layout.dtype for param in total.params]
+        layout = self._layout(total.params, *dtypes)
+        if layout.dtype != torch.uint8:
+            return layout, total.shards.to(layout.dtype)
+        shards = torch.zeros(layout.numel, dtype=layout.dtype, device=total.shards.device)
+        views = [shard_view(shards, slot) for slot in layout.slots]
+        foreach_copy_(views, [shard_view(total.shards, slot) for slot in total.layout.slots])
+        return layout, shards
+
+    def _layout(self, params: Sequence[ShardedParam], *dtypes: torch.dtype) -> Layout:
+        """The slots of shards of ``params`` in ``dtypes``, one for each or one for all."""
         # All parameters, as nearly always, need no list of their numbers.
         everyone = len(params) == len(self._group.shards.params)
-        key: tuple[Any, ...] = (dtype,) if everyone else (dtype, *(param.serial for param in params))
+        key: tuple[Any, ...] = dtypes if everyone else (*dtypes, *(param.serial for param in params))
         if key not in self._layouts:
             mesh, sizes, dims = self._group.mesh, [p.size for p in params], [p.dim for p in params]
-            self._layouts[key] = build_layout(sizes, [dtype] * len(params), mesh.size, mesh.rank, dims)
+            each = dtypes * len(params) if len(dtypes) == 1 else dtypes
+            self._layouts[key] = build_layout(sizes, each, mesh.size, mesh.rank, dims)
         return self._layouts[key]
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -276,16 +303,17 @@ class Reducer:
         return torch.empty(numel, dtype=dtype, device=group.device)
 
 
-def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam]) -> torch.dtype:
-    """The one dtype in which the gradients of ``params`` are reduced together.
+def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
+    """The one dtype in which ``grads``, of ``params``, are reduced together: what their reduce dtypes promote to.
 
-    Several, a ``ValueError``, if the parameters differ in dtype and the policy has no reduce dtype.
+    The dtypes that they have now may be others, and differ between ranks: one may have added up, another is new.
+    Parameters of several dtypes, of which one was thawed late, are a ``ValueError``.
     """
-    dtypes = {_reduce_dtype(group, param) for param in params}
-    if len(dtypes) > 1:
-        found = {param.fqn: _reduce_dtype(group, param) for param in params}
+    if len({param.dtype for param in params}) > 1:
+        found = {param.fqn: param.dtype for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    return dtypes.pop()
+    dtypes = (_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True))
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _pack(
@@ -319,6 +347,7 @@ class GradBuffer(NamedTuple):
     """Where the sharded gradients that one reduction made lie, one for each of ``params``."""
 
     params: tuple[ShardedParam, ...]
+    dtype: torch.dtype
     views: Views
 
     def current(self) -> torch.Tensor | None:
@@ -328,7 +357,7 @@ class GradBuffer(NamedTuple):
 
 
 class Accumulator:
-    """Adds reduced shards to the gradients of one group, in the parameters' dtype and where the parameters live."""
+    """Adds reduced shards to the gradients of one group, in their dtypes and where the parameters live."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -340,14 +369,16 @@ class Accumulator:
         Runs on the current stream. A gradient that is made here lives in that stream's memory, or in that of ``shards``
         (see Note: reduction memory).
 
-        ``shards`` is 1-D and of ``layout``: where each of ``params`` lies, in the parameters' dtype.
+        ``shards`` is 1-D and of ``layout``: where each of ``params`` lies, in the dtype of its gradient.
 
         Returns:
             Whether a copy to the host may still be running, for which the host must wait before the gradients are used.
         """
         shards, is_copying = self._to_home(params, shards)
         last = self._last
-        buffer = last.current() if last is not None and last.params == tuple(params) else None
+        is_alike = last is not None and last.params == tuple(params) and last.dtype == layout.dtype
+        # The bytes of several dtypes are no numbers to add.
+        buffer = last.current() if last is not None and is_alike and layout.dtype != torch.uint8 else None
         if buffer is not None:
             buffer.add_(shards)
         else:
@@ -365,7 +396,7 @@ class Accumulator:
         for param, grad, view in zip(params, held, views, strict=True):
             if grad is None:
                 param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))
-        self._last = GradBuffer(tuple(params), remember(shards, views))
+        self._last = GradBuffer(tuple(params), layout.dtype, remember(shards, views))
 
     def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:
         if not self._shards.offloads or shards.device.type == "cpu":

@@ -48,16 +48,14 @@ class Shards:
         self.pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         sizes, dims = [cut.data.size() for cut in cuts], [cut.dim for cut in cuts]
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
-        self._precision = precision
         self._buffer: torch.Tensor | None = None
         self._is_extended = any(is_extended(cut.data) for cut in cuts)
+        policies = [precision._of(original, its[0].name) for original, its in zip(originals, owners, strict=True)]
         with torch.no_grad():
             locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
         self.params = [
-            ShardedParam(
-                original, cut, held_by, local, param_dtype=precision.param_dtype, in_slot=not self._is_extended
-            )
-            for original, cut, held_by, local in zip(originals, cuts, owners, locals_, strict=True)
+            ShardedParam(original, cut, held_by, local, precision=policy, in_slot=not self._is_extended)
+            for original, cut, held_by, local, policy in zip(originals, cuts, owners, locals_, policies, strict=True)
         ]
         self.gather_layout = self._gather_layout()
         self.gather_sizes = sizes
@@ -114,15 +112,15 @@ class Shards:
     def gather_input(self, device: torch.device) -> torch.Tensor:
         """What to gather: 1-D, in the order of ``gather_layout``, padding zero.
 
-        The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it: it is moved and
-        cast on its way into the gather's output (:mod:`fsdp_impl.common.collectives`). Else a copy, on ``device`` and
-        in the memory of the current stream.
+        The buffer itself, wherever it is and of the parameters' dtype, if all parameters lie in it and are cast to one
+        dtype: it is moved and cast on its way into the gather's output (:mod:`fsdp_impl.common.collectives`). Else a
+        copy, on ``device`` and in the memory of the current stream.
         """
         self.check_home()
         if self._is_extended:
             return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
-        if self.gather_layout is self.layout or self.layout.dtype == self.params[0].dtype:
+        if self.gather_layout is self.layout or torch.uint8 not in (self.layout.dtype, self.gather_layout.dtype):
             return source
         source = source.to(device, non_blocking=True)
         cast = torch.zeros(self.gather_layout.numel, dtype=self.gather_layout.dtype, device=device)
@@ -195,7 +193,7 @@ class Shards:
                 dims.append(param.dim)
                 continue
             padded = shard_size(param.size, mesh.size, 0, param.dim)
-            inputs = param.extension.inputs(param, padded, shard_mesh, self._precision, device)
+            inputs = param.extension.inputs(param, padded, shard_mesh, param.precision, device)
             apart |= set(range(len(pieces), len(pieces) + len(inputs)))
             pieces += inputs
             sizes += [torch.Size([piece.numel() * mesh.size]) for piece in inputs]

@@ -78,7 +78,7 @@ class Unit(State):
         self.device = device
         self.group = group
         self.auto_reshard = auto_reshard
-        self._policy = policy
+        self._policy = policy._without_function()
         self._lazy_init = lazy_init
         self.comm = group.comm if group is not None else GatherContext(device)
         self.reducer = Reducer(group) if group is not None else None
@@ -342,6 +342,8 @@ class Unit(State):
         if self.group is not None:
             self.group.drop_pending()
             self.group.to_sharded()
+            for param in self.group.shards.params:
+                param.keep_grad_dtype(param.sharded)  # which a load may replace
 
     def _after_state_dict(self, holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Let scripts copy what they save: most shards are not at the beginning of the buffer."""

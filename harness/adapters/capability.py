@@ -150,6 +150,10 @@ class Capability(enum.StrEnum):
     """With mixed precision, forwards in evaluation mode can do without any cast."""
     LOW_PRECISION_GRADIENTS = "low-precision-gradients"
     """With mixed precision, gradients can stay in the dtype in which they are reduced."""
+    GRADIENT_DTYPE = "gradient-dtype"
+    """A parameter keeps its ``grad_dtype``, in which its gradient adds up and is shown."""
+    PARAMETER_DTYPES = "parameter-dtypes"
+    """With mixed precision, single parameters of a unit can keep their own dtype in compute."""
 
     # Clipping and the optimizer.
 

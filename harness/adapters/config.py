@@ -461,6 +461,13 @@ class Config:
     Needs :attr:`Capability.PARAMETER_MESHES`.
     """
 
+    parameter_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The dtypes that single parameters have in compute, by their names; the others have that of their unit.
+
+    A value that is no dtype, for cases about wrong ones, is passed on as it is. Needs
+    :attr:`Capability.PARAMETER_DTYPES`.
+    """
+
     named_dimensions: NamedDimensions | None = None
     """What the adapter passes on instead of :attr:`mesh`, which is the data-parallel part of it.
 

@@ -175,6 +175,7 @@ class DTensorAdapter(ByParameter):
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Call ``fully_shard`` for each unit and for the root, and return what it returns for the root."""
         config = self.config
+        dtypes = {model.get_parameter(name): dtype for name, dtype in config.parameter_dtypes.items()}
         options: dict[str, Any] = {"reshard_after_forward": config.reshard_after_forward}
         if config.shard_dim is not None or config.parameter_meshes:
             options["shard_placement_fn"] = functools.partial(self._placement, own=self._own_placements(model))
@@ -188,14 +189,14 @@ class DTensorAdapter(ByParameter):
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):
             modules = [model.get_submodule(name) for name in unit]
-            its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0])
+            its = self._its_mesh(unit[0]) | self._mixed_precision(unit[0], dtypes)
             given = modules if len(modules) > 1 else modules[0]
             made = type(self).fully_shard(given, **options, **its)
             assert made is given, f"fully_shard was given a {type(given)} and returned another object, a {type(made)}"
         if config.plain_root:
             return model
         # As in scripts, which go on with what is returned.
-        its = self._its_mesh("") | self._mixed_precision("")
+        its = self._its_mesh("") | self._mixed_precision("", dtypes)
         model = type(self).fully_shard(model, **options, **its)
         assert isinstance(model, nn.Module), f"fully_shard returned {type(model)}"
         return model
@@ -254,17 +255,20 @@ class DTensorAdapter(ByParameter):
     def _materialize(self, model: nn.Module) -> None:
         materialize(model, self.config, device="cpu" if self.config.offload else self.config.mesh.device_type)
 
-    def _mixed_precision(self, unit: str) -> dict[str, Any]:
+    def _mixed_precision(self, unit: str, dtypes: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         precision = self.config.precision_of(unit)
         assert precision.buffers is None, "fully_shard leaves buffers alone"
         assert not (precision.full_in_evaluation or precision.keeps_gradients), "fully_shard has no such option"
-        if precision == Precision():
+        # Without single parameters as in scripts for a torch whose policy has no such field.
+        own = {"param_dtype_override_fn": dtypes.get} if dtypes else {}
+        if precision == Precision() and not own:
             return {}
         policy = type(self).precision_policy(
             param_dtype=precision.compute,
             reduce_dtype=precision.reduce,
             output_dtype=precision.output,
             cast_forward_inputs=precision.casts_inputs,
+            **own,
         )
         return {"mp_policy": policy}
 

@@ -30,8 +30,13 @@ _RECENT = {
 
 
 def missing_of(module: type) -> set[Capability]:
-    """The capabilities that a sharded module of this class lacks, because it lacks the methods that they are."""
-    return {one for one, method in _RECENT.items() if not hasattr(module, method)}
+    """The capabilities that a sharded module of this class lacks, because it lacks the methods that they are.
+
+    And those that came with the rule for single parameters of ``MixedPrecisionPolicy``: F-341 of findings/.
+    """
+    came_later = {Capability.GRADIENT_DTYPE, Capability.PARAMETER_DTYPES}
+    lacks = {one for one, method in _RECENT.items() if not hasattr(module, method)}
+    return lacks if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn") else lacks | came_later
 
 
 def gradient_traits(version: str) -> dict[str, Any]:

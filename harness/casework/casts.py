@@ -150,7 +150,8 @@ class CastReplica:
         working = copy.deepcopy(self.model)
         for name, parameter in working.named_parameters():
             if name not in self._config.ignored:
-                parameter.data = parameter.data.to(self._precision_of(name).compute or parameter.dtype)
+                own = self._config.parameter_dtypes.get(name)
+                parameter.data = parameter.data.to(own or self._precision_of(name).compute or parameter.dtype)
                 if self._traits.keeps_computed_gradients:
                     parameter.grad_dtype = None  # any
         for (_, buffer), cast in zip(working.named_buffers(), self.buffers().values(), strict=True):

@@ -19,7 +19,6 @@ NOT_OFFERED = {
         "FSDPModule.finalize_backward",
         "FSDPModule.set_manual_backward_finalization",
         "GradientReductionHandle",
-        "MixedPrecisionPolicy.param_dtype_override_fn",
     },
 }
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -27,7 +26,7 @@ NOT_YET = {name: version for version, names in NOT_OFFERED.items() if version <=
 # Of a newer torch nothing is promised.
 IS_KNOWN_TORCH = TORCH <= (2, 15)
 # Parameters that torch 2.11 has not yet, and the class that came with each.
-CAME_WITH = {"dp_mesh_dims": "DataParallelMeshDims"}
+CAME_WITH = {"dp_mesh_dims": "DataParallelMeshDims", "param_dtype_override_fn": "GradientReductionHandle"}
 
 
 def public_methods(cls: type) -> dict[str, Any]:
@@ -45,8 +44,8 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__name__
-        ours_has = [field.name for field in dataclasses.fields(getattr(ours, name))]
-        return (name, {field: given for field, given in dataclasses.asdict(value).items() if field in ours_has})
+        have = [{field.name for field in dataclasses.fields(getattr(half, name))} for half in (ours, theirs)]
+        return (name, {field: getattr(value, field) for field in sorted(set.intersection(*have))})
     return str(value) if isinstance(value, enum.Enum) else value
 
 
