@@ -652,7 +652,7 @@ def test_order_that_groups_keep(rank: Rank, keeps: Any) -> None:
     model, mesh = models.Tower(dim=9), rank.mesh(order=(1, 0), keeps=keeps)
     whole = {name: value.detach().clone() for name, value in model.to(rank.device).named_parameters()}
     shown = rank.run(models.copy_of(model), units=model.units(), mesh=mesh).adapter.held_parameters()
-    joined = {name: value.detach().full_tensor() for name, value in shown.items() if isinstance(value, DTensor)}
+    joined = {name: value.full_tensor().detach() for name, value in shown.items() if isinstance(value, DTensor)}
     wrong = [name for name, value in joined.items() if exact_difference(value, whole[name]) is not None]
     assert not wrong, f"the full tensors of {wrong} are not the parameters"
     pair = tower(rank, mesh=mesh)

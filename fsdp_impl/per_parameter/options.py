@@ -272,7 +272,9 @@ class GroupOptions:
 
 
 # Shards lie in the order of the group of gathers. torch 2.12 sorts all groups.
-_CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+_KEEPS_ORDER: dict[str, Any] = (
+    {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+)
 # One more process group for each shard group, whatever the number of units on it: each is a communicator.
 _reduce_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
 
@@ -320,7 +322,7 @@ def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | Non
             dist.get_process_group_ranks(shared),
             use_local_synchronization=True,
             group_desc="fsdp_reduce_scatter",
-            **({"sort_ranks": False} if _CAN_KEEP_ORDER else {}),
+            **_KEEPS_ORDER,
         )
     options.reduce_group = _reduce_groups[shared]
 
