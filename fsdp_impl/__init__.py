@@ -30,6 +30,7 @@ from fsdp_impl.flat.options import (
 from fsdp_impl.per_parameter.construct import fully_shard
 from fsdp_impl.per_parameter.module import (
     FSDPModule,
+    GradientReductionHandle,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
@@ -55,6 +56,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",

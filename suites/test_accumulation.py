@@ -34,6 +34,7 @@ from shardproof.testing import (
     Oracle,
     Piece,
     Rank,
+    Refusal,
     Run,
     Stage,
     WholeParameters,
@@ -527,6 +528,110 @@ def test_tied_forwards_run_ahead(rank: Rank) -> None:
                 pair.adapter.unshard()
             pair.step(batch, set_to_none=step % 2 == 1, ahead=1)
         pair.check()
+
+
+BY_HAND = needs(Capability.MANUAL_BACKWARD_FINALIZATION)
+ENDED = ["reduced", "deferred", pytest.param("replicas", marks=HYBRID), "kept"]
+
+
+@contract("ACCUMULATION-14")
+@world(2, 4)
+@BY_HAND
+@COUNTED
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD, Capability.SINGLE_RANK)
+@needs(Capability.REGISTERED_STATE)
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("ended", ENDED)
+def test_finalized_backward(rank: Rank, ended: str, async_op: bool) -> None:
+    """After ``finalize_backward`` gradients are those of backwards that end by themselves: what is left is reduced."""
+    has_replicas, keeps = ended == "replicas", ended in ("reduced", "kept")
+    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard")) if has_replicas else rank.mesh()
+    pair = tower(rank, microbatches=MICROBATCHES, reshard_after_forward=False, mesh=mesh)
+    root: Any = pair.adapter.module
+    root.set_manual_backward_finalization(True)
+
+    @contextlib.contextmanager
+    def finalized(*, is_last: bool) -> Iterator[None]:
+        root.set_requires_gradient_sync(ended == "reduced")
+        root.set_reshard_after_backward(not keeps)
+        yield
+        if is_last:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            with pair.sharded.recorder.during("finalization"):
+                handle = root.finalize_backward(async_op=async_op)
+            assert (handle is not None) == async_op, f"finalize_backward(async_op={async_op}) returned {handle}"
+            for _ in range(2 * async_op):
+                handle.wait()
+            left = [name for name, gathered in pair.adapter.gathered().items() if gathered]
+            assert not left, f"still gathered after finalize_backward: {left}"
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", finalized)
+    shards = mesh.size() > 2 or not has_replicas
+    for _ in checked_steps(pair, microbatches(rank, 3), set_to_none="odd"):
+        pair.check_counts("forward", all_gather=UNITS * (1 if keeps else MICROBATCHES) * shards)
+        if ended != "reduced":
+            pair.check_counts("backward")
+            pair.check_counts("finalization", reduce_scatter=UNITS * shards, all_reduce=UNITS * has_replicas)
+
+
+@contract("ACCUMULATION-14")
+@world(2)
+@BY_HAND
+@needs(Capability.RECOVERY, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
+def test_finalization_refused(rank: Rank) -> None:
+    """What is out of place around ``finalize_backward`` is refused by name, and afterwards the training goes on."""
+    pair = tower(rank, mesh=rank.mesh((2, 1), ("replicate", "shard")))
+    root: Any = pair.adapter.module
+    batch = rank.batch(9, (2, DIM))
+
+    def refuses(what: str, attempt: Any, *words: str) -> None:
+        refusal = Refusal(rank, attempt)
+        assert refusal.text is not None, f"not refused: {what}"
+        refusal.check_names(*words)
+
+    def backward() -> None:
+        output = pair.adapter.forward(batch)
+        within = "finalize_backward within backward", root.finalize_backward, "after backward"
+        output.register_hook(lambda _: refuses(*within))
+        pair.adapter.backward(models.mean_square(output))
+
+    @contextlib.contextmanager
+    def finalized(*, is_last: bool) -> Iterator[None]:
+        yield
+        mode = "set_manual_backward_finalization"
+        refuses("another mode before the end", lambda: root.set_manual_backward_finalization(False), mode)
+        handle = root.finalize_backward(async_op=True)
+        refuses("a forward before wait()", lambda: root(batch), "waited on")
+        refuses("a second end before wait()", root.finalize_backward, "waited on")
+        handle.wait()
+
+    other: Any = run_by_units(rank, models.Tower(dim=DIM)).adapter.module
+    other.layers[1].set_manual_backward_finalization(True)
+    refuses("the first forward of a root, a part of which has a mode", lambda: other(batch), "root")
+    assert root.finalize_backward() is None
+    root.finalize_backward(async_op=True).wait()  # nothing has run, and there is nothing to do
+    train_and_check(pair, batches(rank, 1, (2, DIM)))
+    refuses("finalize_backward unasked for", root.finalize_backward, "set_manual_backward_finalization")
+    root.set_manual_backward_finalization(True)
+    refuses("finalize_backward of a part", root.layers[1].finalize_backward, "root")
+    refuses("another mode of a part", lambda: root.layers[1].set_manual_backward_finalization(False), "root")
+    for is_reduced in (True, False):
+        root.set_requires_gradient_sync(is_reduced)
+        root.set_requires_all_reduce(False)
+        backward()
+        root.set_requires_gradient_sync(True)
+        root.set_requires_all_reduce(False)
+        refuses("an end without all-reduce", root.finalize_backward, "partial", "set_requires_all_reduce")
+        pair.adapter.recover()
+    root.set_requires_all_reduce(True)
+    backward()
+    handle = root.finalize_backward(async_op=True)
+    pair.adapter.recover()
+    refuses("to wait for what a reset dropped", handle.wait, "handle")
+    pair.adapter.zero_grad(set_to_none=True)
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", finalized)
+    train_and_check(pair, batches(rank, 2, (2, DIM)))
 
 
 @contract("ACCUMULATION-13")

@@ -15,8 +15,8 @@ def ensure(unit: Unit) -> None:
     Everything is checked before anything is changed, so that a forward that fails here can be repaired and repeated.
 
     Raises:
-        RuntimeError: if ``unit`` has several modules, if a unit in it ran forward before, or if parameters are on the
-            meta device, or offloaded ones not on CPU.
+        RuntimeError: if ``unit`` has several modules, if a unit in it ran forward before or is to be finalized by hand,
+            or if parameters are on the meta device, or offloaded ones not on CPU.
         ValueError: if a parameter is managed by two units.
         NotImplementedError: if DTensor parameters were to be resharded to a smaller mesh.
         AssertionError: if the trainable parameters of a unit differ in dtype.
@@ -26,6 +26,8 @@ def ensure(unit: Unit) -> None:
     if len(unit.modules) > 1:
         raise RuntimeError(f"FSDP requires a single root module but got {unit.modules}")
     units = _units_below(unit)
+    if any(other.iteration.by_hand for other in units if other is not unit):
+        raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
     _name(unit.modules[0], units)
     _check_shared_params(units)
     check_groups([other.group for other in units if other.group is not None])

@@ -32,6 +32,23 @@ class UnshardHandle:
         self._units = []
 
 
+class GradientReductionHandle:
+    """The end of a backward, with reductions that may still run."""
+
+    def __init__(self, unit: Unit, pending: object | None) -> None:
+        self._unit, self._pending = unit, pending
+
+    def wait(self) -> None:
+        """Finish backward: afterwards the gradients may be read. Nothing if it has been called before.
+
+        Raises:
+            RuntimeError: if ``reset_iter_state`` has dropped the gradients.
+        """
+        if self._pending is not None:
+            self._unit.finish(self._pending)
+            self._pending = None
+
+
 class FSDPModule:
     """Mixed into the class of every module that is given to ``fully_shard``.
 
@@ -85,6 +102,26 @@ class FSDPModule:
         """
         self._unit().reset()
 
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End one or several backwards, where :meth:`set_manual_backward_finalization` has left that to the caller.
+
+        Reduces what they have left unreduced, and reshards, as the settings of now require. Nothing before the first
+        forward.
+
+        Args:
+            async_op: return at once, with a handle to wait on before the gradients are used, and before a forward.
+
+        Raises:
+            RuntimeError: if this is not the root, if backward runs or ends by itself, if the last handle has not been
+                waited on, or if replicas would not all-reduce.
+        """
+        unit = self._unit()
+        handle = GradientReductionHandle(unit, unit.finalize())
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``.to()``, ``to_empty`` and the like change the sharded parameters."""
         self.reshard()
@@ -113,6 +150,14 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends with waiting for reductions and forgetting the order of forwards."""
         self._unit().iteration.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether backwards end by :meth:`finalize_backward`, whatever :meth:`set_is_last_backward` says.
+
+        Raises:
+            RuntimeError: if this is not the root, or between a backward and its finalization.
+        """
+        self._unit().finalize_by_hand(enabled)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients by ``factor`` instead of the number of data-parallel ranks."""

@@ -31,12 +31,18 @@ class IterationContext(Iteration["Unit", ParamGroup]):
 
     Attributes:
         is_last_backward: whether backward ends with waiting for reductions and forgetting the order of forwards.
+        by_hand: whether not backward but the caller does that, by ``finalize_backward``.
+        by_hand_now: ``by_hand`` as it was when the backward of now began; ``None`` if none has since the last end.
+        pending: stands for what an asynchronous ``finalize_backward`` began and nobody has waited for.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_last_backward = True
+        self.by_hand = False
+        self.by_hand_now: bool | None = None
+        self.pending: object | None = None
         self.post_optim_event: Event = None
 
 
@@ -84,6 +90,8 @@ class Unit(State):
         self.reducer = Reducer(group) if group is not None else None
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
+        # Whether a backward has left gradients unreduced, or has not told whether it left any.
+        self._is_unreduced = False
         # The backward in which the forward of now began, if a recomputation runs it.
         self._begun_in: int | None = None
         self.iteration = IterationContext()
@@ -183,6 +191,7 @@ class Unit(State):
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lazy_init(self)
+        self._check_waited("forward")
         if self.iteration.forward_root is not None:
             return args, kwargs
         self.iteration.begin_forward(self)
@@ -240,6 +249,8 @@ class Unit(State):
         self.phase = Phase.PRE_BACKWARD
         if not self.iteration.callback_queued:
             self.iteration.callback_queued = True
+            if self.iteration.by_hand_now is None:
+                self.iteration.by_hand_now = self.iteration.by_hand
             queue_callback(self._end_of_backward)
         if not entering:
             return
@@ -263,7 +274,9 @@ class Unit(State):
             # Freed first: accumulating in another dtype makes a copy.
             self._reshard_after_backward(group)
             reduction.accumulate(group)
+            self._is_unreduced = True
             return
+        self._is_unreduced = False
         params, grads = reduction.take(group)
         self._reshard_after_backward(group)
         self.reducer.reduce(params, grads)
@@ -285,6 +298,8 @@ class Unit(State):
     def _end_of_backward(self) -> None:
         if (root := self.iteration.forward_root) is not None and not root._is_computing():
             self.iteration.end_forward()
+        by_hand = self.iteration.by_hand_now
+        is_last = self.iteration.is_last_backward and not by_hand
         for unit in self.iteration.units:
             if unit._is_computing():
                 continue  # its parameters are in use
@@ -292,25 +307,82 @@ class Unit(State):
             if unit.phase is not Phase.POST_BACKWARD:
                 # None of its inputs required grad, so autograd did not pass its post-backward; or it did not take part,
                 # but forward or a prefetch left it unsharded.
-                unit._post_backward()
+                if by_hand and unit.group is not None and unit.group.options.reduce_grads:
+                    unit._is_unreduced = True  # another backward may pass it: a pipeline's does, for its weights
+                else:
+                    unit._post_backward()
             unit.phase = Phase.IDLE
-            if unit.group is not None and self.iteration.is_last_backward:
+            if unit.group is not None and is_last:
                 # A prefetch that missed: next time the values will be others.
                 unit.group.drop_pending()
-        if self.iteration.is_last_backward:
-            self.iteration.forget_forwards()
-            self.comm.finish_reductions()
+        if is_last:
+            self._end_iteration()
         self.iteration.callback_queued = False
+
+    def _end_iteration(self) -> None:
+        self.iteration.forget_forwards()
+        self.iteration.by_hand_now = None
+        self.comm.finish_reductions()
+
+    # The end of backward, by hand
+
+    def finalize_by_hand(self, enabled: bool) -> None:
+        """See ``FSDPModule.set_manual_backward_finalization``."""
+        self._check_root("set_manual_backward_finalization")
+        if self.iteration.by_hand_now not in (None, enabled):
+            raise RuntimeError("set_manual_backward_finalization cannot change the mode before finalize_backward")
+        self.iteration.by_hand = enabled
+
+    @hooks.outside_graphs
+    def finalize(self) -> object | None:
+        """Issue what is left of the reductions; returns what to give to :meth:`finish`, ``None`` if nothing ran yet."""
+        if self.is_root is None:
+            return None
+        self._check_root("finalize_backward")
+        self._check_waited("finalizing backward again")
+        iteration = self.iteration
+        if not (iteration.by_hand if iteration.by_hand_now is None else iteration.by_hand_now):
+            raise RuntimeError("finalize_backward requires set_manual_backward_finalization(True) before backward")
+        if iteration.callback_queued:
+            raise RuntimeError("finalize_backward must be called after backward completes")
+        for unit in iteration.units:
+            if unit.reducer is not None:
+                unit.reducer.check_all_reduces(is_unreduced=unit._is_unreduced)
+        # In the order in which backward passes them.
+        for unit in reversed(iteration.units):
+            if unit.group is not None:
+                unit.group.drop_pending()
+                if unit._is_unreduced:
+                    unit._post_backward()
+                unit._reshard_after_backward(unit.group)
+            unit.phase = Phase.IDLE
+        iteration.pending = object()
+        return iteration.pending
+
+    def finish(self, pending: object) -> None:
+        """Let the current stream see the gradients whose reductions :meth:`finalize` issued."""
+        if self.iteration.pending is not pending:
+            raise RuntimeError("reset_iter_state has invalidated this handle: its gradients are lost")
+        self.iteration.pending = None
+        self._end_iteration()
+
+    def _check_root(self, method: str) -> None:
+        if self.is_root is False:
+            raise RuntimeError(f"{method} must be called on the root FSDP module")
+
+    def _check_waited(self, what: str) -> None:
+        if self.iteration.pending is not None:
+            raise RuntimeError(f"The previous gradient reduction must be waited on before {what}")
 
     def reset(self) -> None:
         """See ``FSDPModule.reset_iter_state``."""
-        if self.is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        self._check_root("reset_iter_state")
         self.comm.release_output()
         self.comm.finish_reductions()
         for unit in self.iteration.units or [self]:
             unit.to_run.clear()
             unit.phase = Phase.IDLE
+            unit._is_unreduced = False
             if unit.group is not None:
                 assert unit.reducer is not None
                 unit.group.drop_pending()
@@ -320,6 +392,7 @@ class Unit(State):
         self.iteration.forget_forwards()
         self.iteration.end_forward()
         self.iteration.callback_queued = False
+        self.iteration.by_hand_now = self.iteration.pending = None
 
     # By hand
 

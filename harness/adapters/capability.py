@@ -133,6 +133,8 @@ class Capability(enum.StrEnum):
     """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
     SYMMETRIC_MEMORY = "symmetric-memory"
     """The buffers of gathers, and of reductions by sums, can live in symmetric memory of NCCL."""
+    MANUAL_BACKWARD_FINALIZATION = "manual-backward-finalization"
+    """``finalize_backward`` of the root ends backwards, if user code has chosen that; cases call it themselves."""
 
     # Dtypes.
 

@@ -26,6 +26,7 @@ _RECENT = {
     Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
     Capability.SYMMETRIC_MEMORY: "set_symm_mem_for_comm",
     Capability.KEEP_UNSHARDED_STORAGE: "set_keep_unsharded_storage",
+    Capability.MANUAL_BACKWARD_FINALIZATION: "finalize_backward",  # since torch 2.15
 }
 
 
