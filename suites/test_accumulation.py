@@ -1,6 +1,7 @@
 """Chapter ACCUMULATION: gradients of several microbatches add up, and are reduced as often as configured."""
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardproof.suites.common import (
     after_microbatches,
@@ -634,36 +636,87 @@ def test_finalization_refused(rank: Rank) -> None:
     train_and_check(pair, batches(rank, 2, (2, DIM)))
 
 
+SHARED = needs(Capability.SHARED_CONTEXT)
+#: Of the stages of a pipeline of two ranks, the numbers of layers.
+DEPTHS = {"GPipe": (1, 2), "1F1B": (1, 2), "Interleaved1F1B": (1, 3, 2, 1)}
+
+
 @contract("ACCUMULATION-13")
 @world(4)
 @needs(Capability.AUTOGRAD_CALLS, Capability.OWN_OPTIMIZER)
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B"])
+@pytest.mark.parametrize(
+    ("schedule", "shares"),
+    [
+        *(pytest.param(name, False, id=name) for name in DEPTHS),
+        pytest.param("Interleaved1F1B", True, marks=SHARED, id="shared-context"),
+    ],
+)
+@pytest.mark.parametrize("calls", ["one", "two", pytest.param("two-deferred", marks=BY_HAND)])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_schedules_of_a_pipeline(rank: Rank, reshard_after_forward: bool | None, schedule: str) -> None:
-    """Two pipeline stages, each sharded by itself, train under torch's schedules as one model does."""
+def test_schedules_of_a_pipeline(
+    rank: Rank, reshard_after_forward: bool | None, calls: str, schedule: str, shares: bool
+) -> None:
+    """Pipeline stages, each sharded by itself, train under torch's schedules as one model does, in one or two calls.
+
+    The gradients of two calls in a step add up, whether each call reduces them or only the last one.
+    """
     from torch.distributed import pipelining  # its import is slow, and no other case needs it
 
-    mesh = rank.mesh((2, 2), ("pp", "dp"))
-    number = mesh["pp"].get_local_rank()
-    towers = [models.Tower(dim=DIM, depth=depth) for depth in (1, 2)]
-    stages = nn.Sequential(*towers).to(rank.device)
+    mesh, depths = rank.mesh((2, 2), ("pp", "dp")), DEPTHS[schedule]
+    here, number_of_calls = mesh["pp"].get_local_rank(), 1 if calls == "one" else 2
+    towers = [models.Tower(dim=DIM, depth=depth) for depth in depths]
+    whole = nn.Sequential(*towers).to(rank.device)
     double, single = torch.float64, torch.float32
-    oracle, baseline = (Oracle(stages, optimizer=optim.sgd(), clip=None, dtype=one) for one in (double, single))
+    oracle, baseline = (Oracle(whole, optimizer=optim.sgd(), clip=None, dtype=one) for one in (double, single))
     options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
-    run = run_by_units(rank, models.copy_of(towers[number]), mesh=mesh["dp"], **options)
-    stage = pipelining.PipelineStage(run.adapter.module, number, 2, rank.device, group=mesh["pp"].get_group())
-    kind = pipelining.ScheduleGPipe if schedule == "GPipe" else pipelining.Schedule1F1B
-    made = kind(stage, n_microbatches=MICROBATCHES, loss_fn=lambda output, _: models.mean_square(output))
+    runs = {
+        number: run_by_units(rank, models.copy_of(towers[number]), mesh=mesh["dp"], **options)
+        for number in range(here, len(towers), 2)
+    }
+    roots: list[Any] = [run.adapter.module for run in runs.values()]
+    if shares:
+        type(runs[here].adapter).share_comm_ctx(roots)
+    # Torch's schedules know torch's class: where another defers, user code ends its backwards, and divides.
+    deferring = roots if calls == "two-deferred" else []
+    by_schedule = [root for root in deferring if isinstance(root, FSDPModule)]
+    by_hand = [root for root in deferring if root not in by_schedule]
+    scales = calls == "one" or bool(by_schedule)
+    loss_divisor = number_of_calls * (1 if scales else MICROBATCHES)
+    kind: Any = getattr(pipelining, f"Schedule{schedule}")
+    choices = {"scale_grads": scales, "defer_reduce_grad_wait": bool(by_schedule) and not shares}
+    stages = [
+        pipelining.PipelineStage(root, number, len(towers), rank.device, group=mesh["pp"].get_group())
+        for number, root in zip(runs, roots, strict=True)
+    ]
+    made = kind(
+        stages if len(stages) > 1 else stages[0],
+        n_microbatches=MICROBATCHES,
+        loss_fn=lambda output, _: models.mean_square(output) / loss_divisor,
+        **{name: value for name, value in choices.items() if name in inspect.signature(kind).parameters},
+    )
+    for root in by_hand:
+        root.set_manual_backward_finalization(True)
     for step in range(2):
-        batch = rank.batch(step, (2 * MICROBATCHES, DIM), mesh=mesh["dp"])
-        with run.recorder.during("backward"):
-            made.step(batch) if number == 0 else made.step(target=torch.zeros_like(batch))
+        batch = rank.batch(step, (2 * MICROBATCHES * number_of_calls, DIM), mesh=mesh["dp"])
+        with runs[here].recorder.during("backward"):
+            for root in by_hand:
+                root.set_requires_gradient_sync(False)
+            for number, part in enumerate(batch.chunk(number_of_calls)):
+                ends: Any = {"finalize_gradients": number == number_of_calls - 1} if by_schedule else {}
+                made.step(part, **ends) if here == 0 else made.step(target=torch.zeros_like(part), **ends)
+            for root in by_hand:
+                root.set_requires_gradient_sync(True)
+                root.finalize_backward()
         parts = [[(part,)] for part in rank.exchange_tensors(batch)[:2]]
         expected, plain = (one.step(parts, loss=models.mean_square) for one in (oracle, baseline))
-        compare(rank, run.adapter.gradients(), plain.gradients, expected.gradients, Stage.GRADIENT, number, step)
-        run.adapter.step()
-        compare(rank, run.adapter.parameters(), plain.parameters, expected.parameters, Stage.PARAMETER, number, step)
-        run.adapter.zero_grad(set_to_none=True)
+        for number, run in runs.items():
+            where = number, step
+            compare(rank, run.adapter.gradients(), plain.gradients, expected.gradients, Stage.GRADIENT, *where)
+            run.adapter.step()
+            compare(
+                rank, run.adapter.parameters(), plain.parameters, expected.parameters, Stage.PARAMETER, number, step
+            )
+            run.adapter.zero_grad(set_to_none=True)
 
 
 def compare(

@@ -19,6 +19,7 @@ from shardproof.suites.common import (
     checked_steps,
     pair_by_units,
     pair_of_mlps,
+    run_and_plain,
     run_by_units,
     tokens,
     train_and_check,
@@ -46,6 +47,7 @@ from shardproof.testing import (
     contract,
     cut_factors,
     each_value,
+    error_of_all,
     exact_difference,
     models,
     needs,
@@ -59,12 +61,14 @@ from shardproof.testing import (
     replicate,
     sharded,
     spread_mlps,
+    step_label,
     with_first,
     world,
 )
 
 pytestmark = needs(Capability.TENSOR_PARALLEL)
 
+BY_HAND = needs(Capability.MANUAL_BACKWARD_FINALIZATION)
 RECOMPUTED = needs(Capability.RECOMPUTATION)
 #: Recomputed or not, what happens after forward.
 WAYS = pytest.mark.parametrize(
@@ -533,6 +537,53 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
                 check_parameters(run, copy, step=step)
                 run.adapter.zero_grad(set_to_none=True)
                 copy.zero_grad()
+
+
+@contract("COMPOSITION-18")
+@world(2)
+@needs(Capability.SHARED_CONTEXT, Capability.AUTOGRAD_CALLS, Capability.RECOVERY)
+@each_value("order")
+@pytest.mark.parametrize(
+    "order",
+    ["in-turn", "first-backward", "last-backward", "reset", pytest.param("pending", marks=BY_HAND)],
+)
+def test_roots_of_one_context(rank: Rank, order: str) -> None:
+    """Two models that share streams and buffers train as each alone does, in whatever order and with a reset of one.
+
+    While a reduction of the one is pending, the other may be refused, and touches nothing.
+    """
+    (run, plain), (other, its) = (run_and_plain(rank, models.Tower(dim=9)) for _ in range(2))
+    type(run.adapter).share_comm_ctx([run.adapter.module, other.adapter.module])
+    root: Any = run.adapter.module
+    for step in range(2):
+        x, y = (rank.batch(step, (4, 9), microbatch=number) for number in range(2))
+        for copy, batch in ((plain, x), (its, y)):
+            backward_of_copies(rank, copy, loss=models.mean_square(copy(batch)))
+        if order == "pending":
+            root.set_manual_backward_finalization(True)
+        first = models.mean_square(run.adapter.forward(x))
+        second = models.mean_square(other.adapter.forward(y)) if order not in ("in-turn", "pending") else None
+        if order == "last-backward" and second is not None:
+            other.adapter.backward(second)
+        if order == "reset":
+            other.adapter.recover()
+        run.adapter.backward(first)
+        if order == "pending":
+            handle = root.finalize_backward(async_op=True)
+            for attempt in (lambda: other.adapter.forward(y), other.adapter.recover):  # noqa: B023
+                error_of_all(rank, attempt)
+            handle.wait()
+        check_gradients(run, plain, step=step)
+        if order == "first-backward" and second is not None:
+            other.adapter.backward(second)
+        elif order != "last-backward":
+            other.adapter.backward(models.mean_square(other.adapter.forward(y)))
+        for one, copy in ((run, plain), (other, its)):
+            missing = [name for name, gradient in one.adapter.gradients().items() if gradient is None]
+            assert not missing, f"no gradients in {step_label(step)}: {missing}"
+            check_gradients(one, copy, step=step)
+            one.adapter.zero_grad(set_to_none=True)
+            copy.zero_grad()
 
 
 @contract("COMPOSITION-13")

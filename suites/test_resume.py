@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,6 +31,7 @@ from shardproof.testing import (
     StepPicture,
     check_exact,
     contract,
+    error_of_all,
     models,
     needs,
     optim,
@@ -238,6 +239,66 @@ def test_onto_another_mesh(rank: Rank, before: Layout, after: Layout, form: Stat
     assert found.keys() == expected.keys(), f"differ in {sorted(found.keys() ^ expected.keys())}"
     wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not wrong, f"not as saved: {wrong}"
+    check_rates(loaded, rates(saved))
+
+
+class LayersOfStage(nn.Module):
+    """Some of the layers of a model, under the names that they have in the model, as the stage of a pipeline has."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Call the layers in order."""
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+    def units(self) -> list[list[str]]:
+        """Each layer is a unit."""
+        return [[f"layers.{name}"] for name in self.layers]
+
+
+#: Which layers each stage has.
+SPLITS = {"even": ("01", "23"), "uneven": ("0", "123"), "one": ("0123",)}
+
+
+@contract("RESUME-6")
+@world(4)
+@DISTRIBUTED
+@needs(Capability.FULL_STATE_DICT, Capability.DTENSOR_PARAMETERS)  # flat ones' optimizer groups go by number
+@pytest.mark.parametrize(("before", "after"), [("one", "even"), ("even", "one"), ("even", "uneven")])
+def test_onto_other_stages(rank: Rank, before: str, after: str) -> None:
+    """A checkpoint of pipeline stages loads where layers have moved between them: each gets its own values and moments.
+
+    A state dict of other layers is refused by their names.
+    """
+
+    def trained(number: int, split: str) -> Run:
+        stages = SPLITS[split]
+        mesh = rank.mesh((len(stages), 4 // len(stages)), ("pp", "dp"))
+        torch.manual_seed(rank.seeds.init + number)
+        layers = {name: models.MLP(5, 2) for name in "0123"}
+        model = LayersOfStage({name: layers[name] for name in stages[mesh["pp"].get_local_rank()]})
+        run = run_by_units(rank, model, mesh=mesh["dp"], optimizer=optim.adamw(lr=LR * (1 + number)))
+        run.step([(rank.batch(number, (2, 5)),)], loss=models.mean_square)
+        return run
+
+    saved, loaded = trained(0, before), trained(1, after)
+    mine = states.read(rank, saved)
+    states.check_held(rank, saved, mine)
+    refusal = error_of_all(rank, lambda: loaded.adapter.restore({"model": saved.adapter.checkpoint()["model"]}))
+    assert "layers." in refusal, f"a state dict of other layers is not refused by their names: {refusal or 'loaded'}"
+    state_dict_saver.save(saved.adapter.checkpoint(form="flattened"), checkpoint_id=rank.tmp_path / "checkpoint")
+    state = loaded.adapter.checkpoint(form="flattened")
+    state_dict_loader.load(state, checkpoint_id=rank.tmp_path / "checkpoint")
+    loaded.adapter.restore(state, form="flattened")
+    every = rank.exchange(mine)
+    values = {name: value for one in every for name, value in one["model"].items()}
+    moments = {name: value for one in every for name, value in one["optimizer"]["state"].items()}
+    names = loaded.adapter.parameters().keys()
+    states.check_held(rank, loaded, {"model": {name: values[name] for name in names}, "optimizer": {"state": moments}})
     check_rates(loaded, rates(saved))
 
 

@@ -126,6 +126,7 @@ class Adapter(ABC):
         api: the module of the implementation. Needs :attr:`Capability.FSDP1_API`.
         fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
         mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.NAMED_DIMENSIONS` as well.
+        share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARED_CONTEXT`.
         config: how this model is sharded.
         module: what the training loop calls.
         optimizer: None if the case trains without an optimizer, or if an engine owns the step.
@@ -136,6 +137,7 @@ class Adapter(ABC):
     api: ClassVar[Any]
     fully_shard: ClassVar[Callable[..., Any]]
     mesh_dims: ClassVar[Callable[..., Any]]
+    share_comm_ctx: ClassVar[Callable[..., None]]
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None

@@ -73,6 +73,8 @@ class Capability(enum.StrEnum):
     """User code can let gathered storages keep their memory when a unit reshards, so that their addresses stay."""
     GATHER_RELEASE = "gather-release"
     """A shard with such methods chooses whether what was gathered is freed once its parameter has been made of it."""
+    SHARED_CONTEXT = "shared-context"
+    """``share_comm_ctx`` lets several models, such as stages of a pipeline, share streams and buffers in flight."""
 
     # Forward and backward.
 

@@ -140,6 +140,8 @@ class DTensorAdapter(ByParameter):
         }
         if not hasattr(cls, "mesh_dims"):
             missing.add(Capability.NAMED_DIMENSIONS)
+        if not hasattr(cls, "share_comm_ctx"):
+            missing.add(Capability.SHARED_CONTEXT)
         return frozenset(Capability) - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

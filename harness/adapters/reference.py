@@ -77,6 +77,7 @@ class ReferenceAdapter(DTensorAdapter):
     offload_policy = fsdp_impl.CPUOffloadPolicy
     precision_policy = fsdp_impl.MixedPrecisionPolicy
     mesh_dims = fsdp_impl.DataParallelMeshDims
+    share_comm_ctx = staticmethod(fsdp_impl.share_comm_ctx)
     as_on_a_device = staticmethod(as_on_a_device)
 
     @staticmethod

@@ -66,6 +66,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
     precision_policy = MixedPrecisionPolicy
     if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # not in torch 2.11
         mesh_dims = torch.distributed.fsdp.DataParallelMeshDims
+    if hasattr(torch.distributed.fsdp, "share_comm_ctx"):
+        share_comm_ctx = staticmethod(torch.distributed.fsdp.share_comm_ctx)
     register = staticmethod(register_fsdp_forward_method)
 
     @classmethod
