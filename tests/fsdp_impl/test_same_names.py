@@ -13,18 +13,8 @@ import fsdp_impl as ours
 
 # What torch has too.
 NAMES = [name for name in ours.__all__ if hasattr(theirs, name)]
-# What came with a version of torch and is not offered yet; exact (see test_the_table_is_exact).
-NOT_OFFERED = {
-    (2, 15): {
-        "FSDPModule.finalize_backward",
-        "FSDPModule.set_manual_backward_finalization",
-        "GradientReductionHandle",
-    },
-}
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-NOT_YET = {name: version for version, names in NOT_OFFERED.items() if version <= TORCH for name in names}
 # Of a newer torch nothing is promised.
-IS_KNOWN_TORCH = TORCH <= (2, 15)
+IS_KNOWN_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) <= (2, 15)
 # Parameters that torch 2.11 has not yet, and the class that came with each.
 CAME_WITH = {"dp_mesh_dims": "DataParallelMeshDims", "param_dtype_override_fn": "GradientReductionHandle"}
 
@@ -58,12 +48,9 @@ def names_of(half: Any) -> set[str]:
 
 
 def skip_if_not_offered(names: set[str]) -> None:
-    """Skip a test of ``names`` of torch, which the reference lacks, if that is so on purpose."""
-    for name in sorted(names):
-        if version := NOT_YET.get(name):
-            pytest.skip(f"{name} came with torch {version[0]}.{version[1]}, not offered yet")
-        if not IS_KNOWN_TORCH:
-            pytest.skip(f"{name} is of torch {torch.__version__}, newer than what is tested")
+    """Skip a test of ``names`` of a torch that is newer than what is tested, which the reference lacks."""
+    if names and not IS_KNOWN_TORCH:
+        pytest.skip(f"{min(names)} is of torch {torch.__version__}, newer than what is tested")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,17 +100,10 @@ def test_members_of_the_wrapper(name: str) -> None:
         )
 
 
-def test_the_table_is_exact() -> None:
-    """What a tested torch has and the reference has not is what the table names, and it names nothing offered."""
-    in_table = set().union(*NOT_OFFERED.values())
-    assert not in_table & names_of(ours), "offered now: take it out of NOT_OFFERED"
+def test_every_public_name_of_a_tested_torch_is_offered() -> None:
     lacking = names_of(theirs) - names_of(ours)
-    assert NOT_YET.keys() <= lacking, "not in the torch that the table says"
-    assert not in_table - NOT_YET.keys() & lacking, "in an older torch than the table says"
-    unnamed = lacking - NOT_YET.keys()
-    if not IS_KNOWN_TORCH:
-        skip_if_not_offered(unnamed)
-    assert not unnamed, "neither offered nor in NOT_OFFERED"
+    skip_if_not_offered(lacking)
+    assert not lacking
 
 
 def test_all_public_names_are_exported_and_our_own() -> None:
