@@ -1,6 +1,7 @@
 """Chapter TRAINING: a sharded run trains the same model as its baseline."""
 
 import copy
+import dataclasses
 import functools
 import itertools
 import types
@@ -34,9 +35,11 @@ from shardproof.testing import (
     Capability,
     Collective,
     Delay,
+    Factors,
     Hardware,
     OptimizerFactory,
     Pair,
+    Precision,
     Rank,
     Refusal,
     StepPicture,
@@ -46,10 +49,13 @@ from shardproof.testing import (
     check_parameters,
     contract,
     each_value,
+    exact_difference,
     models,
     needs,
     optim,
+    run_and_replica,
     shapes,
+    step_and_check,
     tensors_of,
     world,
 )
@@ -281,6 +287,53 @@ def test_unit_called_twice(
     """A unit that runs twice in a forward, in a chain or on one input, is reduced with both contributions."""
     pair = rank.pair(model(5), units=[["inner"]], reshard_after_forward=reshard_after_forward)
     train_and_check(pair, batches(rank, 3, (32, 5)), set_to_none="even")
+
+
+#: What an engine has as well whose whole model is in bfloat16.
+BRAIN = Precision(compute=torch.bfloat16, casts_inputs=False)
+WIDER = dataclasses.replace(BRAIN, reduce=torch.float32)
+
+
+@contract("TRAINING-4")
+@needs(Capability.MODEL_PRECISION)
+@pytest.mark.parametrize("model", [models.ReusedInner, TwoCalls], ids=["chained", "on-one-input"])
+@pytest.mark.parametrize(
+    ("precision", "microbatches"),
+    [
+        pytest.param(BRAIN, 1, id="bf16"),
+        # float32 sums these gradients exactly, whether they are reduced before they are added up or after.
+        *(pytest.param(WIDER, n, marks=needs(Capability.ACCUMULATION_DTYPES), id=f"bf16-fp32-{n}") for n in (1, 2)),
+    ],
+)
+def test_unit_called_twice_in_bfloat16(
+    rank: Rank, precision: Precision, microbatches: int, model: Callable[[int], nn.Module]
+) -> None:
+    """A unit that runs twice in a forward in bfloat16 is reduced with both contributions and updated in float32."""
+    # An engine's float32 copies begin with the values of bfloat16.
+    options: Any = {"units": [["inner"]], "precision": precision, "microbatches": microbatches}
+    run, replica = run_and_replica(rank, model(5).bfloat16().float(), optimizer=optim.sgd(), **options)
+    for step, batch in enumerate(batches(rank, 3, (32, 5), microbatches=microbatches)):
+        step_and_check(rank, run, replica, [(one.bfloat16(),) for one in batch], number=step, loss=models.mean_square)
+
+
+@contract("TRAINING-4")
+@pytest.mark.parametrize(
+    "precision", [Precision(), pytest.param(BRAIN, marks=needs(Capability.MODEL_PRECISION))], ids=["fp32", "bf16"]
+)
+def test_root_called_on_its_output(rank: Rank, precision: Precision) -> None:
+    """A root that the loss calls again on its output is reduced with both contributions, in each microbatch."""
+    run = rank.run(Factors(4), microbatches=2, precision=precision, optimizer=optim.sgd())
+    # Of small integers every sum and product is exact, in any order and dtype.
+    given = [(4 * rank.batch(0, (3, 4), microbatch=number)).round() for number in range(2)]
+    inputs = [(one.to(precision.compute or one.dtype),) for one in given]
+    step = run.step(inputs, loss=lambda output: run.adapter.forward(output).float().sum())
+    # The parameter is 1, so that each of its uses contributes the input.
+    everyone = rank.exchange_tensors([2 * torch.cat(given).sum(0)])
+    expected = torch.stack([sums[0] for sums in everyone]).mean(0)
+    piece = run.settle(step).gradients["weight"]
+    assert piece is not None, "there is no gradient"
+    difference = exact_difference(piece.tensor, piece.cut(expected.cpu()))
+    assert difference is None, f"gradient of 'weight': element, value and both contributions: {difference}"
 
 
 @contract("TRAINING-5")

@@ -158,6 +158,8 @@ class Capability(enum.StrEnum):
     """A parameter keeps its ``grad_dtype``, in which its gradient adds up and is shown."""
     PARAMETER_DTYPES = "parameter-dtypes"
     """With mixed precision, single parameters of a unit can keep their own dtype in compute."""
+    MODEL_PRECISION = "model-precision"
+    """The whole model can compute in one lower dtype, on inputs as they are; the optimizer updates float32 copies."""
 
     # Clipping and the optimizer.
 

@@ -106,7 +106,8 @@ class Accumulation:
 class Precision:
     """The dtypes of a unit where they differ from those of its parameters.
 
-    Needs :attr:`Capability.MIXED_PRECISION`. Values other than a field's default may need what is named there.
+    Needs :attr:`Capability.MIXED_PRECISION`, or :attr:`Capability.MODEL_PRECISION` alone where all units have the same
+    and it casts no inputs. Values other than a field's default may need what is named there.
     """
 
     compute: torch.dtype | None = None

@@ -1,12 +1,12 @@
-"""Adapters for DeepSpeed's ZeRO stages, which share an engine that owns backward, clipping and the optimizer step."""
+"""The base class of DeepSpeed's stages: an engine that owns backward, clipping and the optimizer step."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.adapters.base import Config, OptimizerFactory, Packaged, Traits
-from shardproof.harness.adapters.capability import COMMON, Capability
-from shardproof.harness.adapters.traits import padded_to_elements
-from shardproof.harness.tensors.memory import free
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged, Precision
 from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 #: By which the engine calls a checkpoint in its directory.
@@ -25,7 +22,7 @@ _TAG = "saved"
 
 
 class DeepSpeedEngineAdapter(Packaged):
-    """Drives ``deepspeed.initialize`` with one ZeRO stage, in float32, with the case's optimizer.
+    """Drives ``deepspeed.initialize`` with one ZeRO stage and the case's optimizer, in one dtype.
 
     deepspeed is imported in the ranks only, because it patches other modules when it is imported and the pytest process
     needs only this class. ``config.units`` is ignored: DeepSpeed chooses which parameters it communicates together.
@@ -33,6 +30,8 @@ class DeepSpeedEngineAdapter(Packaged):
 
     package, brings = "deepspeed", "'shardproof[deepspeed]'"
     stage: ClassVar[int]
+    #: Whether reductions overlap with backward; None is DeepSpeed's default, which stage 3 alone does.
+    overlaps: ClassVar[bool | None] = None
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
@@ -77,14 +76,21 @@ class DeepSpeedEngineAdapter(Packaged):
             "gradient_clipping": config.clip.max_norm if config.clip else 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.stage} | self.zero_options(model),
-        }
+            "zero_optimization": {"stage": self.stage, "overlap_comm": self.overlaps} | self.zero_options(model),
+        } | _dtypes(config.precision)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        yield
-        if not is_last:
-            # The engine counts microbatches by these calls; only the call after the last one updates parameters.
+        """Surround a microbatch with ``no_sync``, mark the last one, or step the engine after each, which counts."""
+        how = self.config.accumulation
+        assert how in (None, Accumulation(), Accumulation(marks_last=True)), "an engine defers all or nothing"
+        if how is not None:
+            self._engine.set_gradient_accumulation_boundary(is_last)
+        defers = how == Accumulation() and not is_last
+        with self._engine.no_sync() if defers else contextlib.nullcontext():
+            yield
+        if how is None and not is_last:
+            # Only the call after the last microbatch updates parameters.
             self._engine.step()
 
     def submodule(self, name: str) -> nn.Module:
@@ -107,7 +113,29 @@ class DeepSpeedEngineAdapter(Packaged):
         from deepspeed.utils import safe_get_full_grad
 
         full = {name: safe_get_full_grad(parameter) for name, parameter in self.named_parameters().items()}
-        return {name: None if gradient is None else whole(gradient) for name, gradient in full.items()}
+        # The optimizer gets them in float32.
+        return {name: None if gradient is None else whole(gradient.float()) for name, gradient in full.items()}
+
+    def parameters(self) -> dict[str, Piece]:
+        """Gather what the optimizer updates (collective): in low precision, float32 copies of trained parameters."""
+        if self.config.precision.compute is None:
+            return self.computed_with()
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        copies = self.float32_copies()
+        found = {
+            name: copies[value] if value in copies else safe_get_full_fp32_param(value)
+            for name, value in self.named_parameters().items()
+        }
+        return {name: whole(value.detach().clone()) for name, value in found.items()}
+
+    def float32_copies(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the float32 copies of parameters that DeepSpeed has no function for."""
+        return {}
+
+    @abstractmethod
+    def computed_with(self) -> dict[str, Piece]:
+        """Gather the full parameters, as the modules compute with them (collective), and copy them."""
 
     def optimizer_state(self) -> None:
         """Return nothing: the state is that of flat shards."""
@@ -134,119 +162,14 @@ class DeepSpeedEngineAdapter(Packaged):
         self._engine.destroy()
 
 
-class _WholeParameters(DeepSpeedEngineAdapter):
-    @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        return COMMON | {
-            Capability.UNUSED_OUTPUT,
-            Capability.NON_ROOT_FORWARD,
-            Capability.RECOMPUTATION,
-            Capability.COMPILED_MODULES,
-            Capability.CLIPPING,
-            Capability.OWN_CHECKPOINT,
-            Capability.DEFAULT_MESH,
-        }
-
-    def zero_options(self, model: nn.Module) -> dict[str, Any]:
-        assert self.config.reshard_after_forward is None, "whole parameters are not resharded"
-        assert self.config.accumulation is None
-        # The default is half a billion elements, into which a case's model would fit whole.
-        return {"reduce_bucket_size": max(parameter.numel() for parameter in model.parameters())}
-
-    def parameters(self) -> dict[str, Piece]:
-        return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
-
-
-class DeepSpeedZero1Adapter(_WholeParameters):
-    """ZeRO stage 1: the ranks divide the optimizer's state, and the copy of the parameters that it updates."""
-
-    name = "deepspeed.zero1"
-    stage = 1
-    traits = Traits(
-        shards=frozenset({"optimizer"}),
-        reads="gathering",
-        held_from_start=frozenset({"master", "gradients", "optimizer"}),
-        clips="step",
-        divides_by_microbatches=True,
-        unused_gradient="zero",
-        process_groups="kept",
-        frees_models=False,
-        isolation="adapter",
-    )
-
-
-class DeepSpeedZero2Adapter(_WholeParameters):
-    """ZeRO stage 2: as stage 1, and each rank keeps the reduced gradients of its part alone."""
-
-    name = "deepspeed.zero2"
-    stage = 2
-    traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset({"gradients", "optimizer"}))
-
-
-class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
-    """ZeRO stage 3."""
-
-    name = "deepspeed.zero3"
-    stage = 3
-    traits = Traits(
-        reads="gathering",
-        # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the
-        # autograd graph.
-        held_from_start=frozenset({"master", "gradients", "gathered"}),
-        local_numel=padded_to_elements,
-        clips="step",
-        divides_by_microbatches=True,
-        unused_gradient="zero",
-        process_groups="kept",
-        # The engine and its model stay alive even after destroy().
-        frees_models=False,
-        isolation="adapter",
-    )
-
-    @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        return COMMON | {
-            Capability.SHARDED,
-            Capability.RESHARD_AFTER_FORWARD,
-            Capability.RECOMPUTATION,
-            Capability.CLIPPING,
-            Capability.OWN_CHECKPOINT,
-        }
-
-    def zero_options(self, model: nn.Module) -> dict[str, Any]:
-        size = self.config.reshard_after_forward
-        assert size is None or isinstance(size, bool), f"the adapter does not reshard to groups of {size}"
-        assert self.config.accumulation is None, "every backward reduces"
-        options: dict[str, Any] = {
-            # The default keeps parameters of fewer than 100,000 elements gathered.
-            "stage3_param_persistence_threshold": 0,
-            # With the defaults, a case's model would be gathered and reduced all at once. Here each module fetches one
-            # parameter ahead, and a bucket holds the largest gradient.
-            "stage3_prefetch_bucket_size": 1,
-            "reduce_bucket_size": max(parameter.numel() for parameter in model.parameters()),
-            # Otherwise the buffer of a bucket would be half as large as some models.
-            "contiguous_gradients": False,
-        }
-        if size is True:
-            # A parameter stays gathered if it is used again within this many elements; the default is a billion.
-            options["stage3_max_reuse_distance"] = 0
-        return options
-
-    def parameters(self) -> dict[str, Piece]:
-        """Gather the full parameters (collective) and copy them."""
-        import deepspeed
-
-        named = self.named_parameters()
-        with deepspeed.zero.GatheredParameters(list(named.values())):
-            return {name: whole(parameter.detach().clone()) for name, parameter in named.items()}
-
-    def teardown(self) -> None:
-        from deepspeed.runtime.zero import parameter_offload
-
-        super().teardown()
-        # DeepSpeed's hooks keep a global stack of running modules, at whose bottom every engine's model stays forever.
-        stack = parameter_offload.FWD_MODULE_STACK
-        stack[:] = [module for module in stack if module is not self._model]
-        # The engine stays alive even so, and all shards with it: they would fill the device, a model a case.
-        zero = self._engine.optimizer
-        free([vars(zero), zero.optimizer.state])
+def _dtypes(precision: Precision) -> dict[str, Any]:
+    """Return the options of an engine's configuration for one dtype of the whole model."""
+    if precision == Precision():
+        return {}
+    # DeepSpeed has ``auto_cast`` for float16 alone.
+    expected = Precision(compute=precision.compute, reduce=precision.reduce, casts_inputs=False)
+    assert precision == expected, "user code casts inputs, and nothing else has a dtype of its own"
+    kind = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True, "loss_scale": 1024}}}
+    assert precision.compute in kind and precision.reduce in (None, torch.float32)
+    wider = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision.reduce else {}
+    return kind[precision.compute] | wider

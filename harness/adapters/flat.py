@@ -260,6 +260,7 @@ class FlatAdapter(WrappingAdapter):
             Capability.RECOMPUTATION,
             Capability.CAST_AFTER_INIT,
             Capability.MIXED_PRECISION,
+            Capability.MODEL_PRECISION,
             Capability.IGNORED_PARAMETERS,
             Capability.IGNORED_MODULES,
             Capability.WRAPPING_POLICY,

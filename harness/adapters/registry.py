@@ -61,9 +61,13 @@ BUILT_IN = {
     "torch.zero_optimizer": "shardproof.harness.adapters.torch_zero_optimizer:TorchZeroOptimizerAdapter",
     "torch.replicate": "shardproof.harness.adapters.replicas:TorchReplicateAdapter",
     "torch.replicate_with_fsdp": "shardproof.harness.adapters.torch_replicate_with_fsdp:TorchReplicateWithFsdpAdapter",
-    "deepspeed.zero1": "shardproof.harness.adapters.deepspeed:DeepSpeedZero1Adapter",
-    "deepspeed.zero2": "shardproof.harness.adapters.deepspeed:DeepSpeedZero2Adapter",
-    "deepspeed.zero3": "shardproof.harness.adapters.deepspeed:DeepSpeedZero3Adapter",
+    "deepspeed.zero0": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero0Adapter",
+    "deepspeed.zero1": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero1Adapter",
+    "deepspeed.zero2": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero2Adapter",
+    "deepspeed.zero3": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero3Adapter",
+    "deepspeed.zero1_overlap": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero1OverlapAdapter",
+    "deepspeed.zero2_overlap": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero2OverlapAdapter",
+    "deepspeed.zero3_serial": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero3SerialAdapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
     "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
     "fairscale.sdp": "shardproof.harness.adapters.fairscale:FairscaleSdpAdapter",
@@ -78,7 +82,7 @@ BUILT_IN = {
 OWN_TRAINING = {"own": "shardproof.harness.adapters.base:OwnTraining"}
 """The name under which the user's own training is checked; it is no implementation that could run a case."""
 
-CONTROLS = frozenset({"ddp", "torch.replicate", "torch.replicate_with_fsdp"})
+CONTROLS = frozenset({"ddp", "torch.replicate", "torch.replicate_with_fsdp", "deepspeed.zero0"})
 """The built-in adapters that shard nothing on purpose, by name: what is asked of them holds without sharding too."""
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.deepspeed import (
-    DeepSpeedEngineAdapter,
+from shardproof.harness.adapters.deepspeed import DeepSpeedEngineAdapter
+from shardproof.harness.adapters.deepspeed_stages import (
     DeepSpeedZero1Adapter,
     DeepSpeedZero2Adapter,
     DeepSpeedZero3Adapter,
