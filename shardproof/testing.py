@@ -136,6 +136,7 @@ from shardproof.harness.plugin.marks import each_value as each_value
 from shardproof.harness.plugin.marks import meaningful_from as meaningful_from
 from shardproof.harness.plugin.marks import needs as needs
 from shardproof.harness.plugin.marks import simulated as simulated
+from shardproof.harness.plugin.marks import takes as takes
 from shardproof.harness.plugin.marks import world as world
 from shardproof.harness.simulation.memory import Kind as Kind
 from shardproof.harness.simulation.training import Simulation as Simulation

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,13 @@ from shardproof.testing import (
     FLAT,
     RESHARD,
     RESHARD_ROOT,
+    Accumulation,
     Adapter,
     Capability,
     Clip,
     Hardware,
     Pair,
+    Precision,
     Rank,
     Refusal,
     Run,
@@ -42,6 +45,7 @@ from shardproof.testing import (
     shapes,
     sharded,
     states,
+    takes,
     ties,
     world,
 )
@@ -778,3 +782,47 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
     batch = (rank.batch(0, (5, 4)),)
     outputs, others = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], others[0]), "the forward after loading has other values"
+
+
+BRAIN = Precision(compute=torch.bfloat16, casts_inputs=False)
+#: Of each option, by its field of ``Config``: what is given without it, and what with it.
+GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reshard_after_forward": ({"reshard_after_forward": True}, {"reshard_after_forward": False}),
+    "precision.compute": ({}, {"precision": BRAIN}),
+    "precision.reduce": ({}, {"precision": Precision(reduce=torch.bfloat16, casts_inputs=False)}),
+    "ignored": ({}, {"ignored": ("low.weight",)}),
+    "shard_dim": ({}, {"shard_dim": lambda parameter: 1}),
+    "divide_factors": ({}, {"divide_factors": {"": 3.0}}),
+    "accumulation": ({}, {"accumulation": Accumulation()}),
+    "clip.max_norm": ({"clip": Clip(1e6)}, {"clip": Clip(1e-3)}),
+    "clip.norm_type": ({"clip": Clip(1e-3)}, {"clip": Clip(1e-3, torch.inf)}),
+    "clip.raises": ({"clip": Clip(1e-3)}, {"clip": Clip(1e-3, raises=True)}),
+}
+
+
+@contract("INIT-11")
+@each_value("option")
+@pytest.mark.parametrize("option", [pytest.param(name, marks=takes(name)) for name in GIVEN])
+def test_option_that_is_given(rank: Rank, option: str) -> None:
+    """An option that user code gives is refused, or warned of, or it has its effect: it is not ignored."""
+    own, (without, options), model = rank.implementation.option_names[option], GIVEN[option], mixed.Mixed()
+    before = trained_with(rank, model, option, without)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        given = Refusal(rank, lambda: trained_with(rank, model, option, options), may_send=True)
+    is_told = given.text is not None or any(own in str(one.message) for one in caught)
+    assert is_told or any(rank.exchange(given.result != before)), f"{own!r} is given, and nothing comes of it"
+
+
+def trained_with(rank: Rank, model: nn.Module, option: str, options: dict[str, Any]) -> str:
+    """What a rank sees of a step of two microbatches: collectives, dtypes, gradients and parameters."""
+    always: dict[str, Any] = {"units": [["low"], ["high"]], "microbatches": 2, "optimizer": optim.sgd()}
+    run = rank.run(models.copy_of(model), must_clip=None, **always, **options)
+    batch = [(rank.batch(0, (6, 4), microbatch=number),) for number in range(2)]
+    scale = torch.inf if option == "clip.raises" else 1.0
+    step = run.settle(run.step(batch, loss=lambda output: output.sum() * scale))
+    collectives = [(item.kind, item.dtype, item.nbytes, item.phase) for item in run.trace]
+    pieces = [step.gradients, step.clipped or {}, step.parameters]
+    values = [{name: piece and piece.tensor.tolist() for name, piece in one.items()} for one in pieces]
+    low: Any = run.original_module("low")
+    return repr((collectives, low.seen, values))

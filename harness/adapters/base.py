@@ -127,6 +127,9 @@ class Adapter(ABC):
         fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
         mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.NAMED_DIMENSIONS` as well.
         share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARED_CONTEXT`.
+        option_names: the implementation's own names of fields of :class:`Config`, as "clip.raises". The constructor and
+            the other methods pass these on, whether the capability is declared or not; an option without a name here
+            is one that the implementation does not have.
         config: how this model is sharded.
         module: what the training loop calls.
         optimizer: None if the case trains without an optimizer, or if an engine owns the step.
@@ -134,6 +137,7 @@ class Adapter(ABC):
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
+    option_names: ClassVar[Mapping[str, str]] = {}
     api: ClassVar[Any]
     fully_shard: ClassVar[Callable[..., Any]]
     mesh_dims: ClassVar[Callable[..., Any]]

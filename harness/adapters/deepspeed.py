@@ -29,6 +29,12 @@ class DeepSpeedEngineAdapter(Packaged):
     """
 
     package, brings = "deepspeed", "'shardproof[deepspeed]'"
+    # Not ``no_sync`` of stages 0 and 1, which reduce after the last microbatch without it too.
+    option_names: ClassVar[dict[str, str]] = {
+        "precision.compute": "bf16",
+        "precision.reduce": "communication_data_type",
+        "clip.max_norm": "gradient_clipping",
+    }
     stage: ClassVar[int]
     #: Whether reductions overlap with backward; None is DeepSpeed's default, which stage 3 alone does.
     overlaps: ClassVar[bool | None] = None
@@ -102,8 +108,10 @@ class DeepSpeedEngineAdapter(Packaged):
     def step(self) -> None:
         self._engine.step()
 
-    def norm_after_step(self) -> torch.Tensor:
-        return torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._engine.device)
+    def norm_after_step(self) -> torch.Tensor | None:
+        norm = self._engine.get_global_grad_norm()
+        # Without ZeRO and in float32 the engine does not keep it.
+        return None if norm is None else torch.as_tensor(norm, dtype=torch.float32, device=self._engine.device)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Do nothing: the step has already cleared the gradients."""
@@ -169,7 +177,9 @@ def _dtypes(precision: Precision) -> dict[str, Any]:
     # DeepSpeed has ``auto_cast`` for float16 alone.
     expected = Precision(compute=precision.compute, reduce=precision.reduce, casts_inputs=False)
     assert precision == expected, "user code casts inputs, and nothing else has a dtype of its own"
-    kind = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True, "loss_scale": 1024}}}
-    assert precision.compute in kind and precision.reduce in (None, torch.float32)
-    wider = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if precision.reduce else {}
-    return kind[precision.compute] | wider
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    options: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if precision.reduce == torch.float32 else {}
+    if precision.compute is not None:
+        scale = {"loss_scale": 1024} if precision.compute == torch.float16 else {}
+        options[names[precision.compute]] = {"enabled": True} | scale
+    return options | ({"communication_data_type": names[precision.reduce]} if precision.reduce else {})

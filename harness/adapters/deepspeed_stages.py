@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -86,6 +86,7 @@ class DeepSpeedZero2Adapter(_WholeParameters):
 
     name = "deepspeed.zero2"
     stage = 2
+    option_names: ClassVar[dict[str, str]] = DeepSpeedEngineAdapter.option_names | {"accumulation": "no_sync"}
     traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset({"gradients", "optimizer"}))
 
     @classmethod
@@ -112,6 +113,9 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
 
     name = "deepspeed.zero3"
     stage = 3
+    option_names: ClassVar[dict[str, str]] = DeepSpeedZero2Adapter.option_names | {
+        "reshard_after_forward": "stage3_max_reuse_distance"
+    }
     traits = Traits(
         reads="gathering",
         # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the

@@ -101,6 +101,18 @@ class DTensorAdapter(ByParameter):
         register: its ``register_fsdp_forward_method``, as a staticmethod.
     """
 
+    option_names: ClassVar[dict[str, str]] = {
+        "reshard_after_forward": "reshard_after_forward",
+        "precision.compute": "param_dtype",
+        "precision.reduce": "reduce_dtype",
+        "ignored": "ignored_params",
+        "shard_dim": "shard_placement_fn",
+        "divide_factors": "set_gradient_divide_factor",
+        "accumulation": "set_requires_gradient_sync",
+        "clip.max_norm": "max_norm",
+        "clip.norm_type": "norm_type",
+        "clip.raises": "error_if_nonfinite",
+    }
     offload_policy: ClassVar[Callable[..., Any]]
     precision_policy: ClassVar[Callable[..., Any]]
     register: ClassVar[Callable[..., None]]

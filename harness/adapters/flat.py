@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -243,6 +243,15 @@ class FlatAdapter(WrappingAdapter):
         # The end of the flat parameter is padded to a multiple of the number of ranks: at most one element per rank.
         collective_padding=1,
     )
+    # Not ``no_sync``, which surrounds every microbatch but the last, whatever the case chooses.
+    option_names: ClassVar[dict[str, str]] = {
+        "reshard_after_forward": "sharding_strategy",
+        "precision.compute": "param_dtype",
+        "precision.reduce": "reduce_dtype",
+        "ignored": "ignored_states",
+        "clip.max_norm": "max_norm",
+        "clip.norm_type": "norm_type",
+    }
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -1,9 +1,11 @@
 """Adapter for torchtitan's simple_fsdp, which makes each parameter a property that gathers it."""
 
 import functools
+from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Packaged, Precision, Traits
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
@@ -21,6 +23,13 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
 
     name = "torchtitan.simple_fsdp"
     package, brings = "torchtitan", "--no-deps 'torchtitan==0.3.0'"
+    option_names: ClassVar[dict[str, str]] = {
+        "precision.compute": "param_dtype",
+        "precision.reduce": "reduce_dtype",
+        "clip.max_norm": "max_norm",
+        "clip.norm_type": "norm_type",
+        "clip.raises": "error_if_nonfinite",
+    }
     traits = Traits(
         # Parameters are scattered from the first rank, whose communication threads may keep the last ones.
         held_from_start=frozenset({"gathered"}),
@@ -68,7 +77,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
 
         super().__init__(model, optimizer=optimizer, config=config)
         assert config.reshard_after_forward is None and config.accumulation is None, "there is no such option"
-        assert config.offload is None and config.precision == Precision() and not config.unit_precision
+        assert config.offload is None and not config.unit_precision
         assert not config.ignored and not config.unit_meshes and not config.divide_factors
         # Of all names of a tied parameter: it should have one piece, whichever of them remain.
         self._cuts: dict[str, Cut] = {
@@ -77,7 +86,10 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
             for name, value in model.named_parameters(remove_duplicate=False)
         }  # fmt: skip
         mode = "hybrid_shard" if config.mesh.ndim == 2 else "fully_shard" if config.shards else "replicate"
-        self.module = data_parallel(model, mesh_of(config), mode)
+        precision = config.precision
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        its = {} if precision == Precision() else {"mp_policy": policy}
+        self.module = data_parallel(model, mesh_of(config), mode, **its)
         # Modules read their shards in place of gathered parameters.
         with disable_active_parametrization():
             materialize(self.module, config, device=config.mesh.device_type)

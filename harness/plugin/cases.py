@@ -153,6 +153,8 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     adapter = selection.implementations[launch.implementation]
     lacks = needed - adapter.capabilities()
     unsupported = sorted(str(name) for name in lacks if isinstance(name, Capability))
+    options = [mark.args[0] for mark in item.iter_markers("takes")]
+    unsupported += [f"a name for {one}" for one in options if one not in adapter.option_names]
     hardware = {name for name in needed if isinstance(name, Hardware)}
     unmet = []
     if too_few := selection.lacking_for(launch.size):

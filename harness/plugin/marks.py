@@ -16,6 +16,7 @@ MARKER_LINES = (
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "simulated(multiple_of): the case runs on single ranks of simulated worlds, with --simulate alone",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
+    "takes(option): the field of Config without whose name in the adapter's option_names the case is skipped",
     "alone(): the case measures time or memory and shares its devices with no other case",
     "meaningful_from(size): on fewer ranks this value of a parameter means what another one does, or the case less",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
@@ -74,6 +75,11 @@ def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
         if not isinstance(name, (Capability, Hardware)):
             raise ValueError(f"needs({name!r}): expected a member of Capability or Hardware")
     return pytest.mark.needs(*names)
+
+
+def takes(option: str) -> pytest.MarkDecorator:
+    """Skip the case as ``unsupported`` unless the adapter's ``option_names`` has this field of ``Config``."""
+    return pytest.mark.takes(option)
 
 
 def meaningful_from(size: int) -> pytest.MarkDecorator:
