@@ -359,7 +359,14 @@ def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
 
 @contract("INIT-5")
 @each_value("what")
-@pytest.mark.parametrize("what", [name for name, unfit in UNFIT.items() if unfit.repair is not None])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(name, marks=needs(Capability.CAST_AFTER_INIT) if one.repair is nn.Module.float else ())
+        for name, one in UNFIT.items()
+        if one.repair is not None
+    ],
+)
 def test_model_that_is_repaired_after_a_refusal(rank: Rank, what: str) -> None:
     """A model that the first forward refuses trains as DDP does once the cause is removed.
 
