@@ -10,7 +10,8 @@ A file begins with a docstring, whose first line is the title, and a block of co
 
 What follows is the reproducer, which needs nothing of shardproof. Reading imports none of it. The fields:
 
-- ``implementations`` names those of ``--impl`` that have the defect, or "torch" for another part of torch;
+- ``implementations`` names those of ``--impl`` that have the defect, "torch" for another part of torch, or a
+  package without an adapter;
 - ``requirements`` has the requirements of the contract whose cases see it;
 - ``reproduces`` and ``does_not_reproduce`` have a line for each release of torch with which the reproducer ran: the
   type of device and the last date; ``since`` is the first minor version of torch with the defect, ``fixed_in`` the

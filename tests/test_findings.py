@@ -29,7 +29,7 @@ def test_the_page_is_up_to_date():
 def test_headers_name_what_there_is():
     contract = set(re.findall(r"^\| ([A-Z]+-\d+) \|", (ROOT / "docs/contract.md").read_text(), flags=re.MULTILINE))
     for one in FINDINGS:
-        assert set(one.implementations) <= {*BUILT_IN, "torch"}, one.id
+        assert set(one.implementations) <= {*BUILT_IN, "torch", "torchft"}, one.id
         assert set(one.requirements) <= contract, one.id
 
 

@@ -234,5 +234,5 @@ def test_the_peers_run_at_night():
     reports = [name for section in at_night for name in re.findall(r"--report (\S+)", section["commands"])]
     others = [reports.pop(reports.index("out/{env_name}.json"))]
     reports += [name.replace("{env_name}", f"torch{torch}") for name in others for torch in ("211", "214", "215")]
-    assert len(reports) == 8 and [name for name in reports if name not in script.partition("report out")[0]] == []
+    assert len(reports) == 10 and [name for name in reports if name not in script.partition("report out")[0]] == []
     assert "tox -m nightly" in script

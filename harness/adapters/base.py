@@ -58,6 +58,26 @@ def inner_first(units: Units) -> list[tuple[str, ...]]:
     return sorted(units, key=lambda unit: -max(name.count(".") for name in unit))
 
 
+@contextlib.contextmanager
+def unit_classes(model: nn.Module, units: Units) -> Iterator[list[type[nn.Module]]]:
+    """Give each module of the units a class of its own, by which it is chosen as a unit, unless what follows raises.
+
+    Each class has a name of its own: some packages compare names.
+    """
+    classes = []
+    modules = [model.get_submodule(name) for unit in inner_first(units) for name in unit]
+    for number, module in enumerate(modules):
+        kind = type(module)
+        module.__class__ = type(f"{kind.__name__}_{number}", (kind,), {"__module__": kind.__module__})
+        classes.append(type(module))
+    try:
+        yield classes
+    except BaseException:
+        for module in modules:
+            module.__class__ = type(module).__mro__[1]
+        raise
+
+
 def state_pieces(state: Mapping[str, Any], cut: Cut) -> dict[str, Piece]:
     """Return the pieces of the tensors in one parameter's optimizer state; a DTensor stands for its local shard.
 
@@ -576,16 +596,18 @@ class Packaged(Adapter):
     """An adapter of a package that may not be installed.
 
     Attributes:
-        package: the name of the package for pip; its module has underscores in place of hyphens.
+        package: the name of the package for pip.
+        module_name: the name of its module; "" is that of the package with underscores in place of hyphens.
         brings: the arguments of ``pip install`` that bring it.
     """
 
     package: ClassVar[str]
+    module_name: ClassVar[str] = ""
     brings: ClassVar[str]
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
-        if importlib.util.find_spec(cls.package.replace("-", "_")) is None:
+        if importlib.util.find_spec(cls.module_name or cls.package.replace("-", "_")) is None:
             return f"{cls.package} is not installed; pip install {cls.brings} brings it"
         return None
 

@@ -12,7 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Packaged, Traits, inner_first
+from shardproof.harness.adapters.base import (
+    ByParameter,
+    Config,
+    OptimizerFactory,
+    Packaged,
+    Traits,
+    inner_first,
+    unit_classes,
+)
 from shardproof.harness.adapters.capability import COMMON, COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.dtensor import full_norm
 from shardproof.harness.tensors.memory import free
@@ -120,7 +128,8 @@ class MegatronFsdpAdapter(MegatronAdapter):
         assert config.reshard_after_forward is None, "when parameters are freed is fixed"
         assert config.clip is None, "it has no clipping of its own"
         assert config.mesh.size() == dist.get_world_size(), "the adapter shards over all ranks"
-        with _unit_classes(model, config) as classes:
+        # Some unit is required: without any the root is one.
+        with unit_classes(model, config.units or (("",),)) as classes:
             self.module = fully_shard_model(model, fsdp_unit_modules=classes, zero_dp_strategy=3, **_ranks(config))
         self.optimizer = None
         if optimizer is not None:
@@ -156,24 +165,6 @@ def _ranks(config: Config) -> dict[str, Any]:
         "tp_dim": "tp",
         "hybrid_fsdp_group": both.get_group(),
     }
-
-
-@contextlib.contextmanager
-def _unit_classes(model: nn.Module, config: Config) -> Iterator[list[type[nn.Module]]]:
-    """Give each unit a class of its own, because units are chosen by their classes, unless what follows raises."""
-    classes = []
-    # Some unit is required: without any the root is one.
-    units = [model.get_submodule(name) for unit in inner_first(config.units) or [("",)] for name in unit]
-    for module in units:
-        kind = type(module)
-        module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
-        classes.append(type(module))
-    try:
-        yield classes
-    except BaseException:
-        for module in units:
-            module.__class__ = type(module).__mro__[1]
-        raise
 
 
 class MegatronFsdpExperimentalAdapter(MegatronAdapter):

@@ -74,6 +74,8 @@ BUILT_IN = {
     "fairscale.fsdp": "shardproof.harness.adapters.fairscale:FairscaleFsdpAdapter",
     "megatron_fsdp": "shardproof.harness.adapters.megatron_fsdp:MegatronFsdpAdapter",
     "megatron_fsdp.experimental": ("shardproof.harness.adapters.megatron_fsdp:MegatronFsdpExperimentalAdapter"),
+    "olmo_core.fsdp": "shardproof.harness.adapters.olmo_core:OlmoCoreAdapter",
+    "veomni.fsdp2": "shardproof.harness.adapters.veomni:VeomniAdapter",
     "accelerate.fsdp": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdpAdapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }

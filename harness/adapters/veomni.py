@@ -1,0 +1,158 @@
+"""Adapter for VeOmni's ``build_parallelize_model``, which calls torch's ``fully_shard`` for classes of modules."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged, Precision, unit_classes
+from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
+from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
+from shardproof.harness.tensors.pieces import original_name
+from shardproof.harness.tensors.trees import local_of
+
+#: What VeOmni has options or calls for, and what its clipping and its checkpoints must cope with.
+_CAPABILITIES = COMMON_AND_CLIPPING | {
+    Capability.SHARDED,
+    Capability.RESHARD_AFTER_FORWARD,
+    Capability.HYBRID,
+    Capability.SINGLE_RANK,
+    Capability.DEFAULT_MESH,
+    Capability.COUNTED_UNITS,
+    Capability.GATHER_ORDER,
+    Capability.UNUSED_OUTPUT,
+    Capability.POST_ACCUMULATE_GRAD_HOOK,
+    Capability.RECOMPUTATION,
+    Capability.AUTOGRAD_CALLS,
+    Capability.RECOVERY,
+    Capability.OFFLOAD,
+    Capability.PAGEABLE_OFFLOAD,
+    Capability.OFFLOAD_CHOICE,
+    Capability.CLIP_RAISES,
+    Capability.CLIP_EMPTY_SHARDS,
+    Capability.OWN_OPTIMIZER,
+    Capability.DTENSOR_PARAMETERS,
+    Capability.REGISTERED_STATE,
+    Capability.DISTRIBUTED_CHECKPOINT,
+    Capability.FULL_STATE_DICT,
+    Capability.OWN_CHECKPOINT,
+}
+
+
+class VeomniAdapter(Packaged, TorchFullyShardAdapter):
+    """The model goes through ``build_parallelize_model``, clipping and checkpoints through VeOmni's calls.
+
+    Units are chosen by class, so each has a class of its own. VeOmni empties a model once it has sharded it, and calls
+    its ``init_weights``: the adapter gives the model one that restores the case's values.
+    """
+
+    name = "veomni.fsdp2"
+    package, brings = "veomni", "--no-deps 'veomni==0.1.12', beside 'shardproof[veomni]',"
+    traits = dataclasses.replace(
+        TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", simulates=False
+    )
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _CAPABILITIES & (super().capabilities() | {Capability.OWN_CHECKPOINT})
+
+    @classmethod
+    def prepare(cls, device_type: str) -> None:
+        import veomni.checkpoint
+        import veomni.distributed.torch_parallelize  # noqa: F401
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        if config.mesh.size() != dist.get_world_size():
+            raise ValueError("VeOmni makes its own mesh of all ranks")
+        if config.mesh.ndim > 2:
+            raise ValueError("VeOmni's mesh of data-parallel ranks has one dimension or two")
+        super().__init__(model, optimizer=optimizer, config=config)
+
+    def set_up(self, model: nn.Module) -> nn.Module:
+        """Give the model to VeOmni, in the parallel state of the case's mesh."""
+        from veomni.arguments import MixedPrecisionConfig
+        from veomni.distributed.parallel_state import init_parallel_state, use_parallel_state
+        from veomni.distributed.torch_parallelize import build_parallelize_model
+
+        config = self.config
+        assert config.reshard_after_forward is None or isinstance(config.reshard_after_forward, bool)
+        assert config.precision == Precision() and not config.unit_precision, "one policy applies to all units"
+        assert config.init is None and config.shard_dim is None, "not tried"
+        replicas, shards = (1, *config.mesh.shape)[-2:]
+        self._state = init_parallel_state(
+            dp_size=config.mesh.size(),
+            dp_replicate_size=replicas,
+            dp_shard_size=shards,
+            device_type=config.mesh.device_type,
+            name=None,
+        )
+        options: dict[str, Any] = {}
+        if config.reshard_after_forward is not None:
+            options["enable_reshard_after_forward"] = config.reshard_after_forward
+        if config.offload:
+            options |= {"enable_fsdp_offload": True, "fsdp_offload_pin_memory": config.offload == "pinned"}
+        values = {name: value.detach().clone() for name, value in _named_tensors(model).items()}
+
+        @torch.no_grad()
+        def init_weights() -> None:
+            for name, value in _named_tensors(model).items():
+                share = self._cuts[name](values[name]) if name in self._cuts else values[name]
+                local_of(value).copy_(share)
+
+        model.init_weights = init_weights  # type: ignore[assignment]
+        with use_parallel_state(self._state), unit_classes(model, config.units) as classes:
+            sharded: nn.Module = build_parallelize_model(
+                model,
+                init_device="meta",
+                basic_modules=[one.__name__ for one in classes],
+                mixed_precision=MixedPrecisionConfig(enable=False),
+                **options,
+            )
+        del model.init_weights
+        return sharded
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        assert self.config.accumulation in (None, Accumulation()), "not tried"
+        yield
+
+    def clip(self) -> torch.Tensor:
+        from veomni.distributed.clip_grad_norm import veomni_clip_grad_norm
+        from veomni.distributed.parallel_state import use_parallel_state
+
+        clip = self.config.clip
+        assert clip is not None
+        with use_parallel_state(self._state):
+            norm = veomni_clip_grad_norm(self.module, clip.max_norm, clip.norm_type, clip.raises)
+        return torch.tensor(norm)
+
+    def save_own(self, directory: pathlib.Path) -> None:
+        self._checkpointer().save(str(directory), self._checkpointed(), parallel_state=self._state)
+
+    def load_own(self, directory: pathlib.Path) -> None:
+        self._checkpointer().load(str(directory), self._checkpointed(), parallel_state=self._state)
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        from veomni.checkpoint import ckpt_to_state_dict
+
+        found: dict[str, torch.Tensor] = ckpt_to_state_dict(str(directory), ckpt_manager="dcp")
+        return found
+
+    def _checkpointer(self) -> Any:
+        from veomni.checkpoint import build_checkpointer
+
+        return build_checkpointer(dist_backend="fsdp2", ckpt_manager="dcp")
+
+    def _checkpointed(self) -> dict[str, Any]:
+        state = {"model": self.module, "extra_state": {}}
+        return state if self.optimizer is None else state | {"optimizer": self.optimizer}
+
+
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by their names in the original model."""
+    return {original_name(name): value for name, value in [*model.named_parameters(), *model.named_buffers()]}
