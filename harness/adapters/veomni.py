@@ -52,7 +52,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     """
 
     name = "veomni.fsdp2"
-    package, brings = "veomni", "--no-deps 'veomni==0.1.12', beside 'shardproof[veomni]',"
+    package, brings = "veomni", "--no-deps 'veomni==0.1.12'"
     traits = dataclasses.replace(
         TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", simulates=False
     )

@@ -26,8 +26,8 @@ PEERS = {
     "accelerate": ("accelerate.fsdp", "pip install 'shardproof[accelerate]'"),
     "deepspeed": ("deepspeed.zero1", "pip install 'shardproof[deepspeed]'"),
     "lightning_fabric": ("lightning.fabric", "pip install 'shardproof[lightning]'"),
-    "olmo_core": ("olmo_core.fsdp", "pip install --no-deps ai2-olmo-core"),
-    "veomni": ("veomni.fsdp2", "pip install --no-deps veomni"),
+    "olmo_core": ("olmo_core.fsdp", "pip install --no-deps 'ai2-olmo-core==3.0.0'"),
+    "veomni": ("veomni.fsdp2", "pip install --no-deps 'veomni==0.1.12'"),
     "torchtitan": ("torchtitan.simple_fsdp", "pip install --no-deps 'torchtitan==0.3.0'"),
 }
 
