@@ -12,7 +12,6 @@ right. `use_async_quorum=False` has no such step. No report of it was found.
 # reproduces = ["torch 2.13.0 cpu 2026-11-27"]
 # packages = ["torchft>=0.2.0"]
 # shows = '^asynchronous step 0 committed with 0\.5$'
-# unlisted = "torchft has no adapter: its replicas are processes that come and go, and a world's ranks do not"
 # related = ["https://github.com/meta-pytorch/torchft/issues/117 closed: replicas always take values at step 0"]
 # ///
 

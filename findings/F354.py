@@ -11,7 +11,6 @@ survivor does not commit the step and goes on. No report of it was found.
 # reproduces = ["torch 2.13.0 cpu 2026-11-27"]
 # packages = ["torchft>=0.2.0"]
 # shows = '^DistributedDataParallel: AssertionError$'
-# unlisted = "torchft has no adapter: its replicas are processes that come and go, and a world's ranks do not"
 # ///
 
 import os, torch, torch.distributed as dist, torch.multiprocessing as mp

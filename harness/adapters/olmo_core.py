@@ -68,19 +68,21 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
         import olmo_core.distributed.checkpoint
         import olmo_core.train.train_module  # noqa: F401
 
-        _mesh(device_type, (dist.get_world_size(),))
+        _mesh(device_type, (dist.get_world_size(),), dist.group.WORLD)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from olmo_core.train.train_module import TransformerTrainModule
 
-        if config.mesh.size() != dist.get_world_size():
-            raise ValueError("olmo-core makes its own mesh of all ranks")
         if config.mesh.ndim > 2:
             raise ValueError("olmo-core's mesh of data-parallel ranks has one dimension or two")
-        self._dp_config, self._mesh = _mesh(config.mesh.device_type, config.mesh.shape)
+        # olmo-core's mesh has all ranks in their order. Others are passed to ``apply_fsdp`` by user code.
+        everyone = config.mesh.mesh.flatten().tolist() == list(range(dist.get_world_size()))
+        self._mesh = config.mesh
+        if everyone:
+            self._mesh = _mesh(config.mesh.device_type, config.mesh.shape, dist.group.WORLD)
         super().__init__(model, optimizer=optimizer, config=config)
         self._train = TransformerTrainModule.__new__(TransformerTrainModule)
-        self._train.model, self._train._dp_config = self.module, self._dp_config
+        self._train.model, self._train._dp_config = self.module, _dp_config(config.mesh.shape)
 
     def _its_mesh(self, unit: str) -> dict[str, Any]:
         return {"mesh": self._mesh}
@@ -122,18 +124,20 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
 
 
 @functools.cache
-def _mesh(device_type: str, shape: tuple[int, ...]) -> tuple[Any, DeviceMesh]:
-    """Return olmo-core's configuration of data parallelism and its mesh of this shape, which the process keeps."""
+def _mesh(device_type: str, shape: tuple[int, ...], world: dist.ProcessGroup) -> DeviceMesh:
+    """Return olmo-core's mesh of this shape, which the process keeps for as long as its process group is this one."""
     from olmo_core.distributed import parallel
+
+    # A job of olmo-core has one mesh for its life; a rank of ours trains models on several.
+    parallel._WORLD_MESH = None
+    return parallel.get_dp_model_mesh(parallel.build_world_mesh(dp=_dp_config(shape), device_type=device_type))
+
+
+def _dp_config(shape: tuple[int, ...]) -> Any:
+    from olmo_core.distributed.parallel import DataParallelType
     from olmo_core.train.train_module.transformer.config import TransformerDataParallelConfig
 
     if len(shape) == 1:
-        config = TransformerDataParallelConfig(name=parallel.DataParallelType.fsdp)
-    else:
-        replicas, shards = shape
-        config = TransformerDataParallelConfig(
-            name=parallel.DataParallelType.hsdp, num_replicas=replicas, shard_degree=shards
-        )
-    # A job of olmo-core has one mesh for its life; a rank of ours trains models on several.
-    parallel._WORLD_MESH = None
-    return config, parallel.get_dp_model_mesh(parallel.build_world_mesh(dp=config, device_type=device_type))
+        return TransformerDataParallelConfig(name=DataParallelType.fsdp)
+    replicas, shards = shape
+    return TransformerDataParallelConfig(name=DataParallelType.hsdp, num_replicas=replicas, shard_degree=shards)

@@ -44,6 +44,10 @@ _CAPABILITIES = COMMON_AND_CLIPPING | {
 }
 
 
+#: The process group for which VeOmni has made its parallel states.
+_last_world: list[Any] = [None]
+
+
 class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     """The model goes through ``build_parallelize_model``, clipping and checkpoints through VeOmni's calls.
 
@@ -66,9 +70,13 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         import veomni.checkpoint
         import veomni.distributed.torch_parallelize  # noqa: F401
 
+        _parallel_state(device_type, (dist.get_world_size(),))
+
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         if config.mesh.size() != dist.get_world_size():
             raise ValueError("VeOmni makes its own mesh of all ranks")
+        if config.mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise ValueError("VeOmni's mesh has the ranks in their order")
         if config.mesh.ndim > 2:
             raise ValueError("VeOmni's mesh of data-parallel ranks has one dimension or two")
         super().__init__(model, optimizer=optimizer, config=config)
@@ -76,21 +84,14 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     def set_up(self, model: nn.Module) -> nn.Module:
         """Give the model to VeOmni, in the parallel state of the case's mesh."""
         from veomni.arguments import MixedPrecisionConfig
-        from veomni.distributed.parallel_state import init_parallel_state, use_parallel_state
+        from veomni.distributed.parallel_state import use_parallel_state
         from veomni.distributed.torch_parallelize import build_parallelize_model
 
         config = self.config
         assert config.reshard_after_forward is None or isinstance(config.reshard_after_forward, bool)
         assert config.precision == Precision() and not config.unit_precision, "one policy applies to all units"
         assert config.init is None and config.shard_dim is None, "not tried"
-        replicas, shards = (1, *config.mesh.shape)[-2:]
-        self._state = init_parallel_state(
-            dp_size=config.mesh.size(),
-            dp_replicate_size=replicas,
-            dp_shard_size=shards,
-            device_type=config.mesh.device_type,
-            name=None,
-        )
+        self._state = _parallel_state(config.mesh.device_type, config.mesh.shape)
         options: dict[str, Any] = {}
         if config.reshard_after_forward is not None:
             options["enable_reshard_after_forward"] = config.reshard_after_forward
@@ -151,6 +152,24 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     def _checkpointed(self) -> dict[str, Any]:
         state = {"model": self.module, "extra_state": {}}
         return state if self.optimizer is None else state | {"optimizer": self.optimizer}
+
+
+def _parallel_state(device_type: str, shape: tuple[int, ...]) -> Any:
+    """Return VeOmni's parallel state of this shape, which it makes once and keeps."""
+    from veomni.distributed.parallel_state import clear_parallel_state, init_parallel_state
+
+    if _last_world[0] is not dist.group.WORLD:
+        # As user code calls it that has made its process groups anew.
+        clear_parallel_state()
+        _last_world[0] = dist.group.WORLD
+    replicas, shards = (1, *shape)[-2:]
+    return init_parallel_state(
+        dp_size=replicas * shards,
+        dp_replicate_size=replicas,
+        dp_shard_size=shards,
+        device_type=device_type,
+        name=None,
+    )
 
 
 def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
