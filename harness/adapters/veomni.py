@@ -1,4 +1,4 @@
-"""Adapter for VeOmni's ``build_parallelize_model``, which calls torch's ``fully_shard`` for classes of modules."""
+"""Adapter for VeOmni's ``parallelize_model_fsdp2``, which calls torch's ``fully_shard`` for classes of modules."""
 
 import contextlib
 import dataclasses
@@ -49,7 +49,7 @@ _last_world: list[Any] = [None]
 
 
 class VeomniAdapter(Packaged, TorchFullyShardAdapter):
-    """The model goes through ``build_parallelize_model``, clipping and checkpoints through VeOmni's calls.
+    """The model goes through ``parallelize_model_fsdp2``, clipping and checkpoints through VeOmni's calls.
 
     Units are chosen by class, so each has a class of its own. VeOmni empties a model once it has sharded it, and calls
     its ``init_weights``: the adapter gives the model one that restores the case's values.
@@ -85,7 +85,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         """Give the model to VeOmni, in the parallel state of the case's mesh."""
         from veomni.arguments import MixedPrecisionConfig
         from veomni.distributed.parallel_state import use_parallel_state
-        from veomni.distributed.torch_parallelize import build_parallelize_model
+        from veomni.distributed.torch_parallelize import parallelize_model_fsdp2
 
         config = self.config
         assert config.reshard_after_forward is None or isinstance(config.reshard_after_forward, bool)
@@ -107,7 +107,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
 
         model.init_weights = init_weights  # type: ignore[assignment]
         with use_parallel_state(self._state), unit_classes(model, config.units) as classes:
-            sharded: nn.Module = build_parallelize_model(
+            sharded: nn.Module = parallelize_model_fsdp2(
                 model,
                 init_device="meta",
                 basic_modules=[one.__name__ for one in classes],
