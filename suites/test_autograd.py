@@ -41,6 +41,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 DATACLASS, LATE = (
     pytest.param(name, marks=needs(Capability.DATACLASS_OUTPUT)) for name in ("dataclass", "late-dataclass")
 )
@@ -248,7 +250,6 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 
 
 @contract("AUTOGRAD-3")
-@world(2)
 @needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
 @each_value("container")
 @pytest.mark.parametrize("container", CLASSES)
@@ -259,7 +260,6 @@ def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
 
 
 @contract("AUTOGRAD-16")
-@world(2)
 @needs(Capability.CONTAINER_OUTPUT)
 @each_value("container")
 @pytest.mark.parametrize("container", ["list", "dict", DATACLASS])
@@ -270,7 +270,6 @@ def test_containers_that_a_script_passes(rank: Rank, container: models.Container
 
 
 @contract("AUTOGRAD-4")
-@world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
     """Two hooks on each parameter run once in a backward, and see the ranks' average gradient.
@@ -314,7 +313,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contract("AUTOGRAD-5")
-@world(2)
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK, Capability.ADAM)
 @pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=needs(Capability.TIED_PARAMETERS))])
 def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank, is_tied: bool) -> None:
@@ -361,7 +359,6 @@ def test_loss_of_any_one_output(rank: Rank, nesting: str) -> None:
 
 
 @contract("AUTOGRAD-6")
-@world(2)
 @needs(Capability.UNUSED_OUTPUT)
 @pytest.mark.parametrize("units", [[["head0"]], [["head0"], ["head1"]]], ids=["of-the-root", "of-a-unit"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
@@ -384,7 +381,6 @@ def _loss_of(output: Any, *, index: int) -> torch.Tensor:
 
 
 @contract("AUTOGRAD-7")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """An input that requires a gradient gets the baseline's own, which is not averaged over the ranks."""
@@ -414,7 +410,6 @@ def test_inputs_by_keyword(rank: Rank) -> None:
 
 
 @contract("AUTOGRAD-7")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
 def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
     """The gradients of a unit whose inputs came by keyword are reduced before backward reaches the unit after next."""
@@ -474,7 +469,6 @@ def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -
 
 
 @contract("AUTOGRAD-8")
-@world(2)
 @needs(Capability.AUTOGRAD_CALLS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "retained-graph"])
@@ -537,7 +531,6 @@ def test_batches_of_different_sizes(rank: Rank) -> None:
 
 
 @contract("AUTOGRAD-11")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_forward: bool | None) -> None:
@@ -566,7 +559,6 @@ def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_fo
 
 
 @contract("AUTOGRAD-12")
-@world(2)
 @needs(Capability.AUTOGRAD_CALLS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -593,7 +585,6 @@ def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | N
 
 
 @contract("AUTOGRAD-12")
-@world(2)
 @needs(Capability.AUTOGRAD_CALLS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -622,7 +613,6 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 
 
 @contract("AUTOGRAD-17")
-@world(2)
 @needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
 @each_value("model")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
@@ -638,7 +628,6 @@ def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward:
 
 
 @contract("AUTOGRAD-15")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_hooks_of_a_script(rank: Rank, reshard_after_forward: bool | None) -> None:
     """User hooks on modules, on their backward and on tensors run as often as unsharded, and see full parameters."""

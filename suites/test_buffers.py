@@ -20,13 +20,14 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 SHAPE = (7, 5)
 NAMES = ("replicate", "shard")
 UNITS = (("inner",), ("norm",))
 
 
 @contract("BUFFERS-1")
-@world(2)
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["moving", "cumulative"])
 @KEEPS
 def test_running_statistics(rank: Rank, reshard_after_forward: bool | None, momentum: float | None) -> None:
@@ -52,7 +53,6 @@ def test_running_statistics_of_replicas_of_one(rank: Rank) -> None:
 
 
 @contract("BUFFERS-1")
-@world(2)
 @needs(Hardware.ACCELERATOR)  # torch has it on accelerators only
 def test_statistics_of_all_ranks(rank: Rank) -> None:
     """A synchronized batch norm within a unit, or of the root, takes the statistics of all ranks."""
@@ -60,7 +60,6 @@ def test_statistics_of_all_ranks(rank: Rank) -> None:
 
 
 @contract("BUFFERS-2")
-@world(2)
 @needs(Capability.SYNC_STATES, Capability.COUNTED_UNITS)
 def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
     """If the root alone is to take the first rank's values, its units' buffers take those of the first rank too."""
@@ -80,7 +79,6 @@ def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
 
 
 @contract("BUFFERS-3")
-@world(2)
 @needs(Capability.CAST_AFTER_INIT, Capability.DISTRIBUTED_CHECKPOINT)
 def test_buffers_of_a_model_that_is_cast(rank: Rank) -> None:
     """A model that is cast after sharding saves its buffers in the dtypes that they have then, bit for bit."""

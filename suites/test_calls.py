@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
 from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, private, world
 
-pytestmark = needs(Capability.FSDP1_API)
+pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
 checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
@@ -23,7 +23,6 @@ checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.chec
 
 
 @contract("CALLS-1")
-@world(2)
 def test_strategy_is_reported(rank: Rank) -> None:
     """A wrapper reports the sharding strategy that it follows: the chosen one, or FULL_SHARD by default."""
     names = fsdp1(rank).strategies()
@@ -32,7 +31,6 @@ def test_strategy_is_reported(rank: Rank) -> None:
 
 
 @contract("CALLS-1")
-@world(2)
 def test_offloading_is_reported(rank: Rank) -> None:
     """A wrapper without an option about offloading reports that it offloads nothing."""
     fsdp = fsdp1(rank)
@@ -40,7 +38,6 @@ def test_offloading_is_reported(rank: Rank) -> None:
 
 
 @contract("CALLS-1")
-@world(2)
 def test_items_of_the_wrapped_module(rank: Rank) -> None:
     """A wrapped ``Sequential`` is indexed and sliced through its wrapper."""
     fsdp = fsdp1(rank)
@@ -52,7 +49,6 @@ def test_items_of_the_wrapped_module(rank: Rank) -> None:
 
 
 @contract("CALLS-1")
-@world(2)
 def test_attributes_of_the_wrapped_module(rank: Rank) -> None:
     """An attribute of the wrapped module is read through its wrapper."""
     fsdp = fsdp1(rank)
@@ -64,7 +60,6 @@ def test_attributes_of_the_wrapped_module(rank: Rank) -> None:
 
 
 @contract("CALLS-8")
-@world(2)
 def test_calls_about_several_wrappers(rank: Rank) -> None:
     """Calls about a plain module act on all wrappers in it: forms of state dicts, full parameters, roots."""
     fsdp = fsdp1(rank)
@@ -87,7 +82,6 @@ def test_calls_about_several_wrappers(rank: Rank) -> None:
 
 
 @contract("CALLS-8")
-@world(2)
 def test_root_without_parameters_casts(rank: Rank) -> None:
     """A wrapper without parameters of its own casts its inputs, as a root does by default, and its buffers.
 
@@ -109,7 +103,6 @@ def test_root_without_parameters_casts(rank: Rank) -> None:
 
 
 @contract("CALLS-8")
-@world(2)
 def test_root_without_parameters_names_full_ones(rank: Rank) -> None:
     """While the parameters of a wrapper without any of its own are full, those inside have the model's names."""
     fsdp = fsdp1(rank)
@@ -123,7 +116,6 @@ def test_root_without_parameters_names_full_ones(rank: Rank) -> None:
 
 
 @contract("CALLS-9")
-@world(2)
 def test_module_behind_activation_checkpointing(rank: Rank) -> None:
     """The module of a wrapper around a checkpointed module is the latter, without the wrapper of checkpointing."""
     fsdp = fsdp1(rank)
@@ -133,7 +125,6 @@ def test_module_behind_activation_checkpointing(rank: Rank) -> None:
 
 
 @contract("CALLS-9")
-@world(2)
 def test_names_of_checkpointed_modules(rank: Rank) -> None:
     """Names in a state dict have nothing of the wrappers of checkpointing, which are inside wrappers or around them."""
     fsdp = fsdp1(rank)
@@ -143,7 +134,6 @@ def test_names_of_checkpointed_modules(rank: Rank) -> None:
 
 
 @contract("CALLS-9")
-@world(2)
 def test_load_into_a_checkpointed_module(rank: Rank) -> None:
     """A wrapped checkpointed module loads its own state dict, with no name missing and none unexpected."""
     fsdp = fsdp1(rank)
@@ -154,7 +144,6 @@ def test_load_into_a_checkpointed_module(rank: Rank) -> None:
 
 
 @contract("CALLS-9")
-@world(2)
 def test_buffers_of_a_checkpointed_module(rank: Rank) -> None:
     """A checkpointed module's buffer is cast by the policy while the model trains, and saved in its own dtype."""
     fsdp = fsdp1(rank)
@@ -185,7 +174,6 @@ class _Probe(nn.Module):
 
 
 @contract("CALLS-10")
-@world(2)
 def test_inputs_that_are_cast_by_default(rank: Rank) -> None:
     """In lower precision the inputs of the root are cast by default, and those of a unit inside are not."""
     fsdp = fsdp1(rank)
@@ -197,7 +185,6 @@ def test_inputs_that_are_cast_by_default(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
-@world(2)
 @each_value("of_all", "of_the_root")
 @pytest.mark.parametrize("of_the_root", [True, False])
 @pytest.mark.parametrize("of_all", [True, False])
@@ -211,7 +198,6 @@ def test_inputs_of_the_root(rank: Rank, of_all: bool, of_the_root: bool) -> None
 
 
 @contract("CALLS-10")
-@world(2)
 def test_batch_normalisation_of_a_rule(rank: Rank) -> None:
     """A rule leaves batch normalisation in full precision, and casts its inputs, by position or by keyword."""
     fsdp, seen = fsdp1(rank), dict[str, set[torch.dtype]](inputs=set(), weights=set())
@@ -249,7 +235,6 @@ def _wrapped_by_a_rule(fsdp: Fsdp1, model: nn.Module) -> nn.Module:
 
 
 @contract("CALLS-10")
-@world(2)
 def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
     """Buffers that a policy casts, the wrapped module's own and deeper ones, are saved in the dtypes that they had.
 
@@ -275,7 +260,6 @@ def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
-@world(2)
 def test_norm_of_gradients_in_lower_precision(rank: Rank) -> None:
     """Where gradients stay in lower precision, the norm that clipping returns has their dtype, or the widest of all.
 
@@ -300,7 +284,6 @@ def test_norm_of_gradients_in_lower_precision(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
-@world(2)
 def test_cast_of_a_model_casts_gradients(rank: Rank) -> None:
     """A cast of the model between backward and the step casts the gradients too."""
     fsdp = fsdp1(rank)
@@ -312,7 +295,6 @@ def test_cast_of_a_model_casts_gradients(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
-@world(2)
 def test_cast_keeps_the_order_of_parameters(rank: Rank) -> None:
     """A cast of the model keeps the order of a module's parameters, of which the last is ignored."""
     fsdp = fsdp1(rank)
@@ -325,7 +307,6 @@ def test_cast_keeps_the_order_of_parameters(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
-@world(2)
 def test_gradients_of_a_communication_hook(rank: Rank) -> None:
     """A communication hook gets gradients in the dtype of reductions."""
     fsdp, seen = fsdp1(rank), set[torch.dtype]()
@@ -339,7 +320,6 @@ def test_gradients_of_a_communication_hook(rank: Rank) -> None:
 
 
 @contract("CALLS-11")
-@world(2)
 @each_value("view")
 @pytest.mark.parametrize("view", ["transposed", "every-other-column", "no-row"])
 def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
@@ -358,7 +338,6 @@ def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
 
 
 @contract("CALLS-11")
-@world(2)
 def test_parameters_begin_at_multiples_of_16_bytes(rank: Rank) -> None:
     """While a unit computes in lower precision, its original parameters of odd sizes begin at multiples of 16 bytes."""
     fsdp, past = fsdp1(rank), set[int]()
@@ -372,7 +351,6 @@ def test_parameters_begin_at_multiples_of_16_bytes(rank: Rank) -> None:
 
 
 @contract("CALLS-11")
-@world(2)
 @each_value("use_orig_params")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_tied_names_after_full_parameters(rank: Rank, use_orig_params: bool) -> None:
@@ -396,7 +374,6 @@ def test_tied_names_after_full_parameters(rank: Rank, use_orig_params: bool) -> 
 
 
 @contract("CALLS-12")
-@world(2)
 @each_value("shared")
 @pytest.mark.parametrize("shared", [False, True])
 def test_elements_count_once(rank: Rank, shared: bool) -> None:
@@ -421,7 +398,6 @@ def _wrapped(fsdp: Fsdp1, model: nn.Module, rule: Callable[..., Any]) -> list[st
 
 
 @contract("CALLS-12")
-@world(2)
 def test_rule_that_wraps_every_module(rank: Rank) -> None:
     """``always_wrap_policy`` wraps every module, also one without parameters."""
     fsdp = fsdp1(rank)
@@ -431,7 +407,6 @@ def test_rule_that_wraps_every_module(rank: Rank) -> None:
 
 
 @contract("CALLS-12")
-@world(2)
 def test_wrap_outside_of_its_context(rank: Rank) -> None:
     """``wrap`` returns the module itself outside of ``enable_wrap``."""
     fsdp, layer = fsdp1(rank), nn.Linear(4, 4)
@@ -440,7 +415,6 @@ def test_wrap_outside_of_its_context(rank: Rank) -> None:
 
 
 @contract("CALLS-12")
-@world(2)
 def test_text_of_a_rule(rank: Rank) -> None:
     """The text of a ``ModuleWrapPolicy`` names its classes."""
     text = repr(fsdp1(rank).api.wrap.ModuleWrapPolicy({nn.Linear}))
@@ -448,7 +422,6 @@ def test_text_of_a_rule(rank: Rank) -> None:
 
 
 @contract("CALLS-12")
-@world(2)
 def test_options_of_a_rule_for_batch_normalisation(rank: Rank) -> None:
     """Batch normalisation that a rule leaves in full precision has the other options that the rule gives it."""
     fsdp = fsdp1(rank)
@@ -467,7 +440,6 @@ def test_options_of_a_rule_for_batch_normalisation(rank: Rank) -> None:
 
 
 @contract("CALLS-12")
-@world(2)
 def test_ignored_buffer_on_the_meta_device(rank: Rank) -> None:
     """No module is materialised because an ignored one has a buffer on the meta device."""
     fsdp, made = fsdp1(rank), list[nn.Module]()
@@ -493,7 +465,6 @@ def _warns(kind: type[Warning], words: str, *, expected: bool = True) -> Iterato
 
 
 @contract("CALLS-2")
-@world(2)
 @each_value("container")
 @pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
 def test_warning_of_a_container(rank: Rank, container: type[nn.Module]) -> None:
@@ -506,7 +477,6 @@ def test_warning_of_a_container(rank: Rank, container: type[nn.Module]) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 def test_warning_of_no_shards(rank: Rank) -> None:
     """The strategy that shards nothing warns that it is deprecated."""
     fsdp = fsdp1(rank)
@@ -527,7 +497,6 @@ def test_warning_of_one_rank(rank: Rank) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 def test_warning_of_an_ignored_root(rank: Rank) -> None:
     """Ignoring the module that is wrapped warns."""
     fsdp = fsdp1(rank)
@@ -537,7 +506,6 @@ def test_warning_of_an_ignored_root(rank: Rank) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 def test_no_warning_without_a_device(rank: Rank) -> None:
     """Without a device and a mesh a model computes where it lies, of which nobody is warned; or it is refused."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -554,7 +522,6 @@ def test_no_warning_without_a_device(rank: Rank) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 def test_warning_of_batch_normalisation(rank: Rank) -> None:
     """A rule that leaves batch normalisation in full precision warns."""
     fsdp = fsdp1(rank)
@@ -563,7 +530,6 @@ def test_warning_of_batch_normalisation(rank: Rank) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 @each_value("separate")
 @pytest.mark.parametrize("separate", [False, True])
 def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
@@ -577,7 +543,6 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
 
 
 @contract("CALLS-2")
-@world(2)
 @each_value("first_rank")
 @pytest.mark.parametrize("first_rank", [False, True])
 def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> None:
@@ -592,7 +557,6 @@ def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> 
 
 
 @contract("CALLS-2")
-@world(2)
 def test_warning_of_older_arguments(rank: Rank) -> None:
     """Parameters in place of the optimizer (``optim_input``) warn that the argument is deprecated."""
     fsdp, model, optimizer = trained(rank)

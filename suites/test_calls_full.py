@@ -28,11 +28,10 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
+pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS), world(2)]
 
 
 @contract("CALLS-3")
-@world(2)
 @SHARDS
 @pytest.mark.parametrize("keeps_changes", [False, True])
 def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
@@ -47,7 +46,6 @@ def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, sh
 
 
 @contract("CALLS-3")
-@world(2)
 @FLAT
 @SHARDS
 def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
@@ -78,7 +76,6 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 
 
 @contract("CALLS-3")
-@world(2)
 @needs(Capability.FSDP1_API)
 def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
     """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
@@ -102,7 +99,6 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
 
 
 @contract("CALLS-3")
-@world(2)
 @SHARDS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("keeps_changes", [False, True])
@@ -122,7 +118,6 @@ def test_whole_parameters_before_backward(
 
 
 @contract("CALLS-3")
-@world(2)
 @SHARDS
 def test_whole_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
     """Full parameters that are read between two forwards change no gradient of their common backward."""
@@ -146,7 +141,6 @@ def _check_same_gradients(run: Run, twin: Run) -> None:
 
 
 @contract("CALLS-3")
-@world(2)
 @SHARDS
 def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
     """Writes to full gradients reach the same elements of the shards, in any memory layout."""

@@ -12,14 +12,13 @@ from torch import nn
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
 from shardproof.testing import Capability, Rank, contract, each_value, needs, world
 
-pytestmark = needs(Capability.FSDP1_API)
+pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
 
 # State dicts of the model
 
 
 @contract("CALLS-4")
-@world(2)
 def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
     """Each call that sets the form of state dicts returns the previous settings; a context restores them."""
     fsdp = fsdp1(rank)
@@ -41,7 +40,6 @@ def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_state_dict_arguments_by_position(rank: Rank) -> None:
     """``state_dict`` takes its destination and its prefix by position."""
     fsdp, given = fsdp1(rank), dict[str, Any]()
@@ -53,7 +51,6 @@ def test_state_dict_arguments_by_position(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
     """The metadata of a wrapper's state dict has the version of the wrapped module under its own name."""
     fsdp = fsdp1(rank)
@@ -63,7 +60,6 @@ def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_ignored_parameters_as_variables(rank: Rank) -> None:
     """With ``keep_vars`` a state dict has an ignored parameter itself, without it a detached tensor."""
     fsdp = fsdp1(rank)
@@ -74,7 +70,6 @@ def test_ignored_parameters_as_variables(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_names_in_a_local_state_dict(rank: Rank) -> None:
     """A local state dict has flat parameters only, also of a model with its original parameters."""
     fsdp = fsdp1(rank)
@@ -85,7 +80,6 @@ def test_names_in_a_local_state_dict(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_keys_that_do_not_fit(rank: Rank) -> None:
     """A load reports missing and unexpected names as the original model has them, without those of wrappers."""
     fsdp = fsdp1(rank)
@@ -97,7 +91,6 @@ def test_keys_that_do_not_fit(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_load_of_full_parameters(rank: Rank) -> None:
     """A state dict that is loaded while parameters are full (summoned) is used, or refused, never lost."""
     fsdp = fsdp1(rank)
@@ -111,7 +104,6 @@ def test_load_of_full_parameters(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@world(2)
 def test_load_after_new_data(rank: Rank) -> None:
     """A state dict is loaded also into parameters whose ``data`` user code has replaced since the last forward."""
     fsdp = fsdp1(rank)
@@ -127,7 +119,6 @@ def test_load_after_new_data(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 @each_value("has_groups")
 @pytest.mark.parametrize("has_groups", [True, False])
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
@@ -150,7 +141,6 @@ def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_given_options_are_saved(rank: Rank) -> None:
     """If user code has changed the learning rate in the passed state dict of an optimizer, that rate is saved."""
     fsdp, model, optimizer = trained(rank)
@@ -162,7 +152,6 @@ def test_given_options_are_saved(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 @each_value("use_orig_params")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> None:
@@ -183,7 +172,6 @@ def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> N
 
 
 @contract("CALLS-5")
-@world(2)
 def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
     """A state dict that is loaded directly into the optimizer is returned too."""
     fsdp, model, optimizer = trained(rank)
@@ -198,7 +186,6 @@ def test_loaded_optimizer_state_is_returned(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_states_of_fewer_parameters(rank: Rank) -> None:
     """A parameter that the saved optimizer did not have is in none of the groups to load; user code adds it."""
     fsdp = fsdp1(rank)
@@ -213,7 +200,6 @@ def test_states_of_fewer_parameters(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_flat_momentum_of_some_parameters(rank: Rank) -> None:
     """If one flat parameter's state has the momentum of some of its parameters only, that of the others is zero."""
     fsdp = fsdp1(rank)
@@ -231,7 +217,6 @@ def test_flat_momentum_of_some_parameters(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_parameters_instead_of_the_optimizer(rank: Rank) -> None:
     """The older call for shards of a full state takes parameters (``optim_input``), in their order, and warns."""
     fsdp, model, optimizer = trained(rank)
@@ -252,7 +237,6 @@ def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
     """With full state dicts chosen and no other option, every rank has all states of the optimizer."""
     fsdp, model, optimizer = trained(rank)
@@ -262,7 +246,6 @@ def test_full_states_are_on_every_rank_by_default(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_states_of_a_small_unit(rank: Rank) -> None:
     """A sharded state dict names all states on every rank, also of a parameter of which the rank has no element."""
     fsdp = fsdp1(rank)
@@ -276,7 +259,6 @@ def test_states_of_a_small_unit(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@world(2)
 def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
     """The state to load into an optimizer with names of its own (``is_named_optimizer``) has the model's names."""
     fsdp, model, optimizer = trained(rank)
@@ -290,7 +272,6 @@ def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
 
 
 @contract("CALLS-6")
-@world(2)
 def test_groups_in_another_order_by_name(rank: Rank) -> None:
     """A state dict by names loads into an optimizer with its groups in another order: options and states by name."""
     fsdp = fsdp1(rank)
@@ -305,7 +286,6 @@ def test_groups_in_another_order_by_name(rank: Rank) -> None:
 
 
 @contract("CALLS-6")
-@world(2)
 def test_groups_in_another_order_by_number(rank: Rank) -> None:
     """A state dict by numbers, for an unsharded optimizer with its groups in another order, has that one's numbers."""
     fsdp = fsdp1(rank)
@@ -353,7 +333,6 @@ def _rates_and_averages(optimizer: torch.optim.Optimizer) -> list[list[float]]:
 
 
 @contract("CALLS-7")
-@world(2)
 def test_mesh_of_a_sharded_state_dict(rank: Rank) -> None:
     """The values of a sharded state dict lie on the mesh that the wrapper was given."""
     _check_mesh(fsdp1(rank), "FULL_SHARD")
@@ -470,7 +449,6 @@ def test_general_functions_on_a_submesh(rank: Rank, loads: tuple[int, ...]) -> N
 
 
 @contract("CALLS-7")
-@world(2)
 def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
     """If only the first rank saves full values, every rank still saves the plain modules next to a wrapper."""
     fsdp = fsdp1(rank)
@@ -480,7 +458,6 @@ def test_plain_modules_are_saved_by_every_rank(rank: Rank) -> None:
 
 
 @contract("CALLS-7")
-@world(2)
 def test_states_of_modules_of_one_rank(rank: Rank) -> None:
     """For modules next to a wrapper that differ between ranks, each rank saves and loads its own optimizer states."""
     fsdp = fsdp1(rank)
@@ -506,7 +483,6 @@ def _check_loaded(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> N
 
 
 @contract("CALLS-7")
-@world(2)
 def test_first_rank_saves_a_root_without_parameters(rank: Rank) -> None:
     """If only the first rank saves, a wrapper without parameters of its own saves nothing on the other ranks."""
     fsdp = fsdp1(rank)

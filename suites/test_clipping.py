@@ -41,7 +41,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.CLIPPING)
+pytestmark = [needs(Capability.CLIPPING), world(4)]
 
 ANY = needs(Capability.CLIP_ANY_NORM)
 NORMS = [2.0, *(pytest.param(p, marks=ANY) for p in (1.0, math.inf))]
@@ -186,7 +186,6 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
 
 
 @contract("CLIPPING-3")
-@world(4)
 @needs(Capability.CLIP_EMPTY_SHARDS)
 def test_ranks_without_any_gradient(rank: Rank) -> None:
     """Ranks that hold no element of any parameter still take part in the norm and return it."""
@@ -195,7 +194,6 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 
 
 @contract("CLIPPING-4")
-@world(4)
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("dim", [16, 17])
@@ -209,7 +207,6 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 
 
 @contract("CLIPPING-4")
-@world(4)
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @FLAT
@@ -224,7 +221,6 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
 
 
 @contract("CLIPPING-4")
-@world(4)
 @needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMETERS)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
@@ -245,7 +241,6 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
 
 
 @contract("CLIPPING-5")
-@world(4)
 @needs(Capability.HYBRID)
 @pytest.mark.parametrize("norm_type", NORMS)
 @REPLICAS
@@ -262,7 +257,6 @@ def test_replicas(rank: Rank, shape: tuple[int, int], norm_type: float) -> None:
 
 
 @contract("CLIPPING-7")
-@world(4)
 @needs(Capability.CLIP_BY_CALL, Capability.SHARDED)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 
 class Fan(nn.Module):
     """The sum of ``arms``, MLPs of different sizes on one input, among which backward has no order, and ``out``.
@@ -145,7 +147,6 @@ def test_no_collectives_alone(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """Forward gathers each unit when it runs; backward gathers one unit ahead of the one that it reduces."""
@@ -171,7 +172,6 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("model", [models.Tower, RepeatedTower], ids=["once", "twice"])
 def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
@@ -214,7 +214,6 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.CAST_AFTER_INIT)
 def test_order_after_a_cast(rank: Rank) -> None:
     """A model that is cast after an evaluation gathers and reduces in the order of one that was cast before it."""
@@ -234,7 +233,6 @@ def test_order_after_a_cast(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 def test_steps_in_evaluation_mode(rank: Rank) -> None:
     """A training step of a model in evaluation mode has the collectives of one in training mode."""
@@ -249,7 +247,6 @@ def test_steps_in_evaluation_mode(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.CONTAINER_OUTPUT)
 @each_value("container")
 @pytest.mark.parametrize("container", ["dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
@@ -270,7 +267,6 @@ def _order(trace: Sequence[Collective]) -> list[str]:
 
 
 @contract("COLLECTIVES-1", "COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.UNUSED_OUTPUT)
 def test_steps_with_an_unused_output(rank: Rank) -> None:
     """Where the loss ignores the last unit's output, each step has the collectives of the first."""
@@ -313,7 +309,6 @@ def test_resharded_within_half_the_ranks(rank: Rank, shape: tuple[int, int]) -> 
 
 
 @contract("COLLECTIVES-7")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_unit_of_several_modules(rank: Rank) -> None:
     """Several modules of one unit are gathered by one collective and reduced by one."""
@@ -326,7 +321,6 @@ def test_unit_of_several_modules(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-7")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.UNUSED_MODULE)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("used", [0, 2])
@@ -346,7 +340,6 @@ def _branches(rank: Rank, number: int) -> Pair:
 
 
 @contract("COLLECTIVES-7")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.GROUPED_UNIT, Capability.UNUSED_MODULE)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
@@ -361,7 +354,6 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-7")
-@world(2)
 @needs(Capability.GROUPED_UNIT, Capability.UNUSED_OUTPUT)
 @each_value("used")
 @pytest.mark.parametrize("used", [0, 1], ids=["of-the-first", "of-the-last"])
@@ -376,7 +368,6 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -393,7 +384,6 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
 
 
 @contract("COLLECTIVES-4")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.MULTIPLE_FORWARD, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("kind", [models.Tower, RepeatedTower], ids=["once", "twice"])
 def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.Tower]) -> None:
@@ -491,7 +481,6 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-10")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @each_value("unit", "recurse")
 @pytest.mark.parametrize(
@@ -513,7 +502,6 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 
 
 @contract("COLLECTIVES-10")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
 @each_value("unit")
 @pytest.mark.parametrize("unit", ["0", ""], ids=["a-layer", "the-root"])
@@ -534,7 +522,6 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
 
 @contract("COLLECTIVES-10")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.GROUPED_UNIT)
 @each_value("unit", "recurse")
 @pytest.mark.parametrize(
@@ -575,7 +562,6 @@ def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-10")
-@world(2)
 @needs(Capability.FORWARD_METHOD, Capability.COUNTED_UNITS)
 def test_method_of_one_unit(rank: Rank) -> None:
     """A method that is registered for one unit gathers no other unit of its class, nor frees it."""
@@ -607,7 +593,6 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 
 
 @contract("COLLECTIVES-11")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
 @each_value("what")
 @pytest.mark.parametrize(
@@ -631,7 +616,6 @@ OF_THE_ROOT_NEEDS = {
 
 
 @contract("COLLECTIVES-11")
-@world(2)
 @each_value("what")
 @pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
@@ -646,7 +630,6 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 
 
 @contract("COLLECTIVES-11")
-@world(2)
 @needs(Capability.REDUCE_INPUTS)
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:

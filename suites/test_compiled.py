@@ -25,11 +25,12 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 
 
 @contract("COMPILED-1", "COMPILED-2")
-@world(2)
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("means", [None, *(pytest.param(name, marks=RECOMPUTES) for name in ("call", "wrapper"))])
@@ -61,7 +62,6 @@ def _graphs_of_steps(rank: Rank, pair: Pair, config: models.TransformerConfig, c
 
 
 @contract("COMPILED-2")
-@world(2)
 @needs(Capability.COMPILED_MODULES)
 @KEEPS
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)], ids=["on-change", "always"])
@@ -108,7 +108,6 @@ def _unsharded_graphs(
 
 
 @contract("COMPILED-3")
-@world(2)
 @needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.TENSOR_PARALLEL)
+pytestmark = [needs(Capability.TENSOR_PARALLEL), world(4)]
 
 BY_HAND = needs(Capability.MANUAL_BACKWARD_FINALIZATION)
 RECOMPUTED = needs(Capability.RECOMPUTATION)
@@ -90,7 +90,6 @@ SHAPES = pytest.mark.parametrize(
 
 
 @contract("COMPOSITION-1")
-@world(4)
 @WAYS
 @pytest.mark.parametrize("dim", [3, 16, 17])
 def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_forward: bool | None) -> None:
@@ -100,7 +99,6 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 
 
 @contract("COMPOSITION-1")
-@world(4)
 def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
     """A cut parameter, of whose gradient each tensor-parallel rank has a part for all elements, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
@@ -109,7 +107,6 @@ def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
 
 
 @contract("COMPOSITION-1")
-@world(4)
 def test_pending_sums_that_a_model_declares(rank: Rank) -> None:
     """A full parameter, of whose gradient a tensor-parallel rank declares that it has a part, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
@@ -129,7 +126,6 @@ def test_part_of_a_larger_mesh(rank: Rank, dim: int, recomputes: bool, reshard_a
 
 
 @contract("COMPOSITION-2")
-@world(4)
 @pytest.mark.parametrize("dim", [3, 17])
 @SHAPES
 def test_two_halves_of_a_mesh(rank: Rank, shape: tuple[int, ...], dim: int) -> None:
@@ -138,7 +134,6 @@ def test_two_halves_of_a_mesh(rank: Rank, shape: tuple[int, ...], dim: int) -> N
 
 
 @contract("COMPOSITION-3", "COMPOSITION-11")
-@world(4)
 @pytest.mark.parametrize("joined", [pytest.param(False, marks=needs(Capability.HYBRID)), True])
 @pytest.mark.parametrize("dim", [3, 17])
 @SHAPES
@@ -193,7 +188,6 @@ def strided() -> Placement:
 
 
 @contract("COMPOSITION-16")
-@world(4)
 @needs(Capability.RESHARD_TO_SIZE)
 def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
     """Resharded to a subgroup, tensor-parallel parameters are refused by name before a send, or train as DDP does."""
@@ -243,7 +237,6 @@ ONE_MESH = {
 
 
 @contract("COMPOSITION-15")
-@world(4)
 @needs(Capability.NAMED_DIMENSIONS, Capability.REGISTERED_STATE)
 @each_value("dimensions")
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
@@ -306,7 +299,6 @@ def test_wrong_dimensions(rank: Rank, what: str) -> None:
 
 
 @contract("COMPOSITION-15")
-@world(4)
 @needs(Capability.NAMED_DIMENSIONS)
 def test_named_replicas_in_different_orders(rank: Rank) -> None:
     """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
@@ -323,7 +315,6 @@ def test_named_replicas_in_different_orders(rank: Rank) -> None:
 
 
 @contract("COMPOSITION-4")
-@world(4)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_transformer(rank: Rank, sequence: bool) -> None:
     """A transformer cut by heads and features, and along the sequence too, trains as DDP does."""
@@ -357,7 +348,6 @@ def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
 
 
 @contract("COMPOSITION-6")
-@world(4)
 @pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 @pytest.mark.parametrize("reshard_after_forward", [RESHARD[0], RESHARD_CHOICES[1]])
 @pytest.mark.parametrize("offload", OFFLOAD)
@@ -380,7 +370,6 @@ def test_parameters_of_both_kinds(
 
 
 @contract("COMPOSITION-7")
-@world(4)
 @needs(Capability.COUNTED_UNITS)
 def test_collectives_of_both_dimensions(rank: Rank) -> None:
     """With tensor parallelism a unit is gathered once and reduced once, among the data-parallel ranks alone.
@@ -404,7 +393,6 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
 
 
 @contract("COMPOSITION-8")
-@world(4)
 @needs(Capability.SYNC_STATES)
 def test_states_of_the_first_rank(rank: Rank) -> None:
     """Ranks that begin with values of their own take those of the first data-parallel rank, buffers too."""
@@ -428,7 +416,6 @@ def check_values(rank: Rank, found: dict[str, Piece], first: dict[str, torch.Ten
 
 
 @contract("COMPOSITION-8")
-@world(4)
 @needs(Capability.SYNC_STATES)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
@@ -587,7 +574,6 @@ def test_roots_of_one_context(rank: Rank, order: str) -> None:
 
 
 @contract("COMPOSITION-13")
-@world(4)
 @needs(Capability.HYBRID, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | None) -> None:

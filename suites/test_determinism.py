@@ -45,6 +45,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2, own_hash_seeds=True)
+
 WHY = "the same implementation, seeds and data, and deterministic algorithms"
 WHY_LOADED = "the same values and states, the same data"
 FULL = needs(Capability.FULL_STATE_DICT)
@@ -128,7 +130,6 @@ def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 
 
 @contract("DETERMINISM-2")
-@world(2, own_hash_seeds=True)
 @needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
     """A unit with frozen parameters of several dtypes has the values of each, and the gradient of the trainable one."""
@@ -150,7 +151,6 @@ def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
 
 
 @contract("DETERMINISM-2")
-@world(2, own_hash_seeds=True)
 @needs(Capability.SYNC_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
 @FLAT
 def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
@@ -163,7 +163,6 @@ def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 
 
 @contract("DETERMINISM-2")
-@world(2, own_hash_seeds=True)
 @needs(Capability.META_LOAD, Capability.FULL_STATE_DICT)
 def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
     """A model that loads the first rank's state dict has its values, also if ranks have different hash seeds."""

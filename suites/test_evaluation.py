@@ -46,6 +46,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 READ = needs(Capability.WHOLE_PARAMETERS)
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
@@ -97,7 +99,6 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
 
 
 @contract("EVALUATION-1")
-@world(2)
 @pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool | int | None, defers: bool) -> None:
@@ -112,7 +113,6 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 
 
 @contract("EVALUATION-1")
-@world(2)
 @each_value("trains")
 @SHARDS
 @pytest.mark.parametrize("trains", [False, True], ids=["evaluated-again", "trained"])
@@ -190,7 +190,6 @@ def test_second_evaluation_sees_the_step(rank: Rank, reshard_after_forward: bool
 
 
 @contract("EVALUATION-2")
-@world(2)
 @needs(Capability.NON_ROOT_FORWARD, Capability.OWN_OPTIMIZER)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("submodule", ["layers.1", ""], ids=["a-unit", "the-root"])
@@ -209,7 +208,6 @@ def test_forward_after_that_of_a_unit(rank: Rank, submodule: str, reshard_after_
 
 
 @contract("EVALUATION-2")
-@world(2)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """After a step, all ranks gather a unit again or none does, also where a rank holds frozen or no elements of it."""
@@ -217,7 +215,6 @@ def test_step_that_changes_nothing_on_some_ranks(rank: Rank, reshard_after_forwa
 
 
 @contract("EVALUATION-2")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
@@ -286,7 +283,6 @@ def test_gathers_in_flight_do_not_outlive_the_step(rank: Rank, reshard_after_for
 
 
 @contract("EVALUATION-3")
-@world(2)
 @needs(Capability.ASYNC_UNSHARD, Capability.CAST_AFTER_INIT)
 def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
     """The next forward does not use values whose gather began before the model was cast to bfloat16 and back."""
@@ -301,7 +297,6 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 
 
 @contract("EVALUATION-3")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS)
 @each_value("changed", "flat", "reads")
 @pytest.mark.parametrize(
@@ -336,7 +331,6 @@ def test_new_data_after_an_evaluation(
 
 
 @contract("EVALUATION-3")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("trains", [False, True])
@@ -364,7 +358,6 @@ def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) 
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 @pytest.mark.parametrize("how", WHOLE)
@@ -408,7 +401,6 @@ def check_twins(rank: Rank, run: Run, twin: Run, steps: int, *, why: str = WHY, 
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 @SHARDS
@@ -431,7 +423,6 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
 @FLAT
 def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
@@ -449,7 +440,6 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
 def test_whole_tied_parameters(rank: Rank) -> None:
     """Both modules of a tied parameter have the full one, with the new data that user code has assigned to it."""
@@ -464,7 +454,6 @@ def test_whole_tied_parameters(rank: Rank) -> None:
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("keeps_changes", [False, True])
@@ -498,7 +487,6 @@ def test_whole_gradients(
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_gradients_of_some(rank: Rank) -> None:
     """Gradients that user code set to None stay None after full ones were read: momentum does not move these.
@@ -523,7 +511,6 @@ def test_whole_gradients_of_some(rank: Rank) -> None:
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_whole_gradients_between_microbatches(rank: Rank) -> None:
     """Full gradients can be read also where gradients are not reduced yet, and the step is the same."""
@@ -538,7 +525,6 @@ def test_whole_gradients_between_microbatches(rank: Rank) -> None:
 
 
 @contract("EVALUATION-4")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
@@ -558,7 +544,6 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 
 
 @contract("EVALUATION-5")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 @each_value("what")
 @pytest.mark.parametrize(
@@ -605,7 +590,6 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 
 
 @contract("EVALUATION-5")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @FLAT
 @pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
@@ -638,7 +622,6 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 
 
 @contract("EVALUATION-5")
-@world(2)
 @needs(Capability.WHOLE_PARAMETERS)
 def test_whole_parameters_of_another_shape(rank: Rank) -> None:
     """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""

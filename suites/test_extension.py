@@ -180,7 +180,7 @@ def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: 
         setattr(shard, RELEASES, lambda: calls.releases)
 
 
-pytestmark = needs(Capability.GATHER_EXTENSION)
+pytestmark = [needs(Capability.GATHER_EXTENSION), world(2)]
 
 SIZES = {"0": (7, 5), "": (6, 7)}
 
@@ -203,7 +203,6 @@ def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_f
 
 
 @contract("EXTENSION-1")
-@world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
     """Two weights with hooks share a collective with the bias between them, and each hook gets its own memory."""
@@ -219,7 +218,6 @@ def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 @needs(Capability.SHARD_DIMENSION)
 def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
     """Tensors of such a class are cut along the dimension that user code chooses, whatever the size of the other."""
@@ -235,7 +233,6 @@ def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 def test_shards_in_the_place_of_others(rank: Rank) -> None:
     """If user code replaces shards before the first forward, the hooks of the new ones are called."""
     run, calls = rank.run(models.two_linear((5, 8), (8, 6)), units=[["0"]]), Calls()
@@ -249,7 +246,6 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
     """The second hook's inputs and result are freed after forward if the unit is, and made again in backward."""
@@ -262,7 +258,6 @@ def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 @needs(Capability.MIXED_PRECISION)
 def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     """Hooks receive the compute dtype, and outputs and gradients are those of tensors without hooks."""
@@ -304,7 +299,6 @@ def test_groups_of_two(rank: Rank) -> None:
 
 
 @contract("EXTENSION-4")
-@world(2)
 @needs(Capability.GATHER_RELEASE)
 @pytest.mark.parametrize("releases", [True, False])
 @pytest.mark.parametrize("kind", ["class", "object"])
@@ -341,7 +335,6 @@ def test_release_in_groups_of_two(rank: Rank) -> None:
 
 
 @contract("EXTENSION-4")
-@world(2)
 @needs(Capability.GATHER_RELEASE)
 @pytest.mark.parametrize("wrong", ["alone", "no-bool"])
 def test_wrong_third_hook(rank: Rank, wrong: str) -> None:
@@ -356,7 +349,6 @@ def test_wrong_third_hook(rank: Rank, wrong: str) -> None:
 
 
 @contract("EXTENSION-2")
-@world(2)
 def test_one_hook_alone(rank: Rank) -> None:
     """A shard with only one of the two hooks is refused, with the names of both, and nothing is sent."""
     adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
@@ -365,7 +357,6 @@ def test_one_hook_alone(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
     """A parameter that the second hook makes in an evaluation, before any training forward, trains as DDP does."""
@@ -375,7 +366,6 @@ def test_first_forward_is_in_inference_mode(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 def test_older_form_of_a_hook(rank: Rank) -> None:
     """A first hook with the older signature, with the mesh as its only argument, trains as DDP does too."""
     pair, calls = extended(rank, "older", None)
@@ -384,7 +374,6 @@ def test_older_form_of_a_hook(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
-@world(2)
 def test_padding_that_a_hook_leaves(rank: Rank) -> None:
     """If the second hook leaves rows of padding in its result, the weights that modules see have none."""
     pair, calls = extended(rank, "object", True)
@@ -395,7 +384,6 @@ def test_padding_that_a_hook_leaves(rank: Rank) -> None:
 
 
 @contract("EXTENSION-2")
-@world(2)
 @pytest.mark.parametrize("pads", [0, 1], ids=["none", "one-of-two"])
 def test_inputs_without_padding(rank: Rank, pads: int) -> None:
     """A first hook that does not pad is refused on a rank with fewer rows, before that rank enters a gather."""

@@ -41,6 +41,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 DEPTH = 3
 
 #: Frozen parameters, by name.
@@ -114,7 +116,6 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
 
 
 @contract("FROZEN-1")
-@world(2)
 @needs(Capability.DEFERRED_REDUCTION)
 @each_value("what")
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
@@ -130,7 +131,6 @@ def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
 
 
 @contract("FROZEN-2")
-@world(2)
 @needs(Capability.COUNTED_UNITS)
 @each_value("what")
 @pytest.mark.parametrize("what", ["first", "middle", "last", "root", "all-but-one"])
@@ -157,7 +157,6 @@ def _step_and_check_freed(rank: Rank, pair: Pair, census: Census, step: int, fro
 
 
 @contract("FROZEN-3")
-@world(2)
 @needs(Capability.SHARDED)
 @each_value("what")
 @pytest.mark.parametrize("what", ["middle", "last"])
@@ -170,7 +169,6 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
 
 
 @contract("FROZEN-3", "FROZEN-4")
-@world(2)
 @needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
 def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
     """A unit frozen between two steps is freed, once backward has passed it, in the first step that follows."""
@@ -183,7 +181,6 @@ def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
 
 
 @contract("FROZEN-3")
-@world(2)
 @needs(Capability.SHARDED)
 def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
     """A frozen unit whose inputs come by keyword and in containers is freed once backward has passed it."""
@@ -194,7 +191,6 @@ def test_frozen_units_with_keywords_are_freed_in_backward(rank: Rank) -> None:
 
 
 @contract("FROZEN-1")
-@world(2)
 @needs(Capability.MULTIPLE_FORWARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | int | None) -> None:
@@ -205,7 +201,6 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
 
 
 @contract("FROZEN-1")
-@world(2)
 @each_value("is_recorded")
 @pytest.mark.parametrize("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
 @pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
@@ -216,7 +211,6 @@ def test_frozen_unit_without_a_gradient_for_its_input(rank: Rank, ahead: bool | 
 
 
 @contract("FROZEN-5")
-@world(2)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_backward_gathers_no_unit_in_vain(rank: Rank) -> None:
     """Frozen units before the first trainable one have no backward, and are gathered in forward alone."""
@@ -268,7 +262,6 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
 
 
 @contract("FROZEN-6")
-@world(2)
 @needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
 def test_frozen_integers(rank: Rank) -> None:
     """A frozen integer parameter keeps its values next to others that are cast to a compute dtype."""
@@ -289,7 +282,6 @@ def test_frozen_integers(rank: Rank) -> None:
 
 
 @contract("FROZEN-6")
-@world(2)
 @needs(Capability.REGISTERED_STATE, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
@@ -314,7 +306,6 @@ def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
 
 
 @contract("FROZEN-6")
-@world(2)
 @needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
 def test_trainable_of_another_dtype(rank: Rank) -> None:
     """A trainable parameter of a second dtype is refused before anything is sent, or has a gradient of that dtype."""
@@ -331,7 +322,6 @@ def test_trainable_of_another_dtype(rank: Rank) -> None:
 
 
 @contract("FROZEN-6")
-@world(2)
 @needs(Capability.GRADIENT_DTYPE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_gradients_of_several_dtypes(rank: Rank, dtype: torch.dtype) -> None:
@@ -367,7 +357,6 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 
 
 @contract("FROZEN-4")
-@world(2)
 @needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
@@ -406,7 +395,6 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 
 
 @contract("FROZEN-4")
-@world(2)
 @needs(Capability.UNUSED_OUTPUT, Capability.OWN_OPTIMIZER)  # an engine has no gradients between microbatches
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:

@@ -27,11 +27,10 @@ DEFERRED = needs(Capability.DEFERRED_REDUCTION)
 DEFAULT = pytest.param(None)
 FOUR_REPLICAS = pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))
 
-pytestmark = needs(Capability.HYBRID)
+pytestmark = [needs(Capability.HYBRID), world(4)]
 
 
 @contract("HYBRID-1")
-@world(4)
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 @pytest.mark.parametrize(
     ("dim", "reshard_after_forward"),
@@ -58,7 +57,6 @@ def test_replicas(rank: Rank, waits: bool, dim: int, recomputes: bool, reshard_a
 
 
 @contract("HYBRID-2")
-@world(4)
 @DEFERRED
 @needs(Capability.COUNTED_UNITS)
 def test_gathers_while_reductions_wait(rank: Rank) -> None:
@@ -73,7 +71,6 @@ def test_gathers_while_reductions_wait(rank: Rank) -> None:
 
 
 @contract("HYBRID-1")
-@world(4)
 @pytest.mark.parametrize("shape", [(1, 4), FOUR_REPLICAS], ids=["1x4", "4x1"])
 def test_one_replica_and_one_shard(rank: Rank, shape: tuple[int, int]) -> None:
     """One replica of four shards, and four replicas of one, train as DDP over all ranks."""
@@ -95,7 +92,6 @@ def test_replicas_of_eight(rank: Rank, shape: tuple[int, int], dim: int, reshard
 
 
 @contract("HYBRID-2")
-@world(4)
 @needs(Capability.COUNTED_UNITS)
 @REPLICAS
 @pytest.mark.parametrize(
@@ -144,7 +140,6 @@ def test_resharded_within_a_replica(rank: Rank) -> None:
 
 
 @contract("HYBRID-4")
-@world(4)
 @pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIPPING))])
 @pytest.mark.parametrize("reshard_after_forward", [DEFAULT, *RESHARD_CHOICES])
 @pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
@@ -173,7 +168,6 @@ def _by_host(nodes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @contract("HYBRID-5")
-@world(4)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
 def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
@@ -190,7 +184,6 @@ def test_resharded_within_a_host(rank: Rank, declared: tuple[int, ...]) -> None:
 
 
 @contract("HYBRID-6")
-@world(4)
 @pytest.mark.parametrize(
     ("shape", "data"),
     [

@@ -35,6 +35,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(4)
+
 StridedShard = private.take("torch.distributed.tensor.placement_types._StridedShard")
 
 HYBRID = pytest.param(True, marks=needs(Capability.HYBRID))
@@ -108,7 +110,6 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
 
 
 @contract("PLACEMENT-2")
-@world(4)
 @needs(Capability.SHARD_DIMENSION, Capability.HYBRID)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
@@ -118,7 +119,6 @@ def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
 
 
 @contract("PLACEMENT-2")
-@world(4)
 @needs(Capability.SHARD_DIMENSION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:
@@ -169,7 +169,6 @@ def test_parameter_without_rows(rank: Rank) -> None:
 
 
 @contract("PLACEMENT-2")
-@world(4)
 @needs(Capability.SHARD_DIMENSION)
 @pytest.mark.parametrize("choice", ["same", "other"])
 def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> None:
@@ -191,7 +190,6 @@ def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> 
 
 
 @contract("PLACEMENT-2")
-@world(4)
 @needs(Capability.SHARD_DIMENSION, Capability.TENSOR_PARALLEL)
 def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
     """A dimension that the ranks divide, but not within each tensor-parallel part, is refused or trains."""

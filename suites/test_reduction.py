@@ -43,6 +43,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 SHAPE = (6, 4)
 LOW = needs(Capability.MIXED_PRECISION)
 NAMES = ("replicate", "shard")
@@ -94,7 +96,6 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 
 
 @contract("REDUCTION-1")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
 @each_value("call")
 @pytest.mark.parametrize(
@@ -120,7 +121,6 @@ def test_divide_factor_of_another_step(rank: Rank, call: str, replicas: bool) ->
 
 
 @contract("REDUCTION-8")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
 def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
     """Setting a custom function, all-gather or reduce-scatter again replaces the previous one."""
@@ -200,7 +200,6 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
 
 
 @contract("REDUCTION-7")
-@world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_function_that_cannot_be_called(rank: Rank) -> None:
     """A reduction function that is not callable is refused with its value, and the model trains on."""
@@ -234,7 +233,6 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 
 
 @contract("REDUCTION-7")
-@world(2)
 @needs(Capability.REDUCTION_HOOK)
 def test_a_second_function(rank: Rank) -> None:
     """A second function that replaces all reductions is refused."""
@@ -254,7 +252,6 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
 
 
 @contract("REDUCTION-8")
-@world(2)
 @FREED
 @OF_A_UNIT
 def test_collectives_of_a_script(rank: Rank, unit: str) -> None:
@@ -316,7 +313,6 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
 
 
 @contract("REDUCTION-9")
-@world(2)
 @needs(Capability.UNIT_SETTINGS)
 def test_memory_of_a_script(rank: Rank) -> None:
     """Memory that user code allocates for its collectives may lie inside a larger block, as in a memory pool."""
@@ -329,7 +325,6 @@ def test_memory_of_a_script(rank: Rank) -> None:
 
 
 @contract("REDUCTION-10")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
 def test_sums_alone(rank: Rank) -> None:
     """A unit set to reduce by sums trains the same, and the setting can be taken back."""
@@ -365,7 +360,6 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
 
 
 @contract("REDUCTION-11")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
@@ -383,7 +377,6 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
 
 
 @contract("REDUCTION-11")
-@world(2)
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.ORDERED_GROUPS)
 def test_own_group_in_an_order_that_groups_keep(rank: Rank) -> None:
     """A process group of the reductions' own has its ranks in the order of the gathers' group."""
@@ -432,7 +425,6 @@ def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
 
 
 @contract("REDUCTION-12")
-@world(2)
 @needs(Hardware.ACCELERATOR, Capability.UNIT_SETTINGS, Capability.SYMMETRIC_MEMORY)
 @pytest.mark.parametrize("sums", [True, False])
 def test_symmetric_memory(rank: Rank, sums: bool) -> None:
@@ -563,7 +555,6 @@ def memory_of_nan() -> Iterator[None]:
 
 
 @contract("REDUCTION-4")
-@world(2)
 @needs(Capability.AUTOGRAD_CALLS)
 @pytest.mark.parametrize(
     "defers",

@@ -27,7 +27,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER)
+pytestmark = [needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER), world(2)]
 LOW = needs(Capability.MIXED_PRECISION)
 HALF = Precision(compute=torch.float16, reduce=torch.float32)
 PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
@@ -76,7 +76,6 @@ class Scaling:
 
 
 @contract("SCALER-1")
-@world(2)
 @pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 @pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIP_ANY_NORM))])
 @pytest.mark.parametrize("precision", [Precision(), pytest.param(HALF, marks=LOW)], ids=["float32", "float16"])
@@ -88,7 +87,6 @@ def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_
 
 
 @contract("SCALER-1")
-@world(2)
 def test_rank_without_a_gradient(rank: Rank) -> None:
     """A rank that holds no element with a gradient lowers the scale with the others."""
     model = mixed.Mixed(*SHAPE)  # in a flat parameter of two ranks the first one holds the weight
@@ -125,7 +123,6 @@ def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
 
 
 @contract("SCALER-2")
-@world(2)
 @needs(Capability.OFFLOAD)
 @pytest.mark.parametrize("offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)), PINNED])
 @pytest.mark.parametrize("delayed", [False, pytest.param(True, marks=needs(Hardware.STREAMS))])
