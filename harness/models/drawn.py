@@ -4,8 +4,6 @@ A description is frozen, can be pickled, and its ``repr`` is Python that makes i
 model. Every computation is smooth, so that an ulp before a kink cannot become a difference after it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -73,7 +71,7 @@ class Block(Described):
     """
 
     parts: tuple[Part, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple["Block", ...] = ()
     after: tuple[Part, ...] = ()
     unit: Unit = ""
     calls: int = 1

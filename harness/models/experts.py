@@ -3,8 +3,6 @@
 The plan is applied before the implementation shards the model; the baseline is the model without it.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

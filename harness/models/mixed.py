@@ -1,7 +1,5 @@
 """Models whose arithmetic is the same in every order and by every kernel, for cases that compare bits."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

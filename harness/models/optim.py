@@ -3,8 +3,6 @@
 Verdicts come from SGD, because Adam's update hardly depends on the scale of the gradients and hides a wrong one.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any, Literal

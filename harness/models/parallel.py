@@ -5,8 +5,6 @@ either. Sizes need not be divisible by the number of tensor-parallel ranks: the 
 of an MLP stays a DTensor, which carries its full size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

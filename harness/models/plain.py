@@ -5,8 +5,6 @@ gradient. Default sizes are deliberately not divisible by the number of ranks, b
 not show at sizes that are.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import dataclasses

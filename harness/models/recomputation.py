@@ -4,8 +4,6 @@ Checkpointing is by each of torch's means, also of spans that are no layers: sev
 each.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Models with unusual parameters, inputs, outputs, sizes, state or initialization: each is hard in one way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Models in which several modules share a parameter, or which use a module twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

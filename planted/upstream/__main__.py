@@ -9,8 +9,6 @@ line for each row that a search has run. A search runs the rows that are named, 
 for this version of torch. Rows of a package that is not installed are skipped.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import concurrent.futures

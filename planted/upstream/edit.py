@@ -3,8 +3,6 @@
 ``hook/sitecustomize.py``, first on PYTHONPATH, calls :func:`install` in every process, ranks and their forkserver too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.abc
 import importlib.machinery
