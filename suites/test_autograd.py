@@ -218,8 +218,7 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
     pair = _pair_with_unused(rank, models.TwoHeads(dim=25), [["head0"]], reshard_after_forward)
     for step in range(6):
         loss = models.both_heads if step < 3 else models.first_head
-        pair.step(rank.batch(step, (2, 25)), loss=loss, set_to_none=step % 2 == 1)
-        pair.check()
+        pair.checked_step(rank.batch(step, (2, 25)), loss=loss, set_to_none=step % 2 == 1)
 
 
 def _pair_with_unused(rank: Rank, model: nn.Module, units: list[list[str]], reshards: Any) -> Pair:
@@ -354,8 +353,7 @@ def test_loss_of_any_one_output(rank: Rank, nesting: str) -> None:
     """The loss may use any one of a unit's outputs, the last, first or second, wherever it is in a container."""
     pair = rank.pair(ThreeOutputs(dim=9, nesting=nesting), units=[["branches"]])
     for step, used in enumerate([2, 0, 1]):
-        pair.step(rank.batch(step, (2, 9)), loss=functools.partial(_loss_of, index=used))
-        pair.check()
+        pair.checked_step(rank.batch(step, (2, 9)), loss=functools.partial(_loss_of, index=used))
 
 
 @contract("AUTOGRAD-6")
@@ -371,8 +369,7 @@ def test_loss_of_the_last_output(rank: Rank, reshard_after_forward: bool | int |
     pair = _pair_with_unused(rank, models.TwoHeads(dim=9), units, reshard_after_forward)
     for step in range(4):
         loss = functools.partial(_loss_of, index=1) if step else models.both_heads
-        pair.step(rank.batch(step, (2, 9)), loss=loss, set_to_none=False)
-        pair.check()
+        pair.checked_step(rank.batch(step, (2, 9)), loss=loss, set_to_none=False)
 
 
 def _loss_of(output: Any, *, index: int) -> torch.Tensor:
@@ -443,8 +440,7 @@ def test_two_forwards_before_one_backward(rank: Rank, reshard_after_forward: boo
     for step in range(3):
         # The sharded run's step comes first, and the baseline's when the pair is checked.
         runs = iter((pair.sharded, pair.baseline))
-        pair.step(rank.batch(step, (4, 9)), loss=functools.partial(loss, runs=runs))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)), loss=functools.partial(loss, runs=runs))
 
 
 @contract("AUTOGRAD-13")
@@ -464,8 +460,7 @@ def test_dropped_forward(rank: Rank, reshard_after_forward: bool | int | None) -
     for step in range(3):
         with pair.sharded.recorder.during("dropped"):
             pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("AUTOGRAD-8")
@@ -518,8 +513,7 @@ def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumula
     for step, given in enumerate(batches(rank, 3, (2, 9), microbatches=2)):
         # In the third step rank 0 uses one of the two branches alone, and the others use both.
         used = [(rank.index + step) % 2, (rank.index * (step == 2) + rank.index + step) % 2]
-        pair.step(list(zip(given, used, strict=True)), set_to_none=step % 2 == 0)
-        pair.check()
+        pair.checked_step(list(zip(given, used, strict=True)), set_to_none=step % 2 == 0)
 
 
 @contract("AUTOGRAD-10")
@@ -580,8 +574,7 @@ def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | N
         _assert_nothing_gathered(pair.adapter)
         if rank.device.type == "cpu" and Capability.SHARDED in rank.implementation.capabilities():
             assert not census.held(), f"after torch.autograd.grad units are gathered (bytes): {census.held()}"
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("AUTOGRAD-12")
@@ -623,8 +616,7 @@ def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward:
     for step in range(2):
         if model is ForcesOfUnit:
             pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("AUTOGRAD-15")

@@ -181,8 +181,7 @@ def test_empty_shards(rank: Rank, norm_type: float) -> None:
     """
     pair = rank.pair(models.two_linear((4, 3), (3, 2)), clip=Clip(max_norm=0.01, norm_type=norm_type))
     for step in range(2):
-        pair.step(rank.batch(step, (4, 4)), loss=_quarter if step else models.mean_square)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 4)), loss=_quarter if step else models.mean_square)
 
 
 @contract("CLIPPING-3")

@@ -240,8 +240,7 @@ def test_steps_in_evaluation_mode(rank: Rank) -> None:
     orders = []
     for step in range(4):
         pair.adapter.module.train(step % 2 == 0)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         orders.append(_order(pair.last_trace()))
         assert orders[-1] == orders[0], f"in training mode: {orders[0]}; {step_label(step)}: {orders[-1]}"
 
@@ -347,8 +346,7 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
     pair = _branches(rank, 2)
     for step, order in enumerate([(1, 0), (0, 1)]):
         pair.evaluate((rank.batch(step, (4, 9), microbatch=1), order[1]))
-        pair.step((rank.batch(step, (4, 9)), order))
-        pair.check()
+        pair.checked_step((rank.batch(step, (4, 9)), order))
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=2, reduce_scatter=2)
 
@@ -377,8 +375,7 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
     pair = rank.pair(model, units=units, reshard_after_forward=reshard_after_forward)
     for step in range(3):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         in_backward = 0 if reshard_after_forward is False else DEPTH
         pair.check_counts("backward", all_gather=in_backward, reduce_scatter=DEPTH)
 
@@ -495,8 +492,7 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
         if choice is not None:
             pair.adapter.change(Settings(reshard_after_forward=choice), unit=unit, recurse=recurse)
             frees |= dict.fromkeys(frees if recurse else [unit or "(root)"], choice)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         pair.check_counts("forward", all_gather=UNITS)
         assert_gathered_in_backward(pair, step, [name for name, is_freed in frees.items() if is_freed])
 
@@ -515,8 +511,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
     for step, gathers in enumerate([None, False, True, False]):
         if gathers is not None:
             pair.adapter.change(Settings(unshard_in_backward=gathers), unit=unit)
-        pair.step(rank.tokens(step, (4, 3), vocabulary=11))
-        pair.check()
+        pair.checked_step(rank.tokens(step, (4, 3), vocabulary=11))
         pair.check_counts("forward", all_gather=3)
         assert_gathered_in_backward(pair, step, ["1"] if gathers is False and unit else ["0", "1"])
 
@@ -625,8 +620,7 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
     layer = copy.copy(pair.adapter)
     layer.module = pair.adapter.submodule("layers.1")
     Refusal(rank, lambda: OF_THE_ROOT[what](layer)).check_names("root")
-    pair.step(rank.batch(1, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(1, (4, 9)))
 
 
 @contract("COLLECTIVES-11")
@@ -637,5 +631,4 @@ def test_inputs_of_reductions(rank: Rank, number: int) -> None:
     pair = tower(rank)
     for step, recurse in enumerate([False, True]):
         pair.adapter.change(Settings(reduce_inputs=number), recurse=recurse)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))

@@ -77,8 +77,7 @@ def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_
         pair = pair_by_units(rank, model, **options)
         graphs = []
         for step, size in enumerate(SIZES):
-            pair.step(rank.tokens(step, size, vocabulary=config.vocabulary))
-            pair.check()
+            pair.checked_step(rank.tokens(step, size, vocabulary=config.vocabulary))
             graphs.append(compiled.graphs)
         assert graphs == unsharded, f"{graphs} graphs after each step, and {unsharded} unsharded"
 

@@ -94,8 +94,7 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
     for step in range(3):
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("EVALUATION-1")
@@ -108,8 +107,7 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
     batch = rank.batch(0, (2, 9), microbatch=3)
     after_microbatches(rank, pair, lambda: evaluate(pair.adapter, batch))
     for step in range(3):
-        pair.step([rank.batch(step, (2, 9), microbatch=number) for number in range(3)], set_to_none=step != 1)
-        pair.check()
+        pair.checked_step([rank.batch(step, (2, 9), microbatch=number) for number in range(3)], set_to_none=step != 1)
 
 
 @contract("EVALUATION-1")
@@ -143,8 +141,7 @@ def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_afte
                 f"{name}: gathered is {gathered} after the evaluation before {step_label(step)} with "
                 f"reshard_after_forward={reshard_after_forward!r}"
             )
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("EVALUATION-2")
@@ -168,8 +165,7 @@ def evaluate_around_steps(rank: Rank, model: Any, reshard_after_forward: bool | 
     for step in range(3):
         if step:
             pair.evaluate(batch)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 def evaluate(adapter: Adapter, batch: torch.Tensor, mode: str = "no_grad") -> None:
@@ -226,8 +222,7 @@ def test_evaluation_gathers_each_unit_once(rank: Rank, mode: Any) -> None:
         gathered = [item.unit for item in pair.sharded.trace[before:]]
         expected = ["(root)", *(f"layers.{index}" for index in range(DEPTH))]
         assert sorted(gathered) == expected, f"the evaluation before {step_label(step)} gathers {gathered}"
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         in_forward = {item.unit for item in pair.last_trace() if item.phase == "forward"}
         missing = set(expected[1:]) - in_forward
         assert not missing, f"{step_label(step)} uses what the evaluation gathered of {', '.join(sorted(missing))}"
@@ -250,8 +245,7 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
         gathered = sorted(item.unit for item in pair.sharded.trace[before:])
         expected = [] if by_call else ["(root)", *(f"layers.{index}" for index in range(DEPTH))]
         assert gathered == expected, f"three evaluations before {step_label(step)} gather {gathered}"
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("EVALUATION-3")

@@ -107,8 +107,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
     before = _frozen_values(pair, what)
     for step in range(3):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
-        pair.step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
     _assert_requires_grad(pair, what, "after training")
     for name, value in _frozen_values(pair, what).items():
         difference = exact_difference(before[name], value)
@@ -367,8 +366,7 @@ def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | Non
         for named in everywhere(pair):
             for name, parameter in named.items():
                 parameter.requires_grad_(not layer or not name.startswith(layer))
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         reduced = {item.unit for item in pair.last_trace() if item.kind == "reduce_scatter"}
         assert layer[:-1] not in reduced, f"{layer[:-1]} is frozen and reduced in {step_label(step)}"
 
@@ -431,8 +429,7 @@ def test_frozen_beside_tensor_parallelism(rank: Rank, what: str, data: int) -> N
     pair = pair_of_mlps(rank, mesh, model)
     for step in range(2):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
     _assert_requires_grad(pair, what, "after training")
 
 
@@ -458,8 +455,7 @@ def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, 
     """Set the ``named`` parameters of the run, the baseline and the oracle to frozen or not, and compare a step."""
     for found in (named, *everywhere(pair)[1:]):
         _freeze(found, FROZEN[what])
-    pair.step(rank.batch(step, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(step, (4, 9)))
     _assert_requires_grad(pair, what, f"after {step_label(step)}")
 
 

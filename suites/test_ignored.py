@@ -165,5 +165,4 @@ def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
     pair = tower(rank)
     replicate = private.need("torch.distributed._composable.replicate.replicate")
     Refusal(rank, lambda: replicate(pair.adapter.submodule(name))).check_names("fully_shard")
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (4, 9)))

@@ -207,8 +207,7 @@ def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:
     pair = rank.pair(model, units=model.units())
     for step in range(2):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
-        pair.step(rank.batch(step, (2, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (2, 9)))
 
 
 @contract("INPUTS-4")
@@ -236,5 +235,4 @@ def test_batch_without_rows(rank: Rank) -> None:
     pair = tower(rank)
     for step in range(3):
         rows = 0 if rank.index == step % rank.world_size else 3
-        pair.step(rank.batch(step, (rows, 9)), loss=torch.sum)
-        pair.check()
+        pair.checked_step(rank.batch(step, (rows, 9)), loss=torch.sum)

@@ -89,8 +89,7 @@ def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: 
     pair.adapter.change(Settings(keep_unsharded=True), recurse=recurse)
     addresses: list[dict[str, list[int]]] = []
     for step in range(3):
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         addresses.append(census.addresses())
         freed = [moment for moment in census.moments if step and kept - moment.held.keys()]
         assert not freed, f"in {step_label(step)} {kept} hold their bytes, but at these moments: {freed}"
@@ -100,8 +99,7 @@ def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: 
     moved = [label for label in kept if any(found[label] != addresses[0][label] for found in addresses)]
     assert not moved, f"the gathered storages of {moved} have other addresses in another step: {addresses}"
     pair.adapter.change(Settings(keep_unsharded=False), recurse=recurse)
-    pair.step(rank.batch(3, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(3, (4, 9)))
     left = kept & census.held().keys()
     assert len(left) <= (0 if rank.device.type == "cpu" else BEHIND), f"{left} hold bytes that they are to free"
 

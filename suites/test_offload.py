@@ -151,8 +151,7 @@ def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
     pair.adapter.optimizer.register_step_pre_hook(compare)
     for step in range(2):
         seen.update({name: [] for name in pair.adapter.named_parameters()})
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -295,8 +295,7 @@ def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
     def epoch(number: int) -> None:
         if number or first:
             alone(number)
-        pair.step(rank.batch(number, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(number, (4, 9)))
         alone(number)
 
     pair.sharded.evaluate((rank.batch(0, (4, 9)),))  # this makes it known as the root

@@ -90,8 +90,7 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     full = values_of(model)
     pair = rank.pair(model, units=[["body"]], mesh=mesh, shard_dim=(lambda _: 0) if named else None)
     check_layout(pair.adapter.named_parameters(), full, mesh, dims=dict.fromkeys(full, 0))
-    pair.step(rank.batch(0, (2, 3, 6, 6)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (2, 3, 6, 6)))
     trained = {name: value.detach() for name, value in pair.baseline.adapter.named_parameters().items()}
     shown = pair.adapter.named_parameters()
     check_layout(shown, trained, mesh, dims=dict.fromkeys(full, 0), has_values=False)

@@ -210,8 +210,7 @@ def test_a_unit_without_parameters(rank: Rank) -> None:
     pair.adapter.submodule("1").register_forward_hook(watch)
     for step in range(2):
         found.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         expected = [["0", "2"], ["0", "2", "2", "0"]]
         assert found == expected, f"in forward and backward of a unit without parameters {found} are gathered"
 
@@ -294,14 +293,12 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
         )
     for step in range(3):
         found.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         for index, gathered in enumerate(found):
             expected = units[: index + 2 + (ahead and step > 0)]
             assert gathered == expected, f"layers.{index} computes in {step_label(step)} when {gathered} are gathered"
     pair.evaluate(rank.batch(3, (2, 9)), mode="inference_mode")
-    pair.step(rank.batch(3, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(3, (4, 9)))
 
 
 @contract("PREFETCH-3")

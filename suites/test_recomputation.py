@@ -192,8 +192,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
     )  # fmt: skip
     census = Census(pair.sharded)
     for step, loss in enumerate([models.both_heads, models.first_head] * 2):
-        pair.step(rank.batch(step, (4, 9)), loss=loss, set_to_none=False)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)), loss=loss, set_to_none=False)
     if rank.device.type == "cpu" and Capability.SHARDED in rank.implementation.capabilities():
         assert seen == [{}] * 4, f"when backward has ended, units are gathered (bytes): {seen}"
 

@@ -99,8 +99,7 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
     pair = tower(rank, dim=DIM)
     for step in range(2):
         pair.adapter.recover()
-        pair.step(rank.batch(step, (4, DIM)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, DIM)))
 
 
 @contract("RECOVERY-3")

@@ -130,8 +130,7 @@ def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
     for step, (gather, reduce) in enumerate(owns):
         function = functools.partial(lambda step, share: calls.append(step), step)
         pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce, reduced=function), unit="layers.1")
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         used = [(len(one.groups), len(other.groups)) for one, other in owns]
         expected = [(2, 1), (2, 1) if step else (0, 0)]
         assert used == expected, f"by {step_label(step)} the two custom gathers and reductions were used {used} times"
@@ -206,8 +205,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
     pair = tower(rank)
     nothing: Any = 3
     Refusal(rank, lambda: pair.adapter.replace_reduction(nothing)).check_names("got 3")
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (4, 9)))
 
 
 @contract("REDUCTION-6")
@@ -283,8 +281,7 @@ def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
     pair.adapter.change(Settings(gather=gather), unit=unit)
     for step in range(2):
         gather.groups.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         found = [dist.get_process_group_ranks(group) for group in gather.groups]
         two = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
         assert found == [[0, 1, 2, 3], two], f"in {step_label(step)} the custom gather ran among ranks {found}"
@@ -299,8 +296,7 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
     for step in range(2):
         gather.groups.clear()
         reduce.groups.clear()
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         assert (len(gather.groups), len(reduce.groups)) == (2, 1), (
             f"in {step_label(step)} the unit is gathered {len(gather.groups)} times by the custom gather and reduced "
             f"{len(reduce.groups)} times"
@@ -320,8 +316,7 @@ def test_memory_of_a_script(rank: Rank) -> None:
     pair.adapter.change(Settings(gather=Own(margin=8), reduce_scatter=Own(margin=8)), unit="layers.1")
     for step in range(3):
         # Zeroed gradients keep their memory, and the next are added to them.
-        pair.step(rank.batch(step, (4, 9)), set_to_none=False)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)), set_to_none=False)
 
 
 @contract("REDUCTION-10")
@@ -351,8 +346,7 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
         factor = float(rank.world_size) if step == 3 else None
         pair.adapter.change(Settings(force_sum=sums, divide_factor=factor), unit="layers.1")
         pair.adapter.change(Settings(force_sum=step == 2))  # of the root's own unit alone
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
     usual, ops = reduces["layers.0"].ops, reduces["layers.1"].ops
     assert usual == usual[:1] * 4, f"a unit for which nothing was set is reduced by {usual}"
     expected = [usual[0], dist.ReduceOp.SUM] * 2
@@ -391,8 +385,7 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
         pair.adapter.change(Settings(gather=gathers[name], reduce_scatter=reduces[name]), unit=name)
     for step, separate in enumerate([False, True, False, True]):
         pair.adapter.change(Settings(own_reduce_group=separate), recurse=recurse)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
         for name in gathers:
             gather, reduce = gathers[name].groups[-1], reduces[name].groups[-1]
             expected = separate and (recurse or not name)
@@ -420,8 +413,7 @@ def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
         refusal = Refusal(rank, functools.partial(pair.adapter.change, settings, recurse=True))
         if refusal.text is not None:
             return refusal.check_names("mesh")
-        pair.step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 5), mesh=mesh["dp"]))
 
 
 @contract("REDUCTION-12")

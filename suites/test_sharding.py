@@ -87,8 +87,7 @@ def test_state_is_divided(rank: Rank) -> None:
     model = models.Tower(dim=17)
     full = sum(parameter.numel() for parameter in model.parameters())
     pair = rank.pair(model, units=model.units())
-    pair.step(rank.batch(0, (2, 17)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (2, 17)))
     held = rank.exchange(state_numel(pair.adapter))
     if None in held:
         # An engine that keeps its optimizer private: test_rank_holds_its_share measures its bytes.
@@ -149,8 +148,7 @@ def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
     pair = tower(rank, microbatches=2, accumulation=Accumulation(), clip=Clip(0.01), **options)
     for step in range(3):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=2))
-        pair.step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
-        pair.check()
+        pair.checked_step([rank.batch(step, (4, 9), microbatch=number) for number in range(2)], set_to_none=step != 1)
         pair.check_counts("forward")
         pair.check_counts("backward", all_reduce=len(pair.units))
         pair.check_counts("clip")

@@ -68,8 +68,7 @@ def test_tied_inside_of_units(rank: Rank, modules: int, reshard_after_forward: b
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     for step in range(3):
         check_names(pair, [f"layers.{index}.{second}" for index in range(len(model.layers))])
-        pair.step(rank.batch(step, (4, DIM)), set_to_none=step % 2 == 0)
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, DIM)), set_to_none=step % 2 == 0)
         check_states(pair)
 
 
@@ -123,8 +122,7 @@ def test_parameters_in_the_place_of_others(rank: Rank) -> None:
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(12)))
     units = [[str(number)] for number in range(len(model))]
     pair = rank.pair(model, units=units, prepare=keep, shard_dim=make_next)
-    pair.step(rank.batch(0, (4, DIM)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (4, DIM)))
 
 
 @contract("TIED-2")

@@ -161,6 +161,11 @@ class Pair:
         self._unchecked.append(_Step(self._steps, sharded, mine, ahead, filled))
         self._steps += 1
 
+    def checked_step(self, batch: Any, **options: Any) -> None:
+        """Train a step, with the options of :meth:`step`, and compare it at once (collective)."""
+        self.step(batch, **options)
+        self.check()
+
     def evaluate(self, batch: Any, *, mode: EvaluationMode = "no_grad", submodule: str = "") -> None:
         """Run one forward of the sharded run without autograd; :meth:`check` compares its output.
 
