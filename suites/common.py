@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import Capability, MLPStack, Pair, Rank, Run, models, needs, parallelize_mlps
+from shardproof.testing import Capability, MLPStack, Pair, Rank, Run, each_value, models, needs, parallelize_mlps
 
 #: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
 #: over its replicas alone.
@@ -19,6 +19,16 @@ REPLICAS = pytest.mark.parametrize(
 )
 #: After which steps, counted from 0, gradients are set to None; after the others, to zeros.
 NoneAfter = Literal["all", "even", "odd"]
+
+
+def subjects(names: Any, values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
+    """``parametrize`` by separate subjects of a case, such as calls or errors: ``quick`` keeps an item of each."""
+
+    def mark(case: Any) -> Any:
+        each = each_value(*([names] if isinstance(names, str) else names))
+        return each(pytest.mark.parametrize(names, values, **options)(case))
+
+    return mark
 
 
 def pair_by_units(rank: Rank, model: Any, **options: Any) -> Pair:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, pair_by_units, run_and_plain, tower, train_and_check
+from shardproof.suites.common import batches, pair_by_units, run_and_plain, subjects, tower, train_and_check
 from shardproof.testing import (
     RESHARD,
     Accumulation,
@@ -28,7 +28,6 @@ from shardproof.testing import (
     check_gradients,
     check_parameters,
     contract,
-    each_value,
     error_of_all,
     exact_difference,
     models,
@@ -239,8 +238,7 @@ def test_unused_module_gets_no_gradient(rank: Rank, reshard_after_forward: bool 
 
 @contract("AUTOGRAD-3")
 @world(2, 4)
-@each_value("container")
-@pytest.mark.parametrize("container", ["list", "namedtuple", "tuple", "dict", DATACLASS])
+@subjects("container", ["list", "namedtuple", "tuple", "dict", DATACLASS])
 def test_containers_between_units(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in any container that passes between units, and keep its type."""
     model = models.packed_stack(dim=25, container=container, depth=3)
@@ -250,8 +248,7 @@ def test_containers_between_units(rank: Rank, container: models.Container) -> No
 
 @contract("AUTOGRAD-3")
 @needs(Capability.CONTAINER_OUTPUT, Capability.DATACLASS_OUTPUT)
-@each_value("container")
-@pytest.mark.parametrize("container", CLASSES)
+@subjects("container", CLASSES)
 def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
     """Hooks find the tensors in subclasses of containers, and in a class that is a dict and a dataclass in one."""
     pair = rank.pair(models.packed_stack(dim=9, container=container), units=[["1"], ["2"], ["3"]])
@@ -260,8 +257,7 @@ def test_classes_of_containers(rank: Rank, container: models.Container) -> None:
 
 @contract("AUTOGRAD-16")
 @needs(Capability.CONTAINER_OUTPUT)
-@each_value("container")
-@pytest.mark.parametrize("container", ["list", "dict", DATACLASS])
+@subjects("container", ["list", "dict", DATACLASS])
 def test_containers_that_a_script_passes(rank: Rank, container: models.Container) -> None:
     """A container passed to a unit contains the same tensors afterwards, and can be passed to another unit."""
     pair = rank.pair(shapes.Lending(9, container), units=[["layers.0"], ["layers.1"]])
@@ -607,9 +603,8 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
 
 @contract("AUTOGRAD-17")
 @needs(Capability.AUTOGRAD_CALLS, Capability.MULTIPLE_FORWARD)
-@each_value("model")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-@pytest.mark.parametrize("model", [Forces, ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
+@subjects("model", [Forces, ForcesOfUnit], ids=["of-a-unit", "in-a-unit"])
 def test_gradients_within_forward(rank: Rank, model: Any, reshard_after_forward: bool | None) -> None:
     """A forward may compute gradients, of a unit's output or inside the unit, and then use the root's weights."""
     pair = rank.pair(model(9), units=[["energy"]], baseline="replicated", reshard_after_forward=reshard_after_forward)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
+from shardproof.suites.common import subjects
 from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, private, world
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
@@ -320,8 +321,7 @@ def test_gradients_of_a_communication_hook(rank: Rank) -> None:
 
 
 @contract("CALLS-11")
-@each_value("view")
-@pytest.mark.parametrize("view", ["transposed", "every-other-column", "no-row"])
+@subjects("view", ["transposed", "every-other-column", "no-row"])
 def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
     """A parameter that is a view of a larger tensor, transposed, with gaps or without a row, keeps its values."""
     fsdp = fsdp1(rank)
@@ -351,8 +351,7 @@ def test_parameters_begin_at_multiples_of_16_bytes(rank: Rank) -> None:
 
 
 @contract("CALLS-11")
-@each_value("use_orig_params")
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@subjects("use_orig_params", [True, False])
 def test_tied_names_after_full_parameters(rank: Rank, use_orig_params: bool) -> None:
     """A tied weight has the same names after full parameters have been summoned as before."""
     fsdp = fsdp1(rank)
@@ -374,8 +373,7 @@ def test_tied_names_after_full_parameters(rank: Rank, use_orig_params: bool) -> 
 
 
 @contract("CALLS-12")
-@each_value("shared")
-@pytest.mark.parametrize("shared", [False, True])
+@subjects("shared", [False, True])
 def test_elements_count_once(rank: Rank, shared: bool) -> None:
     """A rule by size counts each element once: for the unit that takes it, and for the first place of a module."""
     fsdp = fsdp1(rank)
@@ -465,8 +463,7 @@ def _warns(kind: type[Warning], words: str, *, expected: bool = True) -> Iterato
 
 
 @contract("CALLS-2")
-@each_value("container")
-@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+@subjects("container", [nn.ModuleList, nn.ModuleDict])
 def test_warning_of_a_container(rank: Rank, container: type[nn.Module]) -> None:
     """Wrapping a container without a forward warns."""
     fsdp = fsdp1(rank)
@@ -530,8 +527,7 @@ def test_warning_of_batch_normalisation(rank: Rank) -> None:
 
 
 @contract("CALLS-2")
-@each_value("separate")
-@pytest.mark.parametrize("separate", [False, True])
+@subjects("separate", [False, True])
 def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
     """A rule that puts frozen and trainable parameters into one unit warns; one that separates them does not."""
     fsdp = fsdp1(rank)
@@ -543,8 +539,7 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
 
 
 @contract("CALLS-2")
-@each_value("first_rank")
-@pytest.mark.parametrize("first_rank", [False, True])
+@subjects("first_rank", [False, True])
 def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> None:
     """Full parameters on the CPU of every rank warn; on that of the first rank alone they do not."""
     fsdp = fsdp1(rank)

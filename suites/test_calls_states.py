@@ -4,13 +4,13 @@ import copy
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
-from shardproof.testing import Capability, Rank, contract, each_value, needs, world
+from shardproof.suites.common import subjects
+from shardproof.testing import Capability, Rank, contract, needs, world
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
@@ -119,8 +119,7 @@ def test_load_after_new_data(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@each_value("has_groups")
-@pytest.mark.parametrize("has_groups", [True, False])
+@subjects("has_groups", [True, False])
 def test_given_optimizer_state_is_saved(rank: Rank, has_groups: bool) -> None:
     """A state dict of the optimizer that user code passes is saved as it is and made ready to load, groups or not."""
     fsdp, model, optimizer = trained(rank)
@@ -152,8 +151,7 @@ def test_given_options_are_saved(rank: Rank) -> None:
 
 
 @contract("CALLS-5")
-@each_value("use_orig_params")
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@subjects("use_orig_params", [True, False])
 def test_optimizer_state_keeps_its_dtype(rank: Rank, use_orig_params: bool) -> None:
     """State of the optimizer in float64, of parameters in float32, is saved and loaded in float64."""
     fsdp = fsdp1(rank)
@@ -376,8 +374,7 @@ def test_group_whose_first_rank_saves(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(4)
 @needs(Capability.HYBRID)
-@each_value("given")
-@pytest.mark.parametrize("given", ["nothing", "all", "replica"])
+@subjects("given", ["nothing", "all", "replica"])
 def test_states_of_the_first_rank_on_replicas(rank: Rank, given: str) -> None:
     """Every rank of replicas loads the optimizer's state that only first ranks have saved, with the same group."""
     fsdp = hybrid(rank)
@@ -426,8 +423,7 @@ def test_states_of_a_submesh(rank: Rank) -> None:
 @contract("CALLS-7")
 @world(4)
 @needs(Capability.HYBRID)
-@each_value("loads")
-@pytest.mark.parametrize("loads", [(), (0, 1), (0,)], ids=["saves", "loads", "loads-alone"])
+@subjects("loads", [(), (0, 1), (0,)], ids=["saves", "loads", "loads-alone"])
 def test_general_functions_on_a_submesh(rank: Rank, loads: tuple[int, ...]) -> None:
     """By functions for any model, too, the first rank of a sub-mesh saves, and the others load what it has.
 

@@ -18,6 +18,7 @@ from shardproof.suites.common import (
     pair_by_units,
     pair_of_mlps,
     run_by_units,
+    subjects,
     tokens,
     tower,
     train_and_check,
@@ -30,7 +31,6 @@ from shardproof.testing import (
     Rank,
     Refusal,
     contract,
-    each_value,
     exact_difference,
     mixed,
     models,
@@ -374,8 +374,7 @@ def _quarter(output: torch.Tensor) -> torch.Tensor:
 @contract("CLIPPING-10")
 @world(2)
 @needs(Capability.CLIP_SOME)
-@each_value("foreach", "infinity", "limit")
-@pytest.mark.parametrize(
+@subjects(
     ("foreach", "infinity", "limit"),
     [(None, math.inf, 2.0**-10), (False, math.inf, 2.0**-10), (None, "inf", 2.0**-10), (None, math.inf, 0.0)],
     ids=["lists", "one-by-one", "infinity-as-a-word", "no-norm-at-all"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, tower, train_and_check
+from shardproof.suites.common import batches, checked_steps, pair_by_units, subjects, tower, train_and_check
 from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
@@ -31,7 +31,6 @@ from shardproof.testing import (
     Skipping,
     Trace,
     contract,
-    each_value,
     first_difference,
     models,
     needs,
@@ -247,8 +246,7 @@ def test_steps_in_evaluation_mode(rank: Rank) -> None:
 
 @contract("COLLECTIVES-4")
 @needs(Capability.COUNTED_UNITS, Capability.CONTAINER_OUTPUT)
-@each_value("container")
-@pytest.mark.parametrize("container", ["dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
+@subjects("container", ["dict", pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
 def test_order_with_containers(rank: Rank, container: models.Container) -> None:
     """Units reduce as soon as their gradients are complete, also where a container brings their input."""
 
@@ -353,8 +351,7 @@ def test_modules_of_a_unit_in_another_order(rank: Rank) -> None:
 
 @contract("COLLECTIVES-7")
 @needs(Capability.GROUPED_UNIT, Capability.UNUSED_OUTPUT)
-@each_value("used")
-@pytest.mark.parametrize("used", [0, 1], ids=["of-the-first", "of-the-last"])
+@subjects("used", [0, 1], ids=["of-the-first", "of-the-last"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_forward: bool | None) -> None:
     """The loss may use the output of one module of a unit alone, of the first as well as of the last."""
@@ -479,10 +476,7 @@ def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
 
 @contract("COLLECTIVES-10")
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
-@each_value("unit", "recurse")
-@pytest.mark.parametrize(
-    ("unit", "recurse"), [("layers.1", False), ("", False), ("", True)], ids=["a-layer", "the-root", "all-units"]
-)
+@subjects(("unit", "recurse"), [("layers.1", False), ("", False), ("", True)], ids=["a-layer", "the-root", "all-units"])
 @pytest.mark.parametrize("choices", [(None, False, True, False), (True, False)], ids=["between-steps", "at-once"])
 def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], unit: str, recurse: bool) -> None:
     """Whether a unit, or all of them, frees its parameters after forward can change before any step, and back."""
@@ -499,8 +493,7 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 
 @contract("COLLECTIVES-10")
 @needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
-@each_value("unit")
-@pytest.mark.parametrize("unit", ["0", ""], ids=["a-layer", "the-root"])
+@subjects("unit", ["0", ""], ids=["a-layer", "the-root"])
 def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
     """A unit whose backward needs no parameters need not be gathered in backward, as long as that is set.
 
@@ -518,10 +511,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
 @contract("COLLECTIVES-10")
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.GROUPED_UNIT)
-@each_value("unit", "recurse")
-@pytest.mark.parametrize(
-    ("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"]
-)
+@subjects(("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"])
 def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
     """An unused parameter is reduced with zeros while its unit has that setting; otherwise it is left out."""
     model = shapes.SkippedMember(dim=9)
@@ -589,8 +579,7 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 
 @contract("COLLECTIVES-11")
 @needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
-@each_value("what")
-@pytest.mark.parametrize(
+@subjects(
     "what",
     [pytest.param(name, marks=[needs(Capability.REDUCE_INPUTS)] if "input" in name else []) for name in WRONG_SETTINGS],
 )
@@ -611,8 +600,7 @@ OF_THE_ROOT_NEEDS = {
 
 
 @contract("COLLECTIVES-11")
-@each_value("what")
-@pytest.mark.parametrize("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
+@subjects("what", [pytest.param(name, marks=OF_THE_ROOT_NEEDS[name]) for name in OF_THE_ROOT])
 def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
     """A setting of the root is refused on another unit, by every rank, and changes nothing."""
     pair = tower(rank, clip=Clip(1e-3) if what == "clipping" else None)

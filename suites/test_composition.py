@@ -21,6 +21,7 @@ from shardproof.suites.common import (
     pair_of_mlps,
     run_and_plain,
     run_by_units,
+    subjects,
     tokens,
     train_and_check,
 )
@@ -46,7 +47,6 @@ from shardproof.testing import (
     check_parameters,
     contract,
     cut_factors,
-    each_value,
     error_of_all,
     exact_difference,
     models,
@@ -238,9 +238,8 @@ ONE_MESH = {
 
 @contract("COMPOSITION-15")
 @needs(Capability.NAMED_DIMENSIONS, Capability.REGISTERED_STATE)
-@each_value("dimensions")
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
-@pytest.mark.parametrize("dimensions", ONE_MESH)
+@subjects("dimensions", ONE_MESH)
 def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     """Parameters on one mesh, sharded over the dimensions that user code names, lie on it and train as DDP does."""
     case = ONE_MESH[dimensions]
@@ -289,8 +288,7 @@ WRONG_DIMENSIONS = {
 @contract("COMPOSITION-15")
 @world(2)
 @needs(Capability.NAMED_DIMENSIONS)
-@each_value("what")
-@pytest.mark.parametrize("what", WRONG_DIMENSIONS)
+@subjects("what", WRONG_DIMENSIONS)
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
     model, named = _factors(rank, what)
@@ -529,8 +527,7 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
 @contract("COMPOSITION-18")
 @world(2)
 @needs(Capability.SHARED_CONTEXT, Capability.AUTOGRAD_CALLS, Capability.RECOVERY)
-@each_value("order")
-@pytest.mark.parametrize(
+@subjects(
     "order",
     ["in-turn", "first-backward", "last-backward", "reset", pytest.param("pending", marks=BY_HAND)],
 )

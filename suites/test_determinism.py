@@ -13,6 +13,7 @@ from shardproof.suites.common import (
     pair_by_units,
     pair_of_mlps,
     run_by_units,
+    subjects,
     tokens,
     train_and_check,
     two_runs,
@@ -33,7 +34,6 @@ from shardproof.testing import (
     StepPicture,
     check_exact,
     contract,
-    each_value,
     exact_difference,
     mixed,
     models,
@@ -176,8 +176,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 @contract("DETERMINISM-2")
 @world(2, 4, own_hash_seeds=True)
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.TIED_PARAMETERS)
-@each_value("form")
-@pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)])
+@subjects("form", ["sharded", pytest.param("full", marks=FULL), pytest.param("first-rank", marks=FULL)])
 @FLAT
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
     """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""

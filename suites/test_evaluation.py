@@ -16,6 +16,7 @@ from shardproof.suites.common import (
     pair_by_units,
     run_and_plain,
     run_by_units,
+    subjects,
     tower,
     train_and_check,
 )
@@ -35,7 +36,6 @@ from shardproof.testing import (
     WholeParameters,
     check_exact,
     contract,
-    each_value,
     exact_difference,
     models,
     needs,
@@ -111,9 +111,8 @@ def test_evaluation_between_microbatches(rank: Rank, reshard_after_forward: bool
 
 
 @contract("EVALUATION-1")
-@each_value("trains")
 @SHARDS
-@pytest.mark.parametrize("trains", [False, True], ids=["evaluated-again", "trained"])
+@subjects("trains", [False, True], ids=["evaluated-again", "trained"])
 def test_first_forward_is_in_inference_mode(rank: Rank, trains: bool, shards: bool) -> None:
     """A model whose first forward ran in inference mode is evaluated in that mode, and trains, as any other."""
     pair = tower(rank, shards=shards)
@@ -292,8 +291,7 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 
 @contract("EVALUATION-3")
 @needs(Capability.FLAT_PARAMETERS)
-@each_value("changed", "flat", "reads")
-@pytest.mark.parametrize(
+@subjects(
     ("changed", "flat", "reads"),
     [
         *(("all", False, False), ("all", True, False), ("out_proj.weight", False, False)),
@@ -539,8 +537,7 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 
 @contract("EVALUATION-5")
 @needs(Capability.WHOLE_PARAMETERS)
-@each_value("what")
-@pytest.mark.parametrize(
+@subjects(
     "what",
     [
         *("changes-of-the-first-rank", "within-another", "in-a-forward", "in-a-backward"),

@@ -15,6 +15,7 @@ from shardproof.suites.common import (
     pair_by_units,
     pair_of_mlps,
     run_by_units,
+    subjects,
     tower,
     train_and_check,
     two_runs,
@@ -31,7 +32,6 @@ from shardproof.testing import (
     Rank,
     Refusal,
     contract,
-    each_value,
     exact_difference,
     models,
     needs,
@@ -116,8 +116,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
 
 @contract("FROZEN-1")
 @needs(Capability.DEFERRED_REDUCTION)
-@each_value("what")
-@pytest.mark.parametrize("what", ["middle", "weights", "biases"])
+@subjects("what", ["middle", "weights", "biases"])
 def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
     """While reductions are deferred, frozen parameters have no gradient, and get none from the last microbatch."""
     run = run_by_units(rank, _tower(what), microbatches=2, accumulation=Accumulation())
@@ -131,8 +130,7 @@ def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
 
 @contract("FROZEN-2")
 @needs(Capability.COUNTED_UNITS)
-@each_value("what")
-@pytest.mark.parametrize("what", ["first", "middle", "last", "root", "all-but-one"])
+@subjects("what", ["first", "middle", "last", "root", "all-but-one"])
 def test_frozen_units_are_not_reduced(rank: Rank, what: str) -> None:
     """A unit is reduced once in a step exactly if it has a trainable parameter; forward gathers it all the same."""
     pair = pair_by_units(rank, _tower(what))
@@ -157,8 +155,7 @@ def _step_and_check_freed(rank: Rank, pair: Pair, census: Census, step: int, fro
 
 @contract("FROZEN-3")
 @needs(Capability.SHARDED)
-@each_value("what")
-@pytest.mark.parametrize("what", ["middle", "last"])
+@subjects("what", ["middle", "last"])
 def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
     """A frozen unit that backward has passed is freed before the backward of the unit before it begins."""
     pair = pair_by_units(rank, _tower(what))
@@ -200,8 +197,7 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
 
 
 @contract("FROZEN-1")
-@each_value("is_recorded")
-@pytest.mark.parametrize("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
+@subjects("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
 @pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
 def test_frozen_unit_without_a_gradient_for_its_input(rank: Rank, ahead: bool | None, is_recorded: bool) -> None:
     """A frozen unit whose input requires a gradient and whose output does not leaves the units around it right."""

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import fsdp1
-from shardproof.testing import Capability, Rank, contract, each_value, needs, world
+from shardproof.suites.common import subjects
+from shardproof.testing import Capability, Rank, contract, needs, world
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
@@ -29,8 +29,7 @@ def test_refuses_a_group_with_a_mesh(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@each_value("option")
-@pytest.mark.parametrize("option", ["use_orig_params", "limit_all_gathers"])
+@subjects("option", ["use_orig_params", "limit_all_gathers"])
 def test_refuses_units_that_differ(rank: Rank, option: str) -> None:
     """A unit that differs from the root in an option that all units share is refused by the first forward."""
     fsdp = fsdp1(rank)
@@ -65,8 +64,7 @@ def test_refuses_to_ignore_a_wrapper(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@each_value("how")
-@pytest.mark.parametrize("how", ["by-two-options", "of-two-kinds", "parameters-as-modules", "a-number"])
+@subjects("how", ["by-two-options", "of-two-kinds", "parameters-as-modules", "a-number"])
 def test_refuses_to_ignore(rank: Rank, how: str) -> None:
     """Ignored modules together with ignored states, states of two kinds, and a non-list of modules are refused."""
     fsdp = fsdp1(rank)
@@ -90,8 +88,7 @@ def test_refuses_hybrid_shards_by_hand_without_groups(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@each_value("half")
-@pytest.mark.parametrize("half", ["one-group", "half-a-pair", "one-dimension"])
+@subjects("half", ["one-group", "half-a-pair", "one-dimension"])
 def test_refuses_hybrid_shards_with_one_group(rank: Rank, half: str) -> None:
     """Hybrid shards with one process group, alone or with None for the other, or with one dimension, are refused."""
     fsdp = fsdp1(rank)
@@ -120,8 +117,7 @@ def test_refuses_forms_that_differ(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@each_value("wrong")
-@pytest.mark.parametrize("wrong", ["ShardedStateDictConfig", "ShardedOptimStateDictConfig"])
+@subjects("wrong", ["ShardedStateDictConfig", "ShardedOptimStateDictConfig"])
 def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None:
     """A configuration of sharded state dicts, of the model or the optimizer, is refused for full ones."""
     fsdp = fsdp1(rank)
@@ -133,8 +129,7 @@ def test_refuses_a_configuration_of_another_form(rank: Rank, wrong: str) -> None
 
 
 @contract("INIT-5")
-@each_value("call")
-@pytest.mark.parametrize("call", ["hook", "no-sync", "clip"])
+@subjects("call", ["hook", "no-sync", "clip"])
 def test_refuses_calls_of_the_root_on_a_unit(rank: Rank, call: str) -> None:
     """A communication hook, deferred reductions and clipping are refused for a unit inside the root."""
     fsdp = fsdp1(rank)

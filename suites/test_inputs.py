@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardproof.suites.common import run_and_plain, tower
+from shardproof.suites.common import run_and_plain, subjects, tower
 from shardproof.testing import (
     Capability,
     Rank,
@@ -16,7 +16,6 @@ from shardproof.testing import (
     backward_of_copies,
     check_gradients,
     contract,
-    each_value,
     error_of_all,
     models,
     needs,
@@ -182,8 +181,7 @@ class _Overwriter(_Layer):
 
 
 @contract("INPUTS-1")
-@each_value("what")
-@pytest.mark.parametrize("what", FILLED)
+@subjects("what", FILLED)
 def test_things_that_units_fill(rank: Rank, what: str) -> None:
     """A mutable argument that units fill is filled for the caller, in training and in evaluation."""
     evaluate_and_train(rank, Filling(9, what=what))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from shardproof.suites.common import subjects
 from shardproof.testing import (
     KEEPS,
     RESHARD,
@@ -31,7 +32,6 @@ from shardproof.testing import (
     check_evaluation,
     check_exact,
     contract,
-    each_value,
     exact_difference,
     mixed,
     models,
@@ -116,8 +116,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
 @needs(Capability.RESHARD_AFTER_FORWARD)
-@each_value("how", "flat_parameters")
-@pytest.mark.parametrize(
+@subjects(
     ("how", "flat_parameters"),
     [
         pytest.param("assigned", False, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
@@ -162,9 +161,8 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
 @needs(Capability.FLAT_PARAMETERS)
-@each_value("memory")
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
-@pytest.mark.parametrize("memory", ["same", "own"])
+@subjects("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
     """A parameter that replaces another, in the same memory or not, has the gradients from then on.
 
@@ -245,8 +243,7 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 
 @contract("OPTIMIZER-28")
 @needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
-@each_value("what")
-@pytest.mark.parametrize("what", ["another-shape", "in-one-of-two-places", "before-backward"])
+@subjects("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that user code replaces by an incompatible one is refused by all ranks, with the reason."""
     check_refused(rank, what)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, tower
-from shardproof.testing import RESHARD, Capability, Pair, Rank, Run, contract, each_value, models, needs, world
+from shardproof.suites.common import batches, checked_steps, subjects, tower
+from shardproof.testing import RESHARD, Capability, Pair, Rank, Run, contract, models, needs, world
 
 Layer = Literal["", "optional", "exit"]
 
@@ -187,9 +187,8 @@ def test_a_later_iteration_differs(
 
 
 @contract("ORDER-6")
-@each_value("first", "later", "warning")
 @PARAMETERS
-@pytest.mark.parametrize(
+@subjects(
     ("first", "later", "warning"),
     [
         pytest.param("optional", "", "but trying to all-gather parameters for [['optional.weight']]", id="more"),

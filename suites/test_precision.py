@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from shardproof.suites.common import REPLICAS
+from shardproof.suites.common import REPLICAS, subjects
 from shardproof.testing import (
     KEEPS,
     RESHARD,
@@ -32,7 +32,6 @@ from shardproof.testing import (
     check_evaluation,
     check_statistics,
     contract,
-    each_value,
     exact_difference,
     meaningful_from,
     mixed,
@@ -374,10 +373,9 @@ def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_para
 
 @contract("PRECISION-13")
 @needs(Capability.GRADIENT_DTYPE, Capability.CAST_AFTER_INIT)
-@each_value("how")
 @pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 @pytest.mark.parametrize("dtype", [FULL, None], ids=str)
-@pytest.mark.parametrize("how", ["sharded", "cast", "assigned", "later"])
+@subjects("how", ["sharded", "cast", "assigned", "later"])
 def test_gradient_dtype(rank: Rank, how: str, dtype: torch.dtype | None, defers: bool) -> None:
     """A bfloat16 parameter's gradients add up and are shown in its ``grad_dtype``, also after casts and loads.
 
@@ -445,8 +443,7 @@ def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_fo
 
 @contract("PRECISION-14")
 @needs(Capability.MIXED_PRECISION, Capability.PARAMETER_DTYPES)
-@each_value("dtype")
-@pytest.mark.parametrize("dtype", [HALF, "float32"], ids=["another", "no-dtype"])
+@subjects("dtype", [HALF, "float32"], ids=["another", "no-dtype"])
 def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
     """What is neither a parameter's own dtype nor that of compute is refused by name, and the model is unchanged."""
     model = mixed.Mixed().to(rank.device)
@@ -653,11 +650,8 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 
 @contract("PRECISION-5")
 @MIXED
-@each_value("passing")
 @pytest.mark.parametrize("casts_inputs", [True, False])
-@pytest.mark.parametrize(
-    "passing", [*get_args(Passing)[:-1], pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))]
-)
+@subjects("passing", [*get_args(Passing)[:-1], pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
 def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
     """A unit casts its floating-point inputs if configured to, in any container, and no integers."""
     model = Choosing(passing)
@@ -670,8 +664,7 @@ def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
 
 @contract("PRECISION-5", "PRECISION-6")
 @needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
-@each_value("dtype")
-@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
+@subjects("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are not cast as inputs or outputs; wide floats are."""
     model = Choosing()

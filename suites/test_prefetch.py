@@ -6,7 +6,15 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, tokens, train_and_check
+from shardproof.suites.common import (
+    batches,
+    checked_steps,
+    pair_by_units,
+    run_by_units,
+    subjects,
+    tokens,
+    train_and_check,
+)
 from shardproof.testing import (
     RESHARD,
     Capability,
@@ -16,7 +24,6 @@ from shardproof.testing import (
     RepeatedTower,
     Run,
     contract,
-    each_value,
     models,
     needs,
     step_label,
@@ -252,8 +259,7 @@ class EarlyExit(models.Tower):
 
 @contract("PREFETCH-3")
 @needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
-@each_value("when")
-@pytest.mark.parametrize("when", CHOICES)
+@subjects("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
     """Backward gathers the next unit before the current one computes, after it and before its reduction, or never.
 

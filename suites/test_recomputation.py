@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, train_and_check
+from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, subjects, train_and_check
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -22,7 +22,6 @@ from shardproof.testing import (
     SpanBesideAHead,
     SpanTower,
     contract,
-    each_value,
     models,
     needs,
     recompute,
@@ -138,8 +137,7 @@ def test_recomputed_spans(rank: Rank, span: Span) -> None:
 
 @contract("RECOMPUTATION-4")
 @needs(Capability.DEFERRED_REDUCTION)
-@each_value("span")
-@pytest.mark.parametrize("span", ["two-layers", "to-the-end"])
+@subjects("span", ["two-layers", "to-the-end"])
 def test_recomputed_spans_of_microbatches(rank: Rank, span: Span) -> None:
     """Units that are recomputed, together or to their ends, train as DDP does with sums over unreduced microbatches."""
     pair = make_spans(rank, span, microbatches=2, accumulation=Accumulation())
@@ -199,8 +197,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
 
 @contract("RECOMPUTATION-5")
 @needs(Capability.MULTIPLE_FORWARD)
-@each_value("means")
-@pytest.mark.parametrize(
+@subjects(
     "means",
     # DistributedDataParallel refuses parameters that two re-entrant backwards use, as it documents.
     ["call", "hooks", pytest.param("reentrant-call", marks=needs(Capability.SHARDED))],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import run_and_plain, run_by_units, tower, two_runs
+from shardproof.suites.common import run_and_plain, run_by_units, subjects, tower, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -28,7 +28,6 @@ from shardproof.testing import (
     check_equal,
     check_exact,
     contract,
-    each_value,
     meaningful_from,
     mixed,
     models,
@@ -84,9 +83,8 @@ class Trap:
 @contract("RECOVERY-1")
 @world(2, 4)
 @RECOVERS
-@each_value("phase")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize("phase", ["forward", "backward", "evaluation"])
+@subjects("phase", ["forward", "backward", "evaluation"])
 def test_exception(rank: Rank, phase: str, reshard_after_forward: bool | int | None) -> None:
     """After an exception in the first or a later forward or backward, in the second of four units, training goes on."""
     check_recovery(rank, phase, reshard_after_forward=reshard_after_forward)
@@ -268,8 +266,7 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 @contract("RECOVERY-3")
 @RECOVERS
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
-@each_value("phase")
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@subjects("phase", ["forward", "backward"])
 def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     """State dicts and full parameters that user code reads after a failed pass have the values of the last step."""
     run, plain = failed(rank, phase)

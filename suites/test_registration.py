@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, run_by_units
+from shardproof.suites.common import batches, checked_steps, run_by_units, subjects
 from shardproof.testing import (
     RESHARD,
     RESHARD_ROOT,
@@ -17,7 +17,6 @@ from shardproof.testing import (
     Run,
     Settings,
     contract,
-    each_value,
     exact_difference,
     meaningful_from,
     models,
@@ -134,8 +133,7 @@ def test_after_partial_forward(rank: Rank, reshard_after_forward: bool | int | N
 
 @contract("REGISTRATION-4")
 @needs(Capability.NON_ROOT_FORWARD, Capability.GROUPED_UNIT)
-@each_value("name")
-@pytest.mark.parametrize("name", ["layers.0", "layers.1"])
+@subjects("name", ["layers.0", "layers.1"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 def test_after_the_forward_of_one_module(rank: Rank, reshard_after_forward: bool | None, name: str) -> None:
     """After an evaluation of one module of a unit of several, the root's forwards are right, and it still trains."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, tower, train_and_check
+from shardproof.suites.common import batches, subjects, tower, train_and_check
 from shardproof.testing import (
     FLAT,
     SHARDS,
@@ -172,8 +172,7 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 @contract("SHARDING-2")
 @world(2)
 @needs(Capability.REPLICAS_ALONE, Capability.MIXED_PRECISION)
-@each_value("defers")
-@pytest.mark.parametrize("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
+@subjects("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
     """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
     # Deferred gradients may add up in the dtype of compute: it is that of their reduction too.

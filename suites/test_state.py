@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardproof.suites.common import REPLICAS
+from shardproof.suites.common import REPLICAS, subjects
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -332,8 +332,7 @@ def test_into_a_new_optimizer(rank: Rank, form: StateForm, shards: bool, flat: b
 
 
 @contract("STATE-3")
-@each_value("strict")
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@subjects("strict", [True, False], ids=["strict", "lenient"])
 @FORMS
 def test_into_an_optimizer_of_fewer_parameters(rank: Rank, form: StateForm, strict: bool) -> None:
     """An optimizer of the trainable parameters loads the options and states that one of all parameters has saved.
@@ -497,9 +496,8 @@ def test_saving_before_a_step_without_state(rank: Rank, flat: bool, form: StateF
 
 @contract("STATE-7")
 @needs(Capability.SHARDED)
-@each_value("flaw")
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
-@pytest.mark.parametrize("flaw", FLAWED)
+@subjects("flaw", FLAWED)
 def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
     """Missing, unknown and misfit entries are reported by name on every rank as unsharded, and keep their values."""
     run, source = states.make(rank, 0, optimizer=None), states.make(rank, 1, optimizer=None)
@@ -701,8 +699,7 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 
 @contract("STATE-50")
 @needs(Capability.FLAT_PARAMETERS)
-@each_value("flaw")
-@pytest.mark.parametrize(
+@subjects(
     "flaw",
     ["another-shape", "shapes", "another-dtype", "another-step", "another-dtype-of-steps", "no-average", "no-state"],
 )

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, batches, checked_steps, train_and_check
+from shardproof.suites.common import REPLICAS, batches, checked_steps, subjects, train_and_check
 from shardproof.testing import (
     Capability,
     Pair,
@@ -20,7 +20,6 @@ from shardproof.testing import (
     Run,
     WrapPolicy,
     contract,
-    each_value,
     models,
     needs,
     shapes,
@@ -183,16 +182,14 @@ BESIDE_IGNORED = {
 
 
 @contract("WRAPPING-1")
-@each_value("rule")
-@pytest.mark.parametrize("rule", BY_SIZE)
+@subjects("rule", BY_SIZE)
 def test_by_size(rank: Rank, rule: str) -> None:
     """Children first, each module that is left with enough elements is a unit."""
     train(rank, BY_SIZE[rule])
 
 
 @contract("WRAPPING-2")
-@each_value("rule")
-@pytest.mark.parametrize("rule", BY_CHOICE)
+@subjects("rule", BY_CHOICE)
 def test_by_choice(rank: Rank, rule: str) -> None:
     """Modules of some classes or their subclasses, or for which a function returns True, are units, also nested."""
     train(rank, BY_CHOICE[rule])
@@ -211,8 +208,7 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
 
 
 @contract("WRAPPING-2")
-@each_value("rule")
-@pytest.mark.parametrize("rule", ["classes", "objects"])
+@subjects("rule", ["classes", "objects"])
 def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -> None:
     """A chosen module that its model holds under two names is one unit, in both places."""
     shared = nn.Linear(6, 6)
@@ -245,8 +241,7 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
 
 
 @contract("WRAPPING-2")
-@each_value("option")
-@pytest.mark.parametrize(
+@subjects(
     "option",
     [
         "keeps",
@@ -304,8 +299,7 @@ def test_units_of_replicas(rank: Rank, shape: tuple[int, int], as_groups: bool) 
 
 @contract("WRAPPING-3")
 @needs(Capability.IGNORED_MODULES)
-@each_value("rule")
-@pytest.mark.parametrize("rule", BESIDE_IGNORED)
+@subjects("rule", BESIDE_IGNORED)
 def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
     """An ignored module is no unit, nor anything inside it, and its elements do not count for a module around it."""
     pair = train(rank, BESIDE_IGNORED[rule])
