@@ -7,12 +7,9 @@ Run as ``python docs/make_crossed.py`` in the repository's root.
 """
 
 import pathlib
-import sys
 from collections.abc import Iterable, Mapping
 
 from generating import ROOT, run
-
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.casework import crossed

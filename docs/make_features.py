@@ -12,13 +12,10 @@ import dataclasses
 import json
 import pathlib
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from generating import ROOT, between, collect, run
-
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.adapters.registry import load

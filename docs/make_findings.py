@@ -4,12 +4,9 @@
 """
 
 import pathlib
-import sys
 from collections.abc import Iterable, Sequence
 
 from generating import ROOT, run
-
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.findings import Finding, load
 

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import generating
 from generating import ROOT, between
 
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
-
 from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
 from shardproof.runfile import CaseRecord, Run, Verdict, load_run, parse_run, public_version

@@ -3,12 +3,7 @@
 Run as ``python docs/make_page.py`` in the repository's root, where the extra ``page`` is installed.
 """
 
-import sys
-
 from generating import ROOT
-
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
-
 from make_matrix import PLACES, run_of
 
 from shardproof.reports.page import Source, render

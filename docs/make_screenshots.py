@@ -5,13 +5,9 @@ installed and Chromium with its driver is.
 """
 
 import pathlib
-import sys
 import tempfile
 
 from generating import ROOT
-
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
-
 from make_page import published
 
 from tests.browser.chromium import Browser

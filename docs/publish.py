@@ -12,8 +12,6 @@ from typing import Any
 
 from generating import ROOT
 
-sys.path.insert(0, str(ROOT))  # a clone need not be installed
-
 from shardproof.jsonfiles import load
 from shardproof.runfile import RunFileError, parse_run
 
