@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import Capability, MLPStack, Pair, Rank, Run, each_value, models, needs, parallelize_mlps
+from shardproof.testing import Capability, Pair, Rank, Run, each_value, models, needs, parallel
 
 #: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
 #: over its replicas alone.
@@ -58,10 +58,14 @@ def two_runs(rank: Rank, model: Any, **options: Any) -> tuple[Run, Run]:
     return first, second
 
 
-def pair_of_mlps(rank: Rank, mesh: DeviceMesh, model: MLPStack, *, sequence: bool = False, **options: Any) -> Pair:
-    """A pair of MLPs that are cut over ``mesh["tp"]`` and sharded over ``mesh["dp"]`` (collective)."""
-    prepare = functools.partial(parallelize_mlps, mesh=mesh["tp"], sequence=sequence)
-    return pair_by_units(rank, model, mesh=mesh["dp"], prepare=prepare, **options)
+def cut_over(mesh: DeviceMesh, plan: Callable[..., nn.Module], **arguments: Any) -> dict[str, Any]:
+    """The options of a model that a plan cuts over ``mesh["tp"]``, and that is then sharded over ``mesh["dp"]``."""
+    return {"mesh": mesh["dp"], "prepare": functools.partial(plan, mesh=mesh["tp"], **arguments)}
+
+
+def pair_of_mlps(rank: Rank, mesh: DeviceMesh, model: Any, *, sequence: bool = False, **options: Any) -> Pair:
+    """A pair of :class:`parallel.MLPStack`, cut over ``mesh["tp"]`` and sharded over ``mesh["dp"]`` (collective)."""
+    return pair_by_units(rank, model, **cut_over(mesh, parallel.parallelize_mlps, sequence=sequence), **options)
 
 
 def checked_steps(

@@ -1,6 +1,5 @@
 """Chapter CALLS: full parameters of wrappers, with tensor parallelism too."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
-from shardproof.suites.common import run_by_units, two_runs
+from shardproof.suites.common import cut_over, run_by_units, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -19,12 +18,12 @@ from shardproof.testing import (
     Rank,
     Run,
     WholeParameters,
-    by_columns,
     contract,
     mixed,
     models,
     needs,
     optim,
+    shapes,
     world,
 )
 
@@ -145,7 +144,7 @@ def _check_same_gradients(run: Run, twin: Run) -> None:
 def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
     """Writes to full gradients reach the same elements of the shards, in any memory layout."""
     model = models.Tower(dim=9)
-    by_columns(model)
+    shapes.by_columns(model)
     run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
     how, expected = WholeParameters(with_gradients=True), {}
@@ -163,8 +162,7 @@ def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
 def _split_run(rank: Rank, **options: Any) -> tuple[Run, DeviceMesh]:
     """A run of a model that is cut over ``mesh["tp"]`` too, and all of the mesh (collective)."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    return rank.run(mixed.Mixed(), units=[["low"]], mesh=mesh["dp"], prepare=prepare, **options), mesh
+    return rank.run(mixed.Mixed(), units=[["low"]], **cut_over(mesh, mixed.split_columns), **options), mesh
 
 
 @contract("CALLS-3")

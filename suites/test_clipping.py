@@ -1,6 +1,5 @@
 """Chapter CLIPPING: the norm of all gradients together, and gradients scaled by it."""
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from shardproof.suites.common import (
     REPLICAS,
     batches,
     checked_steps,
+    cut_over,
     pair_by_units,
     pair_of_mlps,
     run_by_units,
@@ -27,7 +27,6 @@ from shardproof.testing import (
     FLAT,
     Capability,
     Clip,
-    MLPStack,
     Rank,
     Refusal,
     contract,
@@ -36,7 +35,7 @@ from shardproof.testing import (
     models,
     needs,
     optim,
-    parallelize_mlps,
+    parallel,
     shapes,
     world,
 )
@@ -200,7 +199,7 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> None:
     """The norm of gradients sharded over both dimensions, or over one, costs one reduction per dimension."""
     mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
-    pair = pair_of_mlps(rank, mesh, MLPStack(dim, normed=True), sequence=True, clip=clip, flat_parameters=flat)
+    pair = pair_of_mlps(rank, mesh, parallel.MLPStack(dim, normed=True), sequence=True, clip=clip, flat_parameters=flat)
     for _ in checked_steps(pair, batches(rank, 3, (2, 6, dim), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
@@ -212,9 +211,9 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
     """A unit may have tensor-parallel layers next to a plain norm: both count once."""
     mesh, clip = rank.mesh((2, 2), ("dp", "tp")), Clip(max_norm=0.001, norm_type=norm_type)
-    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    options = cut_over(mesh, parallel.parallelize_mlps)
     units = [["layers.0"]]  # the other layer and the norm are the root's
-    pair = rank.pair(MLPStack(17, normed=True), units=units, clip=clip, flat_parameters=flat, **options)
+    pair = rank.pair(parallel.MLPStack(17, normed=True), units=units, clip=clip, flat_parameters=flat, **options)
     for _ in checked_steps(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square):
         pair.check_counts("clip", all_reduce=reductions_of_norm(rank, tensor_parallel=1))
 
@@ -224,11 +223,11 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     """Ignored tensor-parallel parameters, equal on all data-parallel ranks, count once, in full."""
-    mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(16).double()
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), parallel.MLPStack(16).double()
     batch = torch.linspace(-1, 1, 64, dtype=torch.float64, device=rank.device).view(1, 4, 16)
     plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
     ignored = tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0."))
-    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
+    options = cut_over(mesh, parallel.parallelize_mlps)
     run = rank.run(model, units=[["layers.1"]], clip=clip, ignored=ignored, **options)
     run.forward_backward((batch,), loss=models.ramp_square)
     models.ramp_square(plain(batch)).backward()

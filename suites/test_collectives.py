@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import functools
 import string
 from collections.abc import Callable, Sequence
 from random import Random
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, subjects, tower, train_and_check
+from shardproof.suites.common import batches, checked_steps, cut_over, pair_by_units, subjects, tower, train_and_check
 from shardproof.suites.own import Own
 from shardproof.testing import (
     RESHARD,
@@ -26,18 +25,17 @@ from shardproof.testing import (
     Pair,
     Rank,
     Refusal,
-    RepeatedTower,
     Settings,
-    Skipping,
     Trace,
     contract,
     first_difference,
     models,
     needs,
     optim,
-    parallelize_mlps,
+    parallel,
     shapes,
     step_label,
+    ties,
     world,
 )
 
@@ -172,7 +170,7 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 
 @contract("COLLECTIVES-4")
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
-@pytest.mark.parametrize("model", [models.Tower, RepeatedTower], ids=["once", "twice"])
+@pytest.mark.parametrize("model", [models.Tower, ties.RepeatedTower], ids=["once", "twice"])
 def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
     """While a layer computes its gradients, only the next one in backward is gathered, by the order of forward.
 
@@ -379,7 +377,7 @@ def test_evaluations_add_no_gather_to_a_step(rank: Rank, reshard_after_forward: 
 
 @contract("COLLECTIVES-4")
 @needs(Capability.COUNTED_UNITS, Capability.MULTIPLE_FORWARD, Capability.RESHARD_AFTER_FORWARD)
-@pytest.mark.parametrize("kind", [models.Tower, RepeatedTower], ids=["once", "twice"])
+@pytest.mark.parametrize("kind", [models.Tower, ties.RepeatedTower], ids=["once", "twice"])
 def test_evaluation_between_forward_and_backward(rank: Rank, kind: type[models.Tower]) -> None:
     """An evaluation between forward and backward changes neither what backward gathers nor when."""
     model, batches = kind(dim=9, depth=DEPTH), [rank.batch(number, (4, 9)) for number in range(2)]
@@ -540,8 +538,8 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
 def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
     """Zeros for an unused tensor-parallel parameter have the shape of this rank's part."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_mlps, mesh=mesh["tp"])}
-    pair = rank.pair(Skipping(5), baseline="replicated", ranks_differ=True, find_unused=True, **options)
+    options = cut_over(mesh, parallel.parallelize_mlps)
+    pair = rank.pair(parallel.Skipping(5), baseline="replicated", ranks_differ=True, find_unused=True, **options)
     drawn = enumerate(batches(rank, 2, (4, 5), mesh=mesh["dp"]), start=mesh["dp"].get_local_rank())
     train_and_check(pair, ((batch, number % 3) for number, batch in drawn))
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardproof.suites.common import (
     batches,
     checked_steps,
+    cut_over,
     pair_by_units,
     pair_of_mlps,
     run_and_plain,
@@ -29,38 +30,28 @@ from shardproof.testing import (
     RESHARD,
     RESHARD_CHOICES,
     Adapter,
-    Buffered,
     Capability,
     Computations,
-    Factors,
     Hardware,
-    MLPStack,
     NamedDimensions,
     Pair,
     Piece,
-    Projections,
     Rank,
     Refusal,
-    SplitTransformer,
     backward_of_copies,
     check_gradients,
     check_parameters,
     contract,
-    cut_factors,
     error_of_all,
     exact_difference,
     models,
     needs,
     optim,
-    parallelize_mlps,
-    parallelize_projections,
-    parallelize_transformer,
+    parallel,
     piece_of,
     private,
     recompute,
-    replicate,
     sharded,
-    spread_mlps,
     step_label,
     with_first,
     world,
@@ -102,7 +93,7 @@ def test_two_dimensions(rank: Rank, dim: int, recomputes: bool, reshard_after_fo
 def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
     """A cut parameter, of whose gradient each tensor-parallel rank has a part for all elements, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    pair = rank.pair(Factors(9), mesh=mesh["dp"], prepare=functools.partial(cut_factors, mesh=mesh["tp"]))
+    pair = rank.pair(parallel.Factors(9), **cut_over(mesh, parallel.cut_factors))
     train_and_check(pair, batches(rank, 2, (4, 9), mesh=mesh["dp"]))
 
 
@@ -110,8 +101,7 @@ def test_pending_sums_of_a_cut_parameter(rank: Rank) -> None:
 def test_pending_sums_that_a_model_declares(rank: Rank) -> None:
     """A full parameter, of whose gradient a tensor-parallel rank declares that it has a part, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(cut_factors, mesh=mesh["tp"], replicated=True)
-    pair = rank.pair(Factors(9), mesh=mesh["dp"], prepare=prepare)
+    pair = rank.pair(parallel.Factors(9), **cut_over(mesh, parallel.cut_factors, replicated=True))
     train_and_check(pair, batches(rank, 2, (4, 9), mesh=mesh["dp"]))
 
 
@@ -152,9 +142,9 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     """DTensor parameters lie on the mesh (dp, tp), placed as documented, and together are the full tensors."""
     names = ("dp", "tp") if rank.world_size == 4 else ("pp", "dp", "tp")
     mesh = rank.mesh((2,) * len(names), names)
-    model = MLPStack(dim)
+    model = parallel.MLPStack(dim)
     full = {name: value.detach().clone() for name, value in model.named_parameters()}
-    run = run_by_units(rank, model, mesh=mesh["dp"], prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]))
+    run = run_by_units(rank, model, **cut_over(mesh, parallel.parallelize_mlps))
     for step in range(2):
         for name, parameter in run.adapter.named_parameters().items():
             if not isinstance(parameter, DTensor):
@@ -192,8 +182,8 @@ def strided() -> Placement:
 def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
     """Resharded to a subgroup, tensor-parallel parameters are refused by name before a send, or train as DDP does."""
     mesh = rank.mesh((4, 1), ("dp", "tp"))
-    model = MLPStack(5)
-    cut = parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
+    model = parallel.MLPStack(5)
+    cut = parallel.parallelize_mlps(models.copy_of(model).to(rank.device), mesh["tp"])
     # The root's is the only unit: no other one could be refused.
     options: Any = {"mesh": mesh["dp"], "reshard_after_forward": 2}
     adapter = sharded(rank, cut, **options)
@@ -201,7 +191,7 @@ def test_tensor_parallel_groups_of_ranks(rank: Rank) -> None:
     if refusal.text is not None:
         refusal.check_names("eshard")
         return
-    pair = rank.pair(model, prepare=functools.partial(parallelize_mlps, mesh=mesh["tp"]), **options)
+    pair = rank.pair(model, prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"]), **options)
     train_and_check(pair, batches(rank, 1, (4, 5)))
 
 
@@ -244,10 +234,10 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     """Parameters on one mesh, sharded over the dimensions that user code names, lie on it and train as DDP does."""
     case = ONE_MESH[dimensions]
     mesh = rank.mesh(case.shape, case.names)
-    model, data = MLPStack(5), case.data_parallel(mesh)
+    model, data = parallel.MLPStack(5), case.data_parallel(mesh)
     full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
     divided = (*case.replicate, *case.shard) if divides else ()
-    options: Any = {"mesh": data, "prepare": functools.partial(spread_mlps, mesh=mesh, divides=divided)}
+    options: Any = {"mesh": data, "prepare": functools.partial(parallel.spread_mlps, mesh=mesh, divides=divided)}
     options |= {"baseline": "ddp" if data.ndim == 1 else "replicated", "shards": bool(case.shard)}
     named = NamedDimensions(mesh, case.shard, case.replicate)
     pair = pair_by_units(rank, model, named_dimensions=named, **options)
@@ -266,7 +256,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
 
 def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:
     """Return a model of one parameter, and dimensions to shard it over, with one mistake (collective)."""
-    mesh, model = rank.mesh((rank.world_size, 1), ("dp", "tp")), Factors(9).to(rank.device)
+    mesh, model = rank.mesh((rank.world_size, 1), ("dp", "tp")), parallel.Factors(9).to(rank.device)
     on = rank.mesh() if what == "on-another-mesh" else mesh
     placements: list[Placement] = [Shard(0) if what == "cut-already" else Replicate(), Replicate()]
     if what != "a-plain-tensor":
@@ -302,7 +292,7 @@ def test_named_replicas_in_different_orders(rank: Rank) -> None:
     """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
     mesh = rank.mesh((2, 2), ("copy", "dp"), order=(3, 1, 0, 2))
     options: Any = {"mesh": mesh, "named_dimensions": NamedDimensions(mesh, ("dp",), ("copy",))}
-    model, spread = MLPStack(5).to(rank.device), functools.partial(spread_mlps, mesh=mesh)
+    model, spread = parallel.MLPStack(5).to(rank.device), functools.partial(parallel.spread_mlps, mesh=mesh)
     tried = spread(models.copy_of(model))
     refusal = Refusal(rank, lambda: sharded(rank, tried, **options), may_send=True)  # ranks may compare orders
     if refusal.text is not None:
@@ -317,9 +307,8 @@ def test_named_replicas_in_different_orders(rank: Rank) -> None:
 def test_transformer(rank: Rank, sequence: bool) -> None:
     """A transformer cut by heads and features, and along the sequence too, trains as DDP does."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = SplitTransformer()
-    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
-    pair = rank.pair(model, units=model.units(), mesh=mesh["dp"], prepare=prepare)
+    model = parallel.SplitTransformer()
+    pair = pair_by_units(rank, model, **cut_over(mesh, parallel.parallelize_transformer, sequence=sequence))
     config = model.config
     for _ in checked_steps(pair, tokens(rank, 3, (3, config.length), vocabulary=config.vocabulary, mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
@@ -333,7 +322,7 @@ def test_transformer(rank: Rank, sequence: bool) -> None:
 def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
     """With one data-parallel rank only tensor parallelism communicates, also if the shards are on the CPU."""
     mesh = rank.mesh((1, rank.world_size), ("dp", "tp"))
-    model = MLPStack(16)
+    model = parallel.MLPStack(16)
     layers = len(model.layers)
     pair = pair_of_mlps(rank, mesh, model, offload=offload)
     for _ in checked_steps(pair, batches(rank, 3, (4, 16), mesh=mesh["dp"])):
@@ -361,9 +350,9 @@ def test_parameters_of_both_kinds(
             dist.all_reduce(summed, group=mesh["tp"].get_group())
             gradient.copy_(summed)
 
-    options: Any = {"mesh": mesh["dp"], "prepare": functools.partial(parallelize_projections, mesh=mesh["tp"])}
+    options = cut_over(mesh, parallel.parallelize_projections)
     options |= {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat_parameters}
-    pair = rank.pair(Projections(), offload=offload, after_backward=add_plain, **options)
+    pair = rank.pair(parallel.Projections(), offload=offload, after_backward=add_plain, **options)
     train_and_check(pair, batches(rank, 3, (4, 5), mesh=mesh["dp"]), set_to_none="even")
 
 
@@ -375,10 +364,10 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
     A step has seven collectives in all: there is none on any other group.
     """
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    model = Projections(normed=True)
+    model = parallel.Projections(normed=True)
     # Everything is cut or a replicated DTensor, so that user code need not sum gradients.
     model.net3 = nn.Identity()
-    pair = rank.pair(model, mesh=mesh["dp"], prepare=functools.partial(parallelize_projections, mesh=mesh["tp"]))
+    pair = rank.pair(model, **cut_over(mesh, parallel.parallelize_projections))
     for _ in checked_steps(pair, batches(rank, 2, (4, 5), mesh=mesh["dp"])):
         check_groups(pair, mesh["dp"], mesh["tp"])
         counts = {name: counts_within(pair, mesh[name]) for name in ("dp", "tp")}
@@ -396,11 +385,11 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     """Ranks that begin with values of their own take those of the first data-parallel rank, buffers too."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(rank.seeds.init + mesh["dp"].get_local_rank())
-    model = Buffered(8).to(rank.device)
+    model = parallel.Buffered(8).to(rank.device)
     own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
     first, last = rank.exchange(own)[rank.index % 2 :: 2]
     assert not any(torch.equal(first[name], last[name]) for name in own), "nothing would have to be sent"
-    run = rank.run(model, mesh=mesh["dp"], sync_states=True, prepare=functools.partial(replicate, mesh=mesh["tp"]))
+    run = rank.run(model, sync_states=True, **cut_over(mesh, parallel.replicate))
     (buffer,) = run.adapter.module.buffers()
     check_values(rank, {**run.adapter.parameters(), "offset": piece_of(buffer)}, first)
 
@@ -466,20 +455,20 @@ def train(
     names = mesh.mesh_dim_names or ()
     stage = mesh["pp"].get_local_rank() if "pp" in names else 0
     torch.manual_seed(rank.seeds.init + stage)
-    model = MLPStack(dim)
-    parallel = mesh[data if len(data) > 1 else data[0]]
+    model = parallel.MLPStack(dim)
+    replicas = mesh[data if len(data) > 1 else data[0]]
     computations = Computations(inside="in_proj")
 
     def prepare(plain: nn.Module) -> nn.Module:
         computations.watch(plain)
-        cut = parallelize_mlps(plain, mesh["tp"])
+        cut = parallel.parallelize_mlps(plain, mesh["tp"])
         return recompute(cut, "hooks") if recomputes else cut
 
     pair = pair_by_units(
-        rank, model, mesh=parallel, prepare=prepare, baseline="ddp" if len(data) == 1 else "replicated", **options
+        rank, model, mesh=replicas, prepare=prepare, baseline="ddp" if len(data) == 1 else "replicated", **options
     )
     for step in range(3):
-        batch = rank.batch(step, (8, dim), mesh=parallel, microbatch=stage)
+        batch = rank.batch(step, (8, dim), mesh=replicas, microbatch=stage)
         pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)
         if recomputes:
             computations.check()

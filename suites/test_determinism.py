@@ -26,7 +26,6 @@ from shardproof.testing import (
     Clip,
     Finding,
     Location,
-    MLPStack,
     Rank,
     Run,
     Stage,
@@ -39,6 +38,7 @@ from shardproof.testing import (
     models,
     needs,
     optim,
+    parallel,
     shapes,
     states,
     step_label,
@@ -113,7 +113,7 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Ranks with different hash seeds also do so with tensor parallelism, with a norm over both mesh dimensions."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     options: Any = {"clip": Clip(max_norm=0.01), "flat_parameters": flat}
-    pair = pair_of_mlps(rank, mesh, MLPStack(17, normed=True), sequence=True, **options)
+    pair = pair_of_mlps(rank, mesh, parallel.MLPStack(17, normed=True), sequence=True, **options)
     train_and_check(pair, batches(rank, 2, (2, 6, 17), mesh=mesh["dp"]), loss=models.ramp_square)
 
 

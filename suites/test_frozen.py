@@ -26,7 +26,6 @@ from shardproof.testing import (
     Accumulation,
     Capability,
     Census,
-    MLPStack,
     Pair,
     Precision,
     Rank,
@@ -35,6 +34,7 @@ from shardproof.testing import (
     exact_difference,
     models,
     needs,
+    parallel,
     shapes,
     step_label,
     with_first,
@@ -421,7 +421,7 @@ def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
 )
 def test_frozen_beside_tensor_parallelism(rank: Rank, what: str, data: int) -> None:
     """Tensor-parallel parameters that are frozen between two microbatches get no gradient of the second."""
-    mesh, model = rank.mesh((data, 4 // data), ("dp", "tp")), _frozen(MLPStack(5), FROZEN[what])
+    mesh, model = rank.mesh((data, 4 // data), ("dp", "tp")), _frozen(parallel.MLPStack(5), FROZEN[what])
     pair = pair_of_mlps(rank, mesh, model)
     for step in range(2):
         _assert_requires_grad(pair, what, f"before {step_label(step)}")

@@ -26,7 +26,6 @@ from shardproof.testing import (
     Rank,
     Refusal,
     Run,
-    TiedMLP,
     Trainee,
     backward_of_copies,
     check_evaluation,
@@ -41,6 +40,7 @@ from shardproof.testing import (
     run_and_replica,
     step_and_check,
     step_label,
+    ties,
     world,
 )
 
@@ -259,7 +259,7 @@ def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None
 
 def check_refused(rank: Rank, what: str, **options: Any) -> None:
     """Replace parameters, and check that all ranks refuse what follows."""
-    run, batch = rank.run(TiedMLP(9), reshard_after_forward=False, **options), (rank.batch(0, (4, 9)),)
+    run, batch = rank.run(ties.TiedMLP(9), reshard_after_forward=False, **options), (rank.batch(0, (4, 9)),)
     adapter = run.adapter
     loss = models.mean_square(adapter.forward(*batch)) if what == "before-backward" else None
     # Each rank has some of the parameter's elements, and notices by itself.

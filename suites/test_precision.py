@@ -13,14 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from shardproof.suites.common import REPLICAS, subjects
+from shardproof.suites.common import REPLICAS, cut_over, subjects
 from shardproof.testing import (
     KEEPS,
     RESHARD,
     Accumulation,
     Capability,
     CastReplica,
-    Factors,
     Precision,
     Rank,
     Refusal,
@@ -38,10 +37,10 @@ from shardproof.testing import (
     models,
     needs,
     optim,
+    parallel,
     run_and_replica,
     shapes,
     sharded,
-    split_factors,
     states,
     step_and_check,
     step_label,
@@ -460,8 +459,7 @@ def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
 def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
     """Tensor-parallel parameters are gathered, used and reduced in the dtypes of the policy."""
     precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    run = trained(rank, mixed.Mixed(), precision=precision, mesh=mesh["dp"], prepare=prepare)
+    run = trained(rank, mixed.Mixed(), precision=precision, **cut_over(mesh, mixed.split_columns))
     assert_dtypes(run, precision)
 
 
@@ -802,8 +800,7 @@ def test_small_updates(rank: Rank) -> None:
 def test_sums_over_tensor_parallel_ranks(rank: Rank) -> None:
     """The tensor-parallel ranks' parts of a gradient are summed in the reduce dtype: 257 is not a bfloat16 number."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(split_factors, mesh=mesh["tp"])
-    run = rank.run(Factors(4), mesh=mesh["dp"], prepare=prepare, precision=POLICIES["bf16-fp32"])
+    run = rank.run(parallel.Factors(4), precision=POLICIES["bf16-fp32"], **cut_over(mesh, parallel.split_factors))
     mine = torch.full((1, 4), 1.0 if mesh.get_local_rank("tp") else 256.0, device=rank.device)
     for step in range(2):
         run.forward_backward((mine,), loss=lambda output: cast(DTensor, output).to_local().sum())

@@ -21,12 +21,12 @@ from shardproof.testing import (
     Census,
     Pair,
     Rank,
-    RepeatedTower,
     Run,
     contract,
     models,
     needs,
     step_label,
+    ties,
     world,
 )
 
@@ -341,7 +341,7 @@ def test_units_that_run_twice(rank: Rank, when: Any, replicas: int, reshard_afte
         mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard"))
     options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": ahead == reshard_after_forward}
     options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "gathers_ahead": when}
-    pair = pair_by_units(rank, RepeatedTower(9), **options)
+    pair = pair_by_units(rank, ties.RepeatedTower(9), **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
 
 

@@ -17,7 +17,6 @@ from shardproof.testing import (
     Means,
     Pair,
     Rank,
-    RepeatedTower,
     Span,
     SpanBesideAHead,
     SpanTower,
@@ -27,6 +26,7 @@ from shardproof.testing import (
     recompute,
     recompute_span,
     step_label,
+    ties,
     world,
 )
 
@@ -209,7 +209,9 @@ def test_recomputed_unit_runs_twice(rank: Rank, reshard_after_forward: bool | No
     The caller recomputes more than the unit, so that the second recomputation finds the unit freed.
     """
     computations = Computations(inside="in_proj")
-    pair = make_watched(rank, RepeatedTower(dim=9), computations, means, reshard_after_forward=reshard_after_forward)
+    pair = make_watched(
+        rank, ties.RepeatedTower(dim=9), computations, means, reshard_after_forward=reshard_after_forward
+    )
     for step in range(3):
         batch = rank.batch(step, (4, 9)).requires_grad_()  # else the re-entrant function computes no gradients
         pair.step(batch, before_loss=computations.before_loss, set_to_none=step % 2 == 0)

@@ -21,7 +21,6 @@ from shardproof.testing import (
     Capability,
     Clip,
     Hardware,
-    MLPStack,
     NamedDimensions,
     Precision,
     Rank,
@@ -36,9 +35,9 @@ from shardproof.testing import (
     models,
     needs,
     optim,
+    parallel,
     run_and_replica,
     shapes,
-    spread_mlps,
     step_label,
     world,
 )
@@ -403,9 +402,10 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
 @needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.NAMED_DIMENSIONS)
 def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
     """On a mesh of replicas alone, settings about reduce-scatters are refused, or change nothing."""
-    mesh, model = rank.mesh((2, 2), ("dp", "tp")), MLPStack(5)
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), parallel.MLPStack(5)
+    prepare = functools.partial(parallel.spread_mlps, mesh=mesh)
     pair = rank.pair(
-        model, units=model.units(), mesh=mesh["dp"], shards=False, prepare=functools.partial(spread_mlps, mesh=mesh),
+        model, units=model.units(), mesh=mesh["dp"], shards=False, prepare=prepare,
         named_dimensions=NamedDimensions(mesh, replicate=("dp",)),
     )  # fmt: skip
     for step, chosen in enumerate([True, False]):

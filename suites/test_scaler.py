@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites.common import cut_over
 from shardproof.testing import (
     DELAYS,
     Capability,
@@ -118,8 +119,7 @@ def test_replicas_of_one(rank: Rank) -> None:
 def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
     """An infinite gradient in one tensor-parallel rank's shard makes all ranks skip the step and lower the scale."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
-    prepare = functools.partial(mixed.split_columns, mesh=mesh["tp"])
-    check(rank, precision=precision, mesh=mesh["dp"], prepare=prepare)
+    check(rank, precision=precision, **cut_over(mesh, mixed.split_columns))
 
 
 @contract("SCALER-2")

@@ -15,7 +15,6 @@ import torch
 
 from shardproof.suites.places import Place, chunk, is_by_rows, share_numel, share_of
 from shardproof.testing import (
-    WIDTH,
     Capability,
     Collective,
     Kind,
@@ -66,7 +65,7 @@ def simulate(
         one.close()
 
 
-def steps(one: Simulation, width: int = WIDTH) -> Trace:
+def steps(one: Simulation, width: int = shapes.WIDTH) -> Trace:
     """Train two steps and return the collectives of the second, which is like all later ones."""
     for _ in range(2):
         trace = one.step(lambda: (torch.zeros(2, width),), loss=models.mean_square)

@@ -24,7 +24,6 @@ from shardproof.testing import (
     Run,
     StateForm,
     built_in_with,
-    by_columns,
     check_exact,
     compiler,
     contract,
@@ -34,6 +33,7 @@ from shardproof.testing import (
     optim,
     original_name,
     recompute,
+    shapes,
     states,
     step_label,
     world,
@@ -234,7 +234,8 @@ def halve(run: Run) -> None:
 @SHARDS
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
     """Column-major parameters are saved and loaded by index, from and into row-major ones."""
-    runs = [states.make(rank, number, prepare=one, shards=shards) for number, one in enumerate((None, by_columns))]
+    forms = enumerate((None, shapes.by_columns))
+    runs = [states.make(rank, number, prepare=one, shards=shards) for number, one in forms]
     for saved, loaded in (runs, runs[::-1]):
         states.check_loads(rank, saved, loaded, form)
 

@@ -35,7 +35,6 @@ from shardproof.testing import (
     Capability,
     Collective,
     Delay,
-    Factors,
     Hardware,
     OptimizerFactory,
     Pair,
@@ -53,6 +52,7 @@ from shardproof.testing import (
     models,
     needs,
     optim,
+    parallel,
     run_and_replica,
     shapes,
     step_and_check,
@@ -322,7 +322,7 @@ def test_unit_called_twice_in_bfloat16(
 )
 def test_root_called_on_its_output(rank: Rank, precision: Precision) -> None:
     """A root that the loss calls again on its output is reduced with both contributions, in each microbatch."""
-    run = rank.run(Factors(4), microbatches=2, precision=precision, optimizer=optim.sgd())
+    run = rank.run(parallel.Factors(4), microbatches=2, precision=precision, optimizer=optim.sgd())
     # Of small integers every sum and product is exact, in any order and dtype.
     given = [(4 * rank.batch(0, (3, 4), microbatch=number)).round() for number in range(2)]
     inputs = [(one.to(precision.compute or one.dtype),) for one in given]

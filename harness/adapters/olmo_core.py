@@ -130,7 +130,9 @@ def _mesh(device_type: str, shape: tuple[int, ...], world: dist.ProcessGroup) ->
 
     # A job of olmo-core has one mesh for its life; a rank of ours trains models on several.
     parallel._WORLD_MESH = None
-    return parallel.get_dp_model_mesh(parallel.build_world_mesh(dp=_dp_config(shape), device_type=device_type))
+    world_mesh = parallel.build_world_mesh(dp=_dp_config(shape), device_type=device_type)
+    found: DeviceMesh = parallel.get_dp_model_mesh(world_mesh)
+    return found
 
 
 def _dp_config(shape: tuple[int, ...]) -> Any:
