@@ -64,6 +64,7 @@ from shardproof.harness.judging.numerics import distance as distance
 from shardproof.harness.models import mixed as mixed
 from shardproof.harness.models import optim as optim
 from shardproof.harness.models import parallel as parallel
+from shardproof.harness.models import recomputation as recomputation
 from shardproof.harness.models import shapes as shapes
 from shardproof.harness.models import ties as ties
 from shardproof.harness.models.drawn import Block as Block
@@ -77,12 +78,8 @@ from shardproof.harness.models.parallel import parallelize_transformer as parall
 from shardproof.harness.models.plain import Stacked as Stacked
 from shardproof.harness.models.recomputation import Computations as Computations
 from shardproof.harness.models.recomputation import Means as Means
-from shardproof.harness.models.recomputation import Span as Span
-from shardproof.harness.models.recomputation import SpanBesideAHead as SpanBesideAHead
-from shardproof.harness.models.recomputation import SpanTower as SpanTower
 from shardproof.harness.models.recomputation import compiler as compiler
 from shardproof.harness.models.recomputation import recompute as recompute
-from shardproof.harness.models.recomputation import recompute_span as recompute_span
 from shardproof.harness.models.shapes import Stateful as Stateful
 from shardproof.harness.parity.coverage import state_numel as state_numel
 from shardproof.harness.parity.oracle import Oracle as Oracle

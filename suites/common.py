@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import Capability, Pair, Rank, Run, each_value, models, needs, parallel
+from shardproof.testing import Capability, Pair, Rank, Run, check_exact, each_value, models, needs, parallel
 
 #: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
 #: over its replicas alone.
@@ -103,6 +103,13 @@ def train_and_check(pair: Pair, batches: Iterable[Any], **options: Any) -> None:
     """Make all :func:`checked_steps` (collective)."""
     for _ in checked_steps(pair, batches, **options):
         pass
+
+
+def check_twins(rank: Rank, runs: tuple[Run, Run], batches: Iterable[Any], *, why: str, first: int = 0) -> None:
+    """Train two runs on each batch, from step ``first``: they have the same bits after each step (collective)."""
+    for step, batch in enumerate(batches, first):
+        pictures = (run.step([(batch,)], loss=models.mean_square) for run in runs)
+        check_exact(rank, *pictures, step=step, why=why)
 
 
 def everywhere(pair: Pair) -> list[dict[str, nn.Parameter]]:

@@ -25,13 +25,12 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = world(2)
+pytestmark = [needs(Capability.COMPILED_MODULES), world(2)]
 
 RECOMPUTES = needs(Capability.RECOMPUTATION)
 
 
 @contract("COMPILED-1", "COMPILED-2")
-@needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("means", [None, *(pytest.param(name, marks=RECOMPUTES) for name in ("call", "wrapper"))])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
@@ -62,7 +61,6 @@ def _graphs_of_steps(rank: Rank, pair: Pair, config: models.TransformerConfig, c
 
 
 @contract("COMPILED-2")
-@needs(Capability.COMPILED_MODULES)
 @KEEPS
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.nightly)], ids=["on-change", "always"])
 def test_batches_of_other_sizes(rank: Rank, dynamic: bool | None, reshard_after_forward: bool | None) -> None:
@@ -107,7 +105,6 @@ def _unsharded_graphs(
 
 
 @contract("COMPILED-3")
-@needs(Capability.COMPILED_MODULES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize(
     ("means", "delays"),

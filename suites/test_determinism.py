@@ -10,6 +10,7 @@ from torch import nn
 from shardproof.suites.common import (
     REPLICAS,
     batches,
+    check_twins,
     pair_by_units,
     pair_of_mlps,
     run_by_units,
@@ -62,9 +63,7 @@ def test_two_runs(rank: Rank, reshard_after_forward: bool | None) -> None:
     # Many parameters and steps: in a step, another order of their norms often gives the same total.
     model = models.Transformer(models.TransformerConfig(layers=6))
     runs = two_runs(rank, model, reshard_after_forward=reshard_after_forward, **options)
-    for step, batch in enumerate(tokens(rank, 6, (3, 8), vocabulary=11)):
-        pictures = [run.step([(batch,)], loss=models.mean_square) for run in runs]
-        check_exact(rank, *pictures, step=step, why=WHY)
+    check_twins(rank, runs, tokens(rank, 6, (3, 8), vocabulary=11), why=WHY)
 
 
 @contract("DETERMINISM-1")
@@ -180,7 +179,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
 @FLAT
 def test_states_with_own_hash_seeds(rank: Rank, flat: bool, form: StateForm) -> None:
     """State dicts of model and optimizer have the names in one order, load, and training goes on with the same bits."""
-    options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.averages()}
+    options: Any = {"for_flat": flat, "flat_parameters": flat, "optimizer": optim.Averages}
     saved, loaded = states.make(rank, 0, **options), states.make(rank, 1, **options)
     states.train(rank, saved, 0)
     if form == "sharded":

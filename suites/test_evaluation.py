@@ -12,6 +12,7 @@ from torch import nn
 from shardproof.suites.common import (
     after_microbatches,
     batches,
+    check_twins,
     checked_steps,
     pair_by_units,
     run_and_plain,
@@ -31,10 +32,8 @@ from shardproof.testing import (
     Precision,
     Rank,
     Refusal,
-    Run,
     Stacked,
     WholeParameters,
-    check_exact,
     contract,
     exact_difference,
     models,
@@ -382,14 +381,7 @@ def test_whole_parameters(
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
-    check_twins(rank, run, twin, 2)
-
-
-def check_twins(rank: Rank, run: Run, twin: Run, steps: int, *, why: str = WHY, dtype: Any = torch.float32) -> None:
-    """Train two runs, which have the same bits after each step, on batches of a dtype (collective)."""
-    for step, batch in enumerate(batches(rank, steps, (4, 9))):
-        pictures = (one.step([(batch.to(dtype),)], loss=models.mean_square) for one in (run, twin))
-        check_exact(rank, *pictures, step=step, why=why)
+    check_twins(rank, (run, twin), batches(rank, 2, (4, 9)), why=WHY)
 
 
 @contract("EVALUATION-4")
@@ -428,7 +420,7 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
             states.write(found)
         states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
-    check_twins(rank, run, run_by_units(rank, plain, **options), 2)
+    check_twins(rank, (run, run_by_units(rank, plain, **options)), batches(rank, 2, (4, 9)), why=WHY)
 
 
 @contract("EVALUATION-4")
@@ -475,7 +467,8 @@ def test_whole_gradients(
     options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
     twin = run_by_units(rank, models.copy_of(model), after_backward=double_shards, **options)
     run = run_by_units(rank, model, after_backward=double, **options)
-    check_twins(rank, run, twin, 3, why="a product with two has no rounding", dtype=dtype)
+    drawn = (batch.to(dtype) for batch in batches(rank, 3, (4, 9)))
+    check_twins(rank, (run, twin), drawn, why="a product with two has no rounding")
 
 
 @contract("EVALUATION-4")
@@ -499,7 +492,7 @@ def test_whole_gradients_of_some(rank: Rank) -> None:
     with run.adapter.whole_parameters(how) as found:
         made = [name for name, parameter in found.items() if parameter.grad is not None]
     assert not made, f"full gradients before any backward: {', '.join(made)}"
-    check_twins(rank, run, twin, 3)
+    check_twins(rank, (run, twin), batches(rank, 3, (4, 9)), why=WHY)
 
 
 @contract("EVALUATION-4")

@@ -17,14 +17,11 @@ from shardproof.testing import (
     Means,
     Pair,
     Rank,
-    Span,
-    SpanBesideAHead,
-    SpanTower,
     contract,
     models,
     needs,
+    recomputation,
     recompute,
-    recompute_span,
     step_label,
     ties,
     world,
@@ -127,7 +124,7 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
 
 @contract("RECOMPUTATION-4")
 @pytest.mark.parametrize("span", [*SPANS.args[1], "part-of-a-layer-reentrant"])
-def test_recomputed_spans(rank: Rank, span: Span) -> None:
+def test_recomputed_spans(rank: Rank, span: recomputation.Span) -> None:
     """Several units that are recomputed together, and parts of units, train as DDP does without recomputation."""
     pair = make_spans(rank, span)
     if span.endswith("reentrant"):  # user code may call backward itself, whatever calls the implementation offers
@@ -138,7 +135,7 @@ def test_recomputed_spans(rank: Rank, span: Span) -> None:
 @contract("RECOMPUTATION-4")
 @needs(Capability.DEFERRED_REDUCTION)
 @subjects("span", ["two-layers", "to-the-end"])
-def test_recomputed_spans_of_microbatches(rank: Rank, span: Span) -> None:
+def test_recomputed_spans_of_microbatches(rank: Rank, span: recomputation.Span) -> None:
     """Units that are recomputed, together or to their ends, train as DDP does with sums over unreduced microbatches."""
     pair = make_spans(rank, span, microbatches=2, accumulation=Accumulation())
     train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
@@ -150,7 +147,7 @@ def test_recomputed_spans_of_microbatches(rank: Rank, span: Span) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 @AHEAD
 def test_one_gather_serves_a_span(
-    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: Span
+    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: recomputation.Span
 ) -> None:
     """Recomputing units together, or parts of units, adds no gather either, also where forward gathers ahead."""
     pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
@@ -165,7 +162,7 @@ def test_one_gather_serves_a_span(
 @pytest.mark.parametrize(
     "ahead", [pytest.param(None, marks=needs(Capability.GATHER_ORDER)), pytest.param("before-backward", marks=CHOOSES)]
 )
-def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
+def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: recomputation.Span) -> None:
     """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
     pair = make_spans(rank, span, gathers_ahead=ahead)
     for step in checked_steps(pair, batches(rank, 3, (4, 9))):
@@ -185,7 +182,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
     seen: list[dict[str, int]] = []
     census: Census
     pair = rank.pair(
-        SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
+        recomputation.SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
         reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: seen.append(census.held()),
     )  # fmt: skip
     census = Census(pair.sharded)
@@ -231,9 +228,11 @@ def make_watched(rank: Rank, model: Any, computations: Computations, means: Mean
     return pair_by_units(rank, model, prepare=lambda plain: recompute(computations.watch(plain), means), **options)
 
 
-def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:
+def make_spans(rank: Rank, span: recomputation.Span, **options: Any) -> Pair:
     """A tower of units in which ``span`` is recomputed."""
-    return pair_by_units(rank, SpanTower(dim=9), prepare=lambda plain: recompute_span(plain, span), **options)
+    return pair_by_units(
+        rank, recomputation.SpanTower(dim=9), prepare=lambda plain: recomputation.recompute_span(plain, span), **options
+    )
 
 
 def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import run_and_plain, run_by_units, subjects, tower, two_runs
+from shardproof.suites.common import check_twins, run_and_plain, run_by_units, subjects, tower, two_runs
 from shardproof.testing import (
     FLAT,
     RESHARD,
@@ -26,7 +26,6 @@ from shardproof.testing import (
     Undivided,
     WholeParameters,
     check_equal,
-    check_exact,
     contract,
     meaningful_from,
     mixed,
@@ -306,8 +305,7 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
         states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
     twin = run_by_units(rank, plain, **options)
-    for step in range(2):
-        check_twins(rank, run, twin, step)
+    check_twins(rank, (run, twin), (rank.batch(step, (4, DIM)) for step in range(2)), why="the same values")
 
 
 @contract("RECOVERY-3")
@@ -357,14 +355,7 @@ def check_refused_changes(
             change(run)
         left = [name for name, _ in run.adapter.module.named_parameters()]
         assert left == names, f"after the {what} the parameters are {left} instead of {names}"
-        check_twins(rank, run, twin, step)
-
-
-def check_twins(rank: Rank, run: Run, twin: Run, step: int) -> None:
-    """Let two runs make a step, and compare them bit for bit (collective)."""
-    batch = [(rank.batch(step, (4, DIM)),)]
-    pictures = (one.step(batch, loss=models.mean_square) for one in (run, twin))
-    check_exact(rank, *pictures, step=step, why="the same values")
+        check_twins(rank, (run, twin), [rank.batch(step, (4, DIM))], why="the same values", first=step)
 
 
 class Careful(torch.nn.Module):

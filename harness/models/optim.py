@@ -58,12 +58,15 @@ def of_kind(kind: Kind, kernels: Kernels) -> OptimizerFactory:
             return functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1, amsgrad=amsgrad, **options)
 
 
-class _Averages(torch.optim.Optimizer):
-    """Moves parameters against the sum of running averages of their gradients, one for each horizon in steps."""
+class Averages(torch.optim.Optimizer):
+    """Moves parameters against the sum of running averages of their gradients, one for each horizon in steps.
+
+    Each parameter has six tensors of state, whose names can come in many orders.
+    """
 
     HORIZONS = (1, 2, 4, 8, 16, 32)
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float = 1e-2) -> None:
         super().__init__(parameters, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -77,11 +80,6 @@ class _Averages(torch.optim.Optimizer):
                     average = state.setdefault(f"average of {horizon}", torch.zeros_like(parameter))
                     average.lerp_(parameter.grad, 1 / horizon)
                     parameter.sub_(average, alpha=group["lr"] / len(self.HORIZONS))
-
-
-def averages(*, lr: float = 1e-2) -> OptimizerFactory:
-    """A factory of an optimizer with six tensors of state for each parameter, whose names can come in many orders."""
-    return functools.partial(_Averages, lr=lr)
 
 
 def _in_two_groups(
