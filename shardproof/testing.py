@@ -3,7 +3,8 @@
 - Marks: ``contract``, ``world``, ``needs`` and the others of :mod:`shardproof.harness.plugin.marks`, with
   ``Capability`` and ``Hardware``; parameter sets that several chapters share, such as ``RESHARD``.
 - What a rank does: ``Rank``, ``Pair``, ``Run``, and the options of a model: ``Accumulation``, ``Clip``, ``Precision``.
-- What is trained: ``models`` and its modules ``mixed``, ``optim``, ``shapes``, ``ties``, with single models of others.
+- What is trained: ``models`` and its modules ``mixed``, ``optim``, ``parallel``, ``recomputation``, ``shapes`` and
+  ``ties``, with single models of others.
 - What is compared, counted and refused: ``check_exact``, ``Census``, ``Trace``, ``Refusal`` and the like.
 
 The docstring of each name says what it is; ``docs/cases.md`` shows them at work. ``X as X`` means that ``X`` is public.
