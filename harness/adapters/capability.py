@@ -250,17 +250,13 @@ class Capability(enum.StrEnum):
     FSDP2_API = "fsdp2-api"
     """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
 
+    @classmethod
+    def of(cls, names: str) -> "frozenset[Capability]":
+        """Return the capabilities of these names, separated by spaces; a ``ValueError`` names one that there is not."""
+        return frozenset(map(cls, names.split()))
 
-COMMON = frozenset(
-    {
-        Capability.UNUSED_MODULE,
-        Capability.CONTAINER_OUTPUT,
-        Capability.DATACLASS_OUTPUT,
-        Capability.MULTIPLE_FORWARD,
-        Capability.TIED_PARAMETERS,
-        Capability.ADAM,
-    }
-)
+
+COMMON = Capability.of("unused-module container-output dataclass-output multiple-forward tied-parameters adam")
 """What almost every implementation has."""
 
 COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM}

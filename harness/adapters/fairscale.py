@@ -45,18 +45,10 @@ class FairscaleSdpAdapter(FairscaleAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return COMMON_AND_CLIPPING | {
-            Capability.UNUSED_OUTPUT,
-            Capability.RECOMPUTATION,
-            Capability.COMPILED_MODULES,
-            Capability.DEFERRED_REDUCTION,
-            Capability.SYNC_STATES,
-            Capability.PROCESS_GROUPS,
-            Capability.DEFAULT_MESH,
-            Capability.CLIP_EMPTY_SHARDS,
-            Capability.OWN_OPTIMIZER,
-            Capability.LOSS_SCALING,
-        }
+        return COMMON_AND_CLIPPING | Capability.of(
+            "unused-output recomputation compiled-modules deferred-reduction sync-states process-groups "
+            "default-mesh clip-empty-shards own-optimizer loss-scaling"
+        )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from fairscale.nn import ShardedDataParallel
@@ -174,25 +166,11 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return COMMON_AND_CLIPPING - {Capability.UNUSED_MODULE, Capability.DATACLASS_OUTPUT} | {
-            Capability.SHARDED,
-            Capability.RESHARD_AFTER_FORWARD,
-            Capability.ROOT_RESHARD,
-            Capability.RECOMPUTATION,
-            Capability.CAST_AFTER_INIT,
-            Capability.FLAT_PARAMETERS,
-            Capability.PROCESS_GROUPS,
-            Capability.DEFAULT_MESH,
-            Capability.DIVIDE_FACTOR,
-            Capability.DEFERRED_REDUCTION,
-            Capability.KEEP_AFTER_BACKWARD,
-            Capability.CLIP_EMPTY_SHARDS,
-            Capability.COUNTED_UNITS,
-            Capability.SINGLE_RANK,
-            Capability.OWN_OPTIMIZER,
-            Capability.LOSS_SCALING,
-            Capability.OFFLOAD,
-        }
+        return COMMON_AND_CLIPPING - {Capability.UNUSED_MODULE, Capability.DATACLASS_OUTPUT} | Capability.of(
+            "sharded reshard-after-forward root-reshard recomputation cast-after-init flat-parameters "
+            "process-groups default-mesh divide-factor deferred-reduction keep-after-backward clip-empty-shards "
+            "counted-units single-rank own-optimizer loss-scaling offload"
+        )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

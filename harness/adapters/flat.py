@@ -260,50 +260,19 @@ class FlatAdapter(WrappingAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # What the interface of ``FullyShardedDataParallel`` offers in every implementation.
-        return COMMON_AND_CLIPPING | {
-            Capability.SHARDED,
-            Capability.RESHARD_AFTER_FORWARD,
-            Capability.HYBRID,
-            Capability.REPLICAS_ALONE,
-            Capability.UNUSED_OUTPUT,
-            Capability.RECOMPUTATION,
-            Capability.CAST_AFTER_INIT,
-            Capability.MIXED_PRECISION,
-            Capability.MODEL_PRECISION,
-            Capability.IGNORED_PARAMETERS,
-            Capability.IGNORED_MODULES,
-            Capability.WRAPPING_POLICY,
-            Capability.META_DEVICE,
-            Capability.PROCESS_GROUPS,
-            Capability.DEFAULT_MESH,
-            Capability.BUFFER_DTYPE,
-            Capability.FULL_PRECISION_EVALUATION,
-            Capability.LOW_PRECISION_GRADIENTS,
-            Capability.DEFERRED_REDUCTION,
-            Capability.KEEP_AFTER_BACKWARD,
-            Capability.CLIP_EMPTY_SHARDS,
-            Capability.COUNTED_UNITS,
-            Capability.OWN_OPTIMIZER,
-            Capability.LOSS_SCALING,
-            Capability.OFFLOAD,
-            Capability.DISTRIBUTED_CHECKPOINT,
-            Capability.FULL_STATE_DICT,
-            Capability.WHOLE_PARAMETERS,
-            Capability.WHOLE_ON_CPU,
-            Capability.FLAT_PARAMETERS,
-            Capability.FSDP1_API,
-            Capability.SYNC_STATES,
-            Capability.ORDER_VALIDATION,
-            Capability.TENSOR_PARALLEL,
-            Capability.INPUTS_TO_DEVICE,
-            Capability.AUTOGRAD_CALLS,
-            Capability.RANKS_DIFFER,
-            Capability.REDUCTION_HOOK,
-            Capability.GATHERS_AHEAD,
-            Capability.OPTIMIZER_KEYS,
-            Capability.STEP_IN_BACKWARD,
-            *ORDERED,
-        }
+        return (
+            COMMON_AND_CLIPPING
+            | ORDERED
+            | Capability.of(
+                "sharded reshard-after-forward hybrid replicas-alone unused-output recomputation cast-after-init "
+                "mixed-precision model-precision ignored-parameters ignored-modules wrapping-policy meta-device "
+                "process-groups default-mesh buffer-dtype full-precision-evaluation low-precision-gradients "
+                "deferred-reduction keep-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
+                "offload distributed-checkpoint full-state-dict whole-parameters whole-on-cpu flat-parameters "
+                "fsdp1-api sync-states order-validation tensor-parallel inputs-to-device autograd-calls ranks-differ "
+                "reduction-hook gathers-ahead optimizer-keys step-in-backward"
+            )
+        )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

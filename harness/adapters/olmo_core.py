@@ -19,31 +19,12 @@ from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capabili
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 #: What olmo-core sets or calls for its own models, and what its clipping and its checkpoints must cope with.
-_CAPABILITIES = COMMON_AND_CLIPPING | {
-    Capability.SHARDED,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.ROOT_RESHARD,
-    Capability.HYBRID,
-    Capability.SINGLE_RANK,
-    Capability.DEFAULT_MESH,
-    Capability.COUNTED_UNITS,
-    Capability.GATHER_ORDER,
-    Capability.UNUSED_OUTPUT,
-    Capability.POST_ACCUMULATE_GRAD_HOOK,
-    Capability.RECOMPUTATION,
-    Capability.AUTOGRAD_CALLS,
-    Capability.RECOVERY,
-    Capability.DEFERRED_ALL_REDUCE,
-    Capability.MIXED_PRECISION,
-    Capability.CLIP_EMPTY_SHARDS,
-    Capability.OWN_OPTIMIZER,
-    Capability.DTENSOR_PARAMETERS,
-    Capability.REGISTERED_STATE,
-    Capability.META_DEVICE,
-    Capability.DISTRIBUTED_CHECKPOINT,
-    Capability.FULL_STATE_DICT,
-    Capability.OWN_CHECKPOINT,
-}
+_CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
+    "sharded reshard-after-forward root-reshard hybrid single-rank default-mesh counted-units gather-order "
+    "unused-output post-accumulate-grad-hook recomputation autograd-calls recovery deferred-all-reduce "
+    "mixed-precision clip-empty-shards own-optimizer dtensor-parameters registered-state meta-device "
+    "distributed-checkpoint full-state-dict own-checkpoint"
+)
 
 
 class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):

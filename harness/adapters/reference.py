@@ -114,15 +114,7 @@ class ReferenceFlatAdapter(FlatAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return super().capabilities() | {
-            Capability.NON_ROOT_FORWARD,
-            Capability.SINGLE_RANK,
-            Capability.RECOMPUTES_GATHERED,
-            Capability.COMPILED_MODULES,
-            Capability.TENSOR_PARALLEL_COUNTS,
-            Capability.TENSOR_PARALLEL_CHECKPOINT,
-            Capability.PAGEABLE_OFFLOAD,
-            Capability.HOST_RUNS_AHEAD,
-            Capability.RECOVERY,
-            Capability.ANY_COMBINATION,
-        }
+        return super().capabilities() | Capability.of(
+            "non-root-forward single-rank recomputes-gathered compiled-modules tensor-parallel-counts "
+            "tensor-parallel-checkpoint pageable-offload host-runs-ahead recovery any-combination"
+        )

@@ -103,15 +103,10 @@ def group_of(config: Config) -> dist.ProcessGroup | None:
     return None
 
 
-OF_DDP = UNSHARDED | {
-    Capability.CLIP_EMPTY_SHARDS,
-    Capability.COMPILED_MODULES,
-    Capability.DEFAULT_MESH,
-    Capability.DISTRIBUTED_CHECKPOINT,
-    Capability.FULL_STATE_DICT,
-    Capability.PROCESS_GROUPS,
-    Capability.RECOMPUTATION,
-}
+OF_DDP = UNSHARDED | Capability.of(
+    "clip-empty-shards compiled-modules default-mesh distributed-checkpoint full-state-dict process-groups "
+    "recomputation"
+)
 """What ``DistributedDataParallel`` offers, as a wrapper or in place."""
 
 

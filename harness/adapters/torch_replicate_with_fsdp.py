@@ -17,34 +17,11 @@ from shardproof.harness.tensors.pieces import Cut
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
-_SHARDING = frozenset(
-    {
-        Capability.SHARDED,
-        Capability.RESHARD_AFTER_FORWARD,
-        Capability.RESHARD_TO_SIZE,
-        Capability.RESHARD_TO_SIZE_UNEVEN,
-        Capability.RESHARD_A_PART,
-        Capability.ROOT_RESHARD,
-        Capability.HYBRID,
-        Capability.DEFERRED_ALL_REDUCE,
-        Capability.SHARD_DIMENSION,
-        Capability.UNIT_MESHES,
-        Capability.PARAMETER_MESHES,
-        Capability.GATHER_EXTENSION,
-        Capability.GATHER_RELEASE,
-        Capability.GATHER_ORDER,
-        Capability.EXPLICIT_PREFETCH,
-        Capability.COUNTED_UNITS,
-        Capability.TENSOR_PARALLEL_COUNTS,
-        Capability.REGISTERED_STATE,
-        Capability.UNIT_SETTINGS,
-        Capability.FSDP2_API,
-        Capability.OWN_REDUCE_GROUP,
-        Capability.REDUCE_INPUTS,
-        Capability.REPLICATED_MODULES,
-        Capability.ORDER_VALIDATION,
-        Capability.SINGLE_RANK,
-    }
+_SHARDING = Capability.of(
+    "sharded reshard-after-forward reshard-to-size reshard-to-size-uneven reshard-a-part root-reshard hybrid "
+    "deferred-all-reduce shard-dimension unit-meshes parameter-meshes gather-extension gather-release "
+    "gather-order explicit-prefetch counted-units tensor-parallel-counts registered-state unit-settings "
+    "fsdp2-api own-reduce-group reduce-inputs replicated-modules order-validation single-rank"
 )
 
 

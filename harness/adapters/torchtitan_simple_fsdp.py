@@ -43,30 +43,12 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return COMMON_AND_CLIPPING | {
-            Capability.SHARDED,
-            Capability.UNUSED_OUTPUT,
-            Capability.POST_ACCUMULATE_GRAD_HOOK,
-            Capability.NON_ROOT_FORWARD,
-            Capability.CLIP_RAISES,
-            Capability.CLIP_EMPTY_SHARDS,
-            Capability.CAST_AFTER_INIT,
-            Capability.META_DEVICE,
-            Capability.DTENSOR_PARAMETERS,
-            Capability.SINGLE_RANK,
-            Capability.OWN_OPTIMIZER,
-            Capability.LOSS_SCALING,
-            Capability.HYBRID,
-            Capability.REPLICAS_ALONE,
-            Capability.RECOMPUTATION,
-            Capability.RECOMPUTES_GATHERED,
-            Capability.COMPILED_MODULES,
-            Capability.DISTRIBUTED_CHECKPOINT,
-            Capability.FULL_STATE_DICT,
-            Capability.FORWARD_METHOD,
-            Capability.RECOVERY,
-            Capability.PROCESS_GROUPS,
-        }
+        return COMMON_AND_CLIPPING | Capability.of(
+            "sharded unused-output post-accumulate-grad-hook non-root-forward clip-raises clip-empty-shards "
+            "cast-after-init meta-device dtensor-parameters single-rank own-optimizer loss-scaling hybrid "
+            "replicas-alone recomputation recomputes-gathered compiled-modules distributed-checkpoint "
+            "full-state-dict forward-method recovery process-groups"
+        )
 
     @classmethod
     def prepare(cls, device_type: str) -> None:

@@ -17,31 +17,12 @@ from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import local_of
 
 #: What VeOmni has options or calls for, and what its clipping and its checkpoints must cope with.
-_CAPABILITIES = COMMON_AND_CLIPPING | {
-    Capability.SHARDED,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.HYBRID,
-    Capability.SINGLE_RANK,
-    Capability.DEFAULT_MESH,
-    Capability.COUNTED_UNITS,
-    Capability.GATHER_ORDER,
-    Capability.UNUSED_OUTPUT,
-    Capability.POST_ACCUMULATE_GRAD_HOOK,
-    Capability.RECOMPUTATION,
-    Capability.AUTOGRAD_CALLS,
-    Capability.RECOVERY,
-    Capability.OFFLOAD,
-    Capability.PAGEABLE_OFFLOAD,
-    Capability.OFFLOAD_CHOICE,
-    Capability.CLIP_RAISES,
-    Capability.CLIP_EMPTY_SHARDS,
-    Capability.OWN_OPTIMIZER,
-    Capability.DTENSOR_PARAMETERS,
-    Capability.REGISTERED_STATE,
-    Capability.DISTRIBUTED_CHECKPOINT,
-    Capability.FULL_STATE_DICT,
-    Capability.OWN_CHECKPOINT,
-}
+_CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
+    "sharded reshard-after-forward hybrid single-rank default-mesh counted-units gather-order unused-output "
+    "post-accumulate-grad-hook recomputation autograd-calls recovery offload pageable-offload offload-choice "
+    "clip-raises clip-empty-shards own-optimizer dtensor-parameters registered-state distributed-checkpoint "
+    "full-state-dict own-checkpoint"
+)
 
 
 #: The process group for which VeOmni has made its parallel states.
