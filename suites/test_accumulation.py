@@ -54,6 +54,8 @@ from shardproof.testing import (
     world,
 )
 
+pytestmark = world(2)
+
 DIM = 9
 DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
@@ -152,7 +154,6 @@ def on_replicas(rank: Rank, how: Accumulation | None) -> dict[str, Any]:
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-3")
-@world(2)
 @COUNTED
 @needs(Capability.HYBRID, Capability.SINGLE_RANK)
 @WAITING
@@ -201,7 +202,6 @@ def test_microbatches_add_up(rank: Rank, has_replicas: bool, reduces: str) -> No
 
 
 @contract("ACCUMULATION-10")
-@world(2)
 @needs(Capability.SHARDED, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     """A reduction adds to the existing gradients, also if user code has replaced their tensors."""
@@ -219,7 +219,6 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-10")
-@world(2)
 @needs(Capability.OWN_OPTIMIZER, Capability.SHARDED)
 def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     """After user code has dropped the gradients of some parameters of each unit, later backwards add to all of them."""
@@ -235,7 +234,6 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-11")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # unreduced gradients are visible on its modules
 @each_value("dropped", "when", "options")
 @pytest.mark.parametrize(
@@ -281,7 +279,6 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 
 
 @contract("ACCUMULATION-11")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
     """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
@@ -299,7 +296,6 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-11")
-@world(2)
 @needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("casts", [True, False])
@@ -348,7 +344,6 @@ def drop_gradients(run: Run, name: str) -> None:
 
 
 @contract("ACCUMULATION-12")
-@world(2)
 @COUNTED
 def test_contexts_nest(rank: Rank) -> None:
     """Entering and leaving a nested context that defers the reduction changes nothing."""
@@ -412,7 +407,6 @@ def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int,
 
 
 @contract("ACCUMULATION-7")
-@world(2)
 @needs(Capability.UNUSED_MODULE, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
 @pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
 def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) -> None:
@@ -428,8 +422,7 @@ def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, me
     for step in range(3):
         batches = [rank.batch(step, (2, DIM), microbatch=number) for number in range(MICROBATCHES)]
         used = [(step + number) % MICROBATCHES for number in range(MICROBATCHES)]
-        pair.step(list(zip(batches, used, strict=True)), set_to_none=step % 2 == 1)
-        pair.check()
+        pair.checked_step(list(zip(batches, used, strict=True)), set_to_none=step % 2 == 1)
 
 
 KEPT = pytest.mark.parametrize("waiting", ["all", pytest.param("root-only", marks=PER_UNIT)])
@@ -482,8 +475,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
         if unshards:
             with pair.sharded.recorder.during("unshard"):
                 pair.adapter.unshard()
-        pair.step(batch, set_to_none=step % 2 == 1, ahead=ahead)
-        pair.check()
+        pair.checked_step(batch, set_to_none=step % 2 == 1, ahead=ahead)
         # The next forward gathers the units that a backward freed, or at the end of the pipeline the next backward.
         forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
         pair.check_counts("forward", all_gather=UNITS * (forwards - unshards))
@@ -492,7 +484,6 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
 
 
 @contract("ACCUMULATION-9")
-@world(2)
 @needs(Capability.MARKED_LAST_BACKWARD, Capability.DEFERRED_PER_UNIT, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -510,7 +501,6 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 
 
 @contract("ACCUMULATION-5")
-@world(2)
 @needs(Capability.MARKED_LAST_BACKWARD, Capability.TIED_PARAMETERS)
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
@@ -528,8 +518,7 @@ def test_tied_forwards_run_ahead(rank: Rank) -> None:
         for step, batch in enumerate(drawn):
             if unshards:
                 pair.adapter.unshard()
-            pair.step(batch, set_to_none=step % 2 == 1, ahead=1)
-        pair.check()
+            pair.checked_step(batch, set_to_none=step % 2 == 1, ahead=1)
 
 
 BY_HAND = needs(Capability.MANUAL_BACKWARD_FINALIZATION)
@@ -578,7 +567,6 @@ def test_finalized_backward(rank: Rank, ended: str, async_op: bool) -> None:
 
 
 @contract("ACCUMULATION-14")
-@world(2)
 @BY_HAND
 @needs(Capability.RECOVERY, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
 def test_finalization_refused(rank: Rank) -> None:

@@ -38,7 +38,7 @@ from shardproof.testing import (
     world,
 )
 
-pytestmark = needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL)
+pytestmark = [needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL), world(4)]
 
 SET = needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
 ALONE = needs(Capability.SINGLE_RANK)
@@ -101,7 +101,6 @@ class Layout:
 
 
 @contract("EXPERTS-1")
-@world(4)
 @SET
 @pytest.mark.parametrize(
     ("what", "reshard_after_forward"),
@@ -140,7 +139,6 @@ def second_of_three(parameter: nn.Parameter) -> int | None:
 
 
 @contract("EXPERTS-2")
-@world(4)
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_collectives_of_each_mesh(rank: Rank) -> None:
     """A unit is gathered by one collective on each of its meshes, and reduced by one, among the ranks of the mesh."""
@@ -153,7 +151,6 @@ def test_collectives_of_each_mesh(rank: Rank) -> None:
 
 
 @contract("EXPERTS-3")
-@world(4)
 @pytest.mark.parametrize(
     ("factor", "copies"),
     [
@@ -174,7 +171,6 @@ def test_factors(rank: Rank, factor: int | None, copies: int) -> None:
 
 
 @contract("EXPERTS-4")
-@world(4)
 @SET
 @needs(Capability.CLIPPING, Capability.CLIP_ANY_NORM)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -186,7 +182,6 @@ def test_total_norm(rank: Rank, norm_type: float) -> None:
 
 
 @contract("EXPERTS-5")
-@world(4)
 @SET
 @pytest.mark.parametrize(
     ("routing", "skips"),
@@ -210,7 +205,6 @@ def test_experts_without_tokens(rank: Rank, routing: Routing, skips: bool) -> No
 
 
 @contract("EXPERTS-5")
-@world(4)
 @needs(Capability.ADAM, Capability.RANKS_DIFFER)
 def test_equal_steps_of_all_holders(rank: Rank) -> None:
     """All holders of an expert have made the same number of steps of Adam, with tokens or without."""
@@ -259,7 +253,6 @@ def test_tensor_parallel_experts(rank: Rank) -> None:
 
 
 @contract("EXPERTS-8")
-@world(4)
 @SET
 @needs(Capability.RECOMPUTATION, Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
 @pytest.mark.parametrize("means", ["hooks", "reentrant-call"])
@@ -282,7 +275,6 @@ def test_recomputed(rank: Rank, means: Means) -> None:
 
 
 @contract("EXPERTS-8")
-@world(4)
 @SET
 @needs(Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
@@ -305,7 +297,6 @@ def test_microbatches(rank: Rank, accumulation: Accumulation | None) -> None:
 
 
 @contract("EXPERTS-9")
-@world(4)
 @SET
 def test_frozen_router(rank: Rank) -> None:
     """A frozen router gets no gradient and is not reduced, while the experts of its unit train; later it trains too."""
@@ -317,15 +308,13 @@ def test_frozen_router(rank: Rank) -> None:
         if step == 2:
             for parameter in (one for named in everywhere(pair) for one in named.values()):
                 parameter.requires_grad_()
-        pair.step(batch)
-        pair.check()
+        pair.checked_step(batch)
         reduced = {kind: layout.counts(pair)[f"backward reduce_scatter {kind}"] for kind in ("dense", "experts")}
         expected = {"dense": 1 if step < 2 else 3, "experts": 2}
         assert reduced == expected, f"reduced {reduced} times instead of {expected} in step {step}"
 
 
 @contract("EXPERTS-10")
-@world(4)
 @needs(
     Capability.ADAM, Capability.DISTRIBUTED_CHECKPOINT, Capability.TENSOR_PARALLEL_CHECKPOINT, Capability.SINGLE_RANK
 )
@@ -351,7 +340,6 @@ def run_on(rank: Rank, ep: int, number: int) -> Any:
 
 
 @contract("EXPERTS-11")
-@world(4)
 @needs(Capability.MANUAL_RESHARD, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("method", ["forward", pytest.param("mix", marks=needs(Capability.FORWARD_METHOD))])
 def test_calls_on_a_unit(rank: Rank, method: str) -> None:

@@ -302,8 +302,7 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
     options["init"] = lambda module: module.to_empty(device=rank.device, recurse=False)
     pair = rank.pair(model, units=model.units(), mesh=mesh, sync_states=True, **options)
     check_values(rank, pair.adapter, full)
-    pair.step(rank.batch(0, (4, 9)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (4, 9)))
 
 
 @contract("INIT-2")

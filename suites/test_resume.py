@@ -152,7 +152,7 @@ def _default_stager() -> DefaultStager:
     return DefaultStager(StagingOptions(False, False, False, False))
 
 
-pytestmark = needs(Capability.ADAM)
+pytestmark = [needs(Capability.ADAM), world(4)]
 
 DISTRIBUTED = needs(Capability.DISTRIBUTED_CHECKPOINT)
 #: Whether the resumed run is the saved one, with other values in between, or a new one.
@@ -173,7 +173,6 @@ Make = Callable[[int], Run]
 
 
 @contract("RESUME-1")
-@world(4)
 @DISTRIBUTED
 @TWO_DIMENSIONS
 @REUSES
@@ -189,7 +188,6 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
 
 
 @contract("RESUME-2")
-@world(4)
 @DISTRIBUTED
 @REUSES
 @needs(Capability.TIED_PARAMETERS)
@@ -207,7 +205,6 @@ def test_one_dimension_and_replicas(rank: Rank, shape: tuple[int, int] | None, r
 
 
 @contract("RESUME-3")
-@world(4)
 @DISTRIBUTED
 @pytest.mark.parametrize(
     ("before", "after", "form"),
@@ -265,7 +262,6 @@ SPLITS = {"even": ("01", "23"), "uneven": ("0", "123"), "one": ("0123",)}
 
 
 @contract("RESUME-6")
-@world(4)
 @DISTRIBUTED
 @needs(Capability.FULL_STATE_DICT, Capability.DTENSOR_PARAMETERS)  # flat ones' optimizer groups go by number
 @pytest.mark.parametrize(("before", "after"), [("one", "even"), ("even", "one"), ("even", "uneven")])

@@ -190,8 +190,7 @@ def test_many_units(
     # Made in advance: copying them to the device would wait for the step before.
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
     for step, batch in enumerate(batches):
-        pair.step(batch, set_to_none=step % 2 == 0)
-    pair.check()
+        pair.checked_step(batch, set_to_none=step % 2 == 0)
 
 
 @contract("TRAINING-2")
@@ -220,8 +219,7 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
     order = ["", "layers.0", "layers.0", "", "layers.0"]
     batches = [rank.batch(step, (8, 33)) for step in range(len(order))]
     for batch, submodule in zip(batches, order, strict=True):
-        pair.step(batch, submodule=submodule)
-    pair.check()
+        pair.checked_step(batch, submodule=submodule)
 
 
 @contract("TRAINING-3")
@@ -433,8 +431,7 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
                     parameter.data = parameter.data * 0.5
                 else:
                     parameter.mul_(0.5)
-        pair.step(rank.batch(step, (4, 9)))
-        pair.check()
+        pair.checked_step(rank.batch(step, (4, 9)))
 
 
 @contract("TRAINING-12")
@@ -475,8 +472,7 @@ def test_parameter_of_another_layout(rank: Rank, other: str) -> None:
 def test_first_step_of_adam(rank: Rank, kernels: optim.Kernels, factory: Callable[..., OptimizerFactory]) -> None:
     """Adam's state starts at step one on every shard: its first update is the baseline's, by any kernels."""
     pair = tower(rank, dim=17, optimizer=factory(kernels=kernels))
-    pair.step(rank.batch(0, (8, 17)))
-    pair.check()
+    pair.checked_step(rank.batch(0, (8, 17)))
 
 
 @contract("TRAINING-7")
@@ -668,8 +664,7 @@ def test_root_without_inputs(rank: Rank, reshard_after_forward: bool | int | Non
     """A root whose forward takes nothing trains as any other."""
     pair = rank.pair(models.NoInputs(dim=5), baseline="replicated", reshard_after_forward=reshard_after_forward)
     for _ in range(3):
-        pair.step(())
-        pair.check()
+        pair.checked_step(())
 
 
 @contract("TRAINING-10")
@@ -680,8 +675,7 @@ def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
     pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
     for batch in list(tokens(rank, 3, (2, 8), vocabulary=11)):
-        pair.step(batch)
-    pair.check()
+        pair.checked_step(batch)
 
 
 @contract("TRAINING-10")
@@ -706,8 +700,7 @@ def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
     behind_is_done = streams.Event(enable_timing=True)
     behind_is_done.record()
     pair.sharded.recorder.before = note
-    pair.step(third)
-    pair.check()
+    pair.checked_step(third)
     streams.synchronize()
     early = begun[0].elapsed_time(behind_is_done)
     assert early > DELAY_MS, f"the gather begins {early:.1f} ms before the work behind the event ends: it waited for it"
