@@ -1,10 +1,11 @@
-"""Adapter for accelerate's FSDP2, which calls torch's ``fully_shard`` for the classes that a plugin names."""
+"""Adapters for accelerate's FSDP2 and FSDP1, which call torch's ``fully_shard`` and its wrapper by a plugin."""
 
 import contextlib
 import dataclasses
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFactory, Packaged, Precision
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
+from shardproof.harness.adapters.torch_fsdp import EngineFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 _CAPABILITIES = COMMON_AND_CLIPPING | {
@@ -32,16 +34,11 @@ _CAPABILITIES = COMMON_AND_CLIPPING | {
 }
 
 
-class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):
-    """The model, its optimizer, backward, clipping and ``no_sync`` go through an ``Accelerator``, one for each process.
+class AccelerateAdapter(Packaged):
+    """The model, its optimizer, backward, clipping and ``no_sync`` go through an ``Accelerator``, over a base."""
 
-    ``config.units`` chooses classes: every module of a class that some unit has becomes a unit.
-    """
-
-    name = "accelerate.fsdp"
     package, brings = "accelerate", "'shardproof[accelerate]'"
-    # An Accelerator's state belongs to the process. It needs devices, of which a simulated world has none.
-    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False, simulates=False)
+    _stepping: Any = None
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -49,10 +46,6 @@ class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):
         if reason is None and device_type == "cpu":
             return "on a CPU accelerate does not shard, it makes plain DistributedDataParallel of FSDP; run it on GPUs"
         return reason
-
-    @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        return _CAPABILITIES & super().capabilities()
 
     @classmethod
     def prepare(cls, device_type: str) -> None:
@@ -66,38 +59,16 @@ class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         if config.mesh.ndim != 1 or config.mesh.size() != dist.get_world_size():
             raise ValueError("accelerate makes its own mesh of all ranks")
-        assert config.precision == Precision() and not config.unit_precision, "not tried"
-        assert config.offload is None and not config.ignored, "not tried"
-        # prepare() wants a model and its optimizer together, and gives the optimizer the sharded parameters.
-        self._factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
-        super().__init__(model, optimizer=None, config=config)
-        self.optimizer = self._stepping.optimizer if optimizer else None
+        super().__init__(model, optimizer=optimizer, config=config)
 
-    def set_up(self, model: nn.Module) -> nn.Module:
-        """Give the model and its optimizer to an Accelerator, which shards the one and changes the other."""
+    def _accelerate(self, **options: Any) -> None:
+        """Make the Accelerator of this model, with a plugin of these options."""
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-        reshards = self.config.reshard_after_forward
-        assert reshards is None or isinstance(reshards, bool), "the plugin takes True or False"
-        classes = {type(model.get_submodule(name)).__name__ for unit in self.config.units for name in unit}
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
-            transformer_cls_names_to_wrap=sorted(classes) or None,
-            cpu_ram_efficient_loading=False,
-            **({} if reshards is None else {"reshard_after_forward": reshards}),
-        )
-        self._accelerator = Accelerator(fsdp_plugin=plugin)
-        assert self._accelerator.is_fsdp2, f"accelerate chose {self._accelerator.distributed_type}"
-        model, self._stepping = self._accelerator.prepare(model, self._factory(model.parameters()))
-        return model
-
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        assert self.config.accumulation in (None, Accumulation()), "no_sync has no options"
-        defers = self.config.accumulation is not None and not is_last
-        with self._accelerator.no_sync(self.module) if defers else contextlib.nullcontext():
-            yield
+        plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=False, **options)
+        self._accelerator: Any = Accelerator(fsdp_plugin=plugin)
+        # The state belongs to the process, and has the plugin of the first model until it is replaced.
+        self._accelerator.state.fsdp_plugin = plugin
 
     def backward(self, loss: torch.Tensor) -> None:
         self._accelerator.backward(loss)
@@ -111,4 +82,86 @@ class AccelerateFsdpAdapter(Packaged, TorchFullyShardAdapter):
         return norm
 
     def step(self) -> None:
-        self._stepping.step()
+        if self._stepping is not None:
+            self._stepping.step()
+
+
+class AccelerateFsdpAdapter(AccelerateAdapter, TorchFullyShardAdapter):
+    """FSDP2. ``config.units`` chooses classes: every module of a class that some unit has becomes a unit."""
+
+    name = "accelerate.fsdp"
+    # An Accelerator's state belongs to the process. It needs devices, of which a simulated world has none.
+    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False, simulates=False)
+    option_names: ClassVar[dict[str, str]] = {
+        "reshard_after_forward": "reshard_after_forward",
+        "accumulation": "no_sync",
+        "clip.max_norm": "max_norm",
+        "clip.norm_type": "norm_type",
+    }
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        return _CAPABILITIES & super().capabilities()
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        assert config.precision == Precision() and not config.unit_precision, "not tried"
+        assert config.offload is None and not config.ignored, "not tried"
+        # prepare() wants a model and its optimizer together, and gives the optimizer the sharded parameters.
+        self._factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
+        super().__init__(model, optimizer=None, config=config)
+        self.optimizer = self._stepping.optimizer if optimizer else None
+
+    def set_up(self, model: nn.Module) -> nn.Module:
+        """Give the model and its optimizer to an Accelerator, which shards the one and changes the other."""
+        reshards = self.config.reshard_after_forward
+        assert reshards is None or isinstance(reshards, bool), "the plugin takes True or False"
+        classes = {type(model.get_submodule(name)).__name__ for unit in self.config.units for name in unit}
+        self._accelerate(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap" if classes else "no_wrap",
+            transformer_cls_names_to_wrap=sorted(classes) or None,
+            **({} if reshards is None else {"reshard_after_forward": reshards}),
+        )
+        assert self._accelerator.is_fsdp2, f"accelerate chose {self._accelerator.distributed_type}"
+        model, self._stepping = self._accelerator.prepare(model, self._factory(model.parameters()))
+        return model
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        assert self.config.accumulation in (None, Accumulation()), "no_sync has no options"
+        defers = self.config.accumulation is not None and not is_last
+        with self._accelerator.no_sync(self.module) if defers else contextlib.nullcontext():
+            yield
+
+
+class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
+    """FSDP1, by a policy that chooses the units. As documented, the optimizer is made after the model is prepared."""
+
+    name = "accelerate.fsdp1"
+    traits = dataclasses.replace(EngineFsdpAdapter.traits, isolation="case", simulates=False)
+    option_names: ClassVar[dict[str, str]] = {
+        option: name for option, name in EngineFsdpAdapter.option_names.items() if option != "ignored"
+    }
+
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        missing = {Capability.HYBRID, Capability.PROCESS_GROUPS, Capability.TENSOR_PARALLEL}
+        missing |= {Capability.IGNORED_PARAMETERS, Capability.IGNORED_MODULES, Capability.ORDER_VALIDATION}
+        return super().capabilities() - missing
+
+    def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        self._stepping = self._accelerator.prepare(self.optimizer) if self.optimizer else None
+
+    def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        for one in ("device_mesh", "process_group"):
+            options.pop(one, None)  # accelerate has neither, and all ranks are the default
+        if options:
+            options["mixed_precision_policy"] = options.pop("mixed_precision")
+        self._accelerate(fsdp_version=1, **options)
+        return self._accelerator.prepare(model)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self.module):
+            yield

@@ -293,20 +293,25 @@ class FlatAdapter(WrappingAdapter):
             options["auto_wrap_policy"] = self._policy(config.wraps)
             if config.wraps.rule == "by-hand":
                 self._wrap_by_hand(model, config.wraps, options)
-        for name in names if config.wraps is None else ():
-            parent, _, child = name.rpartition(".")
-            inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
-            its = options | self._ignored(model, name, inside)
-            if config.sync_states == "root":
-                its["sync_module_states"] = False
-            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
-        self.module = model if config.plain_root else self._wrap(model, "", options)
+        self.module = self._shard(model, names if config.wraps is None else [], options)
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.
         self._held = self.named_parameters()
         self._held_flat = [(unit, _flat_parameter(self.module, unit)) for unit in self._units if config.flat_parameters]
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
+
+    def _shard(self, model: nn.Module, names: list[str], options: dict[str, Any]) -> nn.Module:
+        """Wrap the modules of these names, and then the model."""
+        config = self.config
+        for name in names:
+            parent, _, child = name.rpartition(".")
+            inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
+            its = options | self._ignored(model, name, inside)
+            if config.sync_states == "root":
+                its["sync_module_states"] = False
+            setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
+        return model if config.plain_root else self._wrap(model, "", options)
 
     def _options(self) -> dict[str, Any]:
         config = self.config

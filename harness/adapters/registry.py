@@ -69,7 +69,8 @@ BUILT_IN = {
     "deepspeed.zero2_overlap": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero2OverlapAdapter",
     "deepspeed.zero3_serial": "shardproof.harness.adapters.deepspeed_stages:DeepSpeedZero3SerialAdapter",
     "torchtitan.simple_fsdp": "shardproof.harness.adapters.torchtitan_simple_fsdp:TorchtitanSimpleFsdpAdapter",
-    "lightning.fabric": "shardproof.harness.adapters.lightning_fabric_fsdp2:LightningFabricAdapter",
+    "lightning.fabric": "shardproof.harness.adapters.lightning_fabric:LightningFabricAdapter",
+    "lightning.fabric_fsdp1": "shardproof.harness.adapters.lightning_fabric:LightningFabricFsdp1Adapter",
     "fairscale.sdp": "shardproof.harness.adapters.fairscale:FairscaleSdpAdapter",
     "fairscale.fsdp": "shardproof.harness.adapters.fairscale:FairscaleFsdpAdapter",
     "megatron_fsdp": "shardproof.harness.adapters.megatron_fsdp:MegatronFsdpAdapter",
@@ -77,6 +78,7 @@ BUILT_IN = {
     "olmo_core.fsdp": "shardproof.harness.adapters.olmo_core:OlmoCoreAdapter",
     "veomni.fsdp2": "shardproof.harness.adapters.veomni:VeomniAdapter",
     "accelerate.fsdp": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdpAdapter",
+    "accelerate.fsdp1": "shardproof.harness.adapters.accelerate_fsdp:AccelerateFsdp1Adapter",
     "ddp": "shardproof.harness.adapters.replicas:DdpAdapter",
 }
 """The built-in adapters: from the name of the implementation to ``module:Class``."""

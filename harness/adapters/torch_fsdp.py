@@ -1,9 +1,11 @@
 """Adapter for torch's ``FullyShardedDataParallel``, a module wrapper with one flat parameter per unit."""
 
 import dataclasses
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch.distributed.fsdp
+from torch import nn
 
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat import FlatAdapter
@@ -26,3 +28,28 @@ class TorchFsdpAdapter(FlatAdapter):
         from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
         return OptimStateKeyType
+
+
+class EngineFsdpAdapter(TorchFsdpAdapter):
+    """Base class for packages that wrap a model in torch's wrapper by a policy and options, the same for each unit.
+
+    What these cannot express is wrapped as user code would, and the package takes it as it is.
+    """
+
+    @abstractmethod
+    def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        """Return the wrapper that the package makes of a model with these options, or of one with wrappers."""
+
+    def _shard(self, model: nn.Module, names: list[str], options: dict[str, Any]) -> nn.Module:
+        config = self.config
+        by_hand = config.wraps is not None and config.wraps.rule == "by-hand"
+        if by_hand or config.plain_root or config.ignored_inside or config.sync_states == "root":
+            return self._give(super()._shard(model, names, options), {})
+        options = options | {"mixed_precision": self._mixed_precision("")}
+        del options["device_id"]  # a package passes its own
+        if config.wraps is None:
+            units = {model.get_submodule(name): name for name in names}
+            options["auto_wrap_policy"] = self.api.wrap.CustomPolicy(
+                lambda module: module in units and {"mixed_precision": self._mixed_precision(units[module])}
+            )
+        return self._give(model, options)
