@@ -57,7 +57,7 @@ class AccelerateAdapter(Packaged):
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="False")
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
-        if config.mesh.ndim != 1 or config.mesh.size() != dist.get_world_size():
+        if not config.default_mesh and (config.mesh.ndim != 1 or config.mesh.size() != dist.get_world_size()):
             raise ValueError("accelerate makes its own mesh of all ranks")
         super().__init__(model, optimizer=optimizer, config=config)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.adapters.base import (
     ByParameter,
@@ -78,9 +78,15 @@ class MegatronAdapter(Packaged, ByParameter):
 
     def _hold(self) -> None:
         """Note the parameters that the optimizer updates, and where their rows lie (collective)."""
-        mesh = self.config.mesh
         self._held = self.named_parameters()
-        self._cuts = cuts_of_rows(self._held, mesh.get_group(mesh.ndim - 1))
+        self._cuts: dict[str, Cut] = {}
+        by_mesh: dict[DeviceMesh, dict[str, nn.Parameter]] = {}
+        units = [(module, unit[0]) for unit in inner_first(self.config.units) for module in unit]
+        for name, parameter in self._held.items():
+            unit = next((first for module, first in units if name.startswith(f"{module}.")), "")
+            by_mesh.setdefault(self.config.mesh_of(unit), {})[name] = parameter
+        for mesh, parameters in by_mesh.items():
+            self._cuts |= cuts_of_rows(parameters, mesh.get_group(mesh.ndim - 1))
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         return Piece(local_of(tensor).detach(), self._cuts[name])
@@ -126,7 +132,7 @@ class MegatronFsdpAdapter(MegatronAdapter):
 
         super().__init__(model, optimizer=optimizer, config=config)
         assert config.reshard_after_forward is None, "when parameters are freed is fixed"
-        assert config.clip is None, "it has no clipping of its own"
+        assert config.clip is None and not config.unit_meshes, "it has no clipping of its own, and one mesh"
         assert config.mesh.size() == dist.get_world_size(), "the adapter shards over all ranks"
         # Some unit is required: without any the root is one.
         with unit_classes(model, config.units or (("",),)) as classes:
@@ -185,6 +191,7 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
         return COMMON_AND_CLIPPING | {
             Capability.SHARDED,
             Capability.HYBRID,
+            Capability.UNIT_MESHES,
             Capability.UNUSED_OUTPUT,
             Capability.RECOMPUTATION,
             Capability.CLIP_RAISES,
@@ -197,17 +204,18 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
 
         super().__init__(model, optimizer=optimizer, config=config)
         assert config.reshard_after_forward is None, "when parameters are freed is fixed"
-        assert config.mesh.ndim in (1, 2), f"the adapter has placements for no mesh of {config.mesh.ndim} dimensions"
-        hybrid = config.mesh.ndim == 2
-        placements = Placements(
-            dp_axes=[*range(config.mesh.ndim)],
-            parameter=[Replicate(), Flat()] if hybrid else [Flat()],
-            gradient=[Partial(dist.ReduceOp.AVG), Flat()] if hybrid else [Flat()],
-            optimizer=[Replicate(), Flat()] if hybrid else [Flat()],
-        )
         for unit in [*inner_first(config.units), ("",)]:
             assert len(unit) == 1, f"a call takes one module, and the unit {unit} has {len(unit)}"
-            fully_shard(model.get_submodule(unit[0]), config.mesh, placements)
+            mesh = config.mesh_of(unit[0])
+            assert mesh.ndim in (1, 2), f"the adapter has placements for no mesh of {mesh.ndim} dimensions"
+            hybrid = mesh.ndim == 2
+            placements = Placements(
+                dp_axes=[*range(mesh.ndim)],
+                parameter=[Replicate(), Flat()] if hybrid else [Flat()],
+                gradient=[Partial(dist.ReduceOp.AVG), Flat()] if hybrid else [Flat()],
+                optimizer=[Replicate(), Flat()] if hybrid else [Flat()],
+            )
+            fully_shard(model.get_submodule(unit[0]), mesh, placements)
         self.module = model
         self.optimizer = optimizer(model.parameters()) if optimizer else None
         if self.optimizer is not None:

@@ -47,7 +47,7 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
             return self._give(super()._shard(model, names, options), {})
         options = options | {"mixed_precision": self._mixed_precision("")}
         del options["device_id"]  # a package passes its own
-        if config.wraps is None:
+        if names:
             units = {model.get_submodule(name): name for name in names}
             options["auto_wrap_policy"] = self.api.wrap.CustomPolicy(
                 lambda module: module in units and {"mixed_precision": self._mixed_precision(units[module])}
