@@ -16,22 +16,11 @@ from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capabili
 from shardproof.harness.adapters.torch_fsdp import EngineFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
-_CAPABILITIES = COMMON_AND_CLIPPING | {
-    Capability.SHARDED,
-    Capability.RESHARD_AFTER_FORWARD,
-    Capability.UNUSED_OUTPUT,
-    Capability.POST_ACCUMULATE_GRAD_HOOK,
-    Capability.CLIP_EMPTY_SHARDS,
-    Capability.DEFAULT_MESH,
-    Capability.DTENSOR_PARAMETERS,
-    Capability.OWN_OPTIMIZER,
-    Capability.DEFERRED_REDUCTION,
-    Capability.RECOMPUTATION,
-    Capability.DISTRIBUTED_CHECKPOINT,
-    Capability.FULL_STATE_DICT,
-    Capability.AUTOGRAD_CALLS,
-    Capability.RECOVERY,
-}
+_CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
+    "sharded reshard-after-forward unused-output post-accumulate-grad-hook clip-empty-shards default-mesh "
+    "dtensor-parameters own-optimizer deferred-reduction recomputation distributed-checkpoint full-state-dict "
+    "autograd-calls recovery"
+)
 
 
 class AccelerateAdapter(Packaged):

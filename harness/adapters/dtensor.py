@@ -130,25 +130,14 @@ class DTensorAdapter(ByParameter):
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters and no policies that find units. Sharding sends no values, user
         # code's functions follow reductions, and what is gathered ahead is set by name.
+        # What unshard() gathers is read by registered(), and what is written to it is lost: whole parameters are others.
+        # Optimizers that step in backward go by hooks of the parameters, which AUTOGRAD-5 is about.
         missing = {
-            Capability.FLAT_PARAMETERS,
-            Capability.FSDP1_API,
-            Capability.SYNC_STATES,
-            Capability.BUFFER_DTYPE,
-            Capability.REPLICAS_ALONE,
-            Capability.REDUCTION_HOOK,
-            Capability.GATHERS_AHEAD,
-            Capability.IGNORED_MODULES,
-            Capability.WRAPPING_POLICY,
-            # What unshard() gathers is read by registered(); what is written to it is lost.
-            Capability.WHOLE_PARAMETERS,
-            Capability.WHOLE_ON_CPU,
-            Capability.FULL_PRECISION_EVALUATION,
-            Capability.LOW_PRECISION_GRADIENTS,
-            # Such optimizers go by hooks of the parameters, which AUTOGRAD-5 is about.
-            Capability.STEP_IN_BACKWARD,
-            Capability.OPTIMIZER_KEYS,
-            Capability.OWN_CHECKPOINT,
+            *Capability.of(
+                "flat-parameters fsdp1-api sync-states buffer-dtype replicas-alone reduction-hook gathers-ahead"
+            ),
+            *Capability.of("ignored-modules wrapping-policy whole-parameters whole-on-cpu full-precision-evaluation"),
+            *Capability.of("low-precision-gradients step-in-backward optimizer-keys own-checkpoint"),
         }
         if not hasattr(cls, "mesh_dims"):
             missing.add(Capability.NAMED_DIMENSIONS)

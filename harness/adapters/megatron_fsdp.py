@@ -117,15 +117,9 @@ class MegatronFsdpAdapter(MegatronAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return COMMON | {
-            Capability.SHARDED,
-            Capability.HYBRID,
-            Capability.GROUPED_UNIT,
-            Capability.UNUSED_OUTPUT,
-            Capability.RECOMPUTATION,
-            Capability.DEFAULT_MESH,
-            Capability.OWN_OPTIMIZER,
-        }
+        return COMMON | Capability.of(
+            "sharded hybrid grouped-unit unused-output recomputation default-mesh own-optimizer"
+        )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp import fully_shard_model, fully_shard_optimizer
@@ -188,16 +182,9 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return COMMON_AND_CLIPPING | {
-            Capability.SHARDED,
-            Capability.HYBRID,
-            Capability.UNIT_MESHES,
-            Capability.UNUSED_OUTPUT,
-            Capability.RECOMPUTATION,
-            Capability.CLIP_RAISES,
-            Capability.CLIP_EMPTY_SHARDS,
-            Capability.OWN_OPTIMIZER,
-        }
+        return COMMON_AND_CLIPPING | Capability.of(
+            "sharded hybrid unit-meshes unused-output recomputation clip-raises clip-empty-shards own-optimizer"
+        )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         from megatron_fsdp.experimental import Flat, Partial, Placements, Replicate, fully_shard, fully_shard_optimizer
