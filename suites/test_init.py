@@ -229,7 +229,7 @@ UNFIT = {
         ("once", "already"), lambda rank: {"units": [["layers.1", "layers.1"]]}, needs=Capability.GROUPED_UNIT
     ),
     "replicas-without-groups": Unfit(
-        ("process group",),
+        ("process group", "process_group"),
         lambda rank: {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard")), "default_mesh": True},
         needs=Capability.FLAT_PARAMETERS,
         may_train=False,
