@@ -130,7 +130,7 @@ class DTensorAdapter(ByParameter):
     def capabilities(cls) -> frozenset[Capability]:
         # These implementations have no flat parameters and no policies that find units. Sharding sends no values, user
         # code's functions follow reductions, and what is gathered ahead is set by name.
-        # What unshard() gathers is read by registered(), and what is written to it is lost: whole parameters are others.
+        # What unshard() gathers is read by registered(); what is written to it is lost: whole parameters are others.
         # Optimizers that step in backward go by hooks of the parameters, which AUTOGRAD-5 is about.
         missing = {
             *Capability.of(
