@@ -18,7 +18,7 @@ from shardproof.harness.adapters.base import Accumulation, Config, OptimizerFact
 from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 #: By which the engine calls a checkpoint in its directory.
-_TAG = "saved"
+TAG = "saved"
 
 
 class DeepSpeedEngineAdapter(Packaged):
@@ -150,17 +150,17 @@ class DeepSpeedEngineAdapter(Packaged):
         return None
 
     def save_own(self, directory: pathlib.Path) -> None:
-        self._engine.save_checkpoint(str(directory), tag=_TAG)
+        self._engine.save_checkpoint(str(directory), tag=TAG)
 
     def load_own(self, directory: pathlib.Path) -> None:
-        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG)
+        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG)
         assert path is not None, f"the engine has found no checkpoint in {directory}"
 
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         """Read the weights as the script ``zero_to_fp32.py`` does that the engine has written beside them."""
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=_TAG)
+        found: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag=TAG)
         return {original_name(name): value for name, value in found.items()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:

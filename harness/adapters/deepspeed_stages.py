@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +11,10 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Traits
 from shardproof.harness.adapters.capability import COMMON, Capability
-from shardproof.harness.adapters.deepspeed import DeepSpeedEngineAdapter
+from shardproof.harness.adapters.deepspeed import TAG, DeepSpeedEngineAdapter
 from shardproof.harness.adapters.traits import padded_to_elements
 from shardproof.harness.tensors.memory import free
-from shardproof.harness.tensors.pieces import Piece, whole
+from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 _ENGINE = COMMON | {
     Capability.RECOMPUTATION,
@@ -70,7 +71,12 @@ class DeepSpeedZero0Adapter(_WholeParameters):
 
     name = "deepspeed.zero0"
     stage = 0
-    traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset(), held_from_start=frozenset())
+    traits = dataclasses.replace(
+        DeepSpeedZero1Adapter.traits,
+        shards=frozenset(),
+        held_from_start=frozenset(),
+        unused_gradient="zero-unless-frozen",
+    )
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -79,6 +85,15 @@ class DeepSpeedZero0Adapter(_WholeParameters):
     def float32_copies(self) -> dict[nn.Parameter, torch.Tensor]:
         low = zip(self._engine.optimizer.fp16_groups, self._engine.optimizer.fp32_groups, strict=True)
         return {one: copy for ones, copies in low for one, copy in zip(ones, copies, strict=True)}
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Drop the gradients, also those that no step has used."""
+        self._engine.zero_grad()
+
+    def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
+        """Read the weights that the engine has saved whole: ``zero_to_fp32.py`` is for stages 1 to 3."""
+        states = torch.load(directory / TAG / "mp_rank_00_model_states.pt", weights_only=False)
+        return {original_name(name): value for name, value in states["module"].items()}
 
 
 class DeepSpeedZero2Adapter(_WholeParameters):

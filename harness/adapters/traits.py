@@ -87,11 +87,11 @@ class Traits:
     The gradient of an input, which is not reduced, is then divided by the number of ranks too.
     """
 
-    unused_gradient: Literal["none", "zero"] = "none"
+    unused_gradient: Literal["none", "zero", "zero-unless-frozen"] = "none"
     """The gradient of a parameter that no rank used in the step, or that is frozen: ``None``, or a tensor of zeros.
 
     Momentum moves a parameter whose gradient is zero, so with ``"zero"`` the baseline keeps zeros too where the case
-    sets gradients to None.
+    sets gradients to None. With ``"zero-unless-frozen"`` frozen ones have none.
     """
 
     reduces_in: Literal["compute", "parameters"] = "compute"

@@ -95,7 +95,7 @@ class Undivided:
         oracle, baseline = (one.step(batches, loss=loss) for one in (self._oracle, self._baseline))
         context = Context(
             step=step, rank=everyone.index, member=member.index, size=member.world_size,
-            unused_is_zero=run.adapter.traits.unused_gradient == "zero",
+            unused_is_zero=run.adapter.traits.unused_gradient != "none",
         )  # fmt: skip
         shown = member.exchange(picture.show(step=step))
         settled = run.settle(picture)

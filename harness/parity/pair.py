@@ -339,7 +339,7 @@ class Pair:
             member=self._position,
             size=len(config.data_ranks),
             norm_type=config.clip.norm_type if config.clip else 2.0,
-            unused_is_zero=self.adapter.traits.unused_gradient == "zero",
+            unused_is_zero=self.adapter.traits.unused_gradient != "none",
             adaptive=self._replay.is_adaptive,
             frozen=self._replay.frozen(),
             draws_random_numbers=self._replay.draws_random_numbers,

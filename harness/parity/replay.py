@@ -236,6 +236,9 @@ class Replay:
             outputs = baseline.evaluate(map_tensors(torch.clone, mine), **request.options)
             captured = capture.taken(baseline.capture), capture.taken(oracle.capture)
             return on_host(Evaluated(outputs, expected, captured))
+        if self._member.implementation.traits.unused_gradient == "zero-unless-frozen":
+            for value in (value for model in self._models() for value in model.parameters() if not value.requires_grad):
+                value.grad = None  # the zeros of the step before
         picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **request.options))
         batches = [request.everyone[index] for index in self._config.data_ranks]
         expected = oracle.step(batches, **request.options)
