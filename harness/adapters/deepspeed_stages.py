@@ -182,9 +182,11 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
         # DeepSpeed's hooks keep a global stack of running modules, at whose bottom every engine's model stays forever.
         stack = parameter_offload.FWD_MODULE_STACK
         stack[:] = [module for module in stack if module is not self._model]
-        # The engine stays alive even so, and all shards with it: they would fill the device, a model a case.
+        # The engine stays alive even so, and all shards with it: they would fill the device, a model a case. On a CPU
+        # gloo may be writing to them still, after an exception or an evaluation that has gathered ahead.
         zero = self._engine.optimizer
-        free([vars(zero), zero.optimizer.state])
+        if self._engine.device.type != "cpu":
+            free([vars(zero), zero.optimizer.state])
 
 
 class DeepSpeedZero3SerialAdapter(DeepSpeedZero3Adapter):
