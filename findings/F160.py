@@ -1,11 +1,11 @@
 """DeepSpeed: what cannot be sharded is not named
 
-deepspeed 0.19.8, stages 1 to 3. The engine sends parameters as bytes, and raises without their names for one without dimensions or
-with other strides (`python findings/F160.py 1`). Two dtypes are refused in the first forward, or in stage 3 as in F-161. Seen by INIT-5.
+deepspeed 0.19.8, stages 0 to 3. The engine sends parameters as bytes, and raises without their names for one without dimensions or
+with other strides (`python findings/F160.py 1`). Two dtypes are refused in the first forward, in stage 3 as in F-161, or in stage 0 as in F-349. Seen by INIT-5.
 """
 
 # /// finding
-# implementations = ["deepspeed.zero1", "deepspeed.zero2", "deepspeed.zero3"]
+# implementations = ["deepspeed.zero0", "deepspeed.zero1", "deepspeed.zero2", "deepspeed.zero3"]
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # packages = ["deepspeed>=0.19.8"]
