@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -252,6 +253,32 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
         whole: torch.Tensor = parameter.full_tensor()
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
     train_and_check(pair, batches(rank, 3, (4, 5), mesh=data), set_to_none="even")
+
+
+@contract("COMPOSITION-19")
+@world(4)
+@needs(Capability.NAMED_DIMENSIONS, Capability.SPMD_TYPES)
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=["shard-tp", "tp-shard"])
+def test_plain_parameters_with_types(rank: Rank, names: tuple[str, ...]) -> None:
+    """Plain parameters that are annotated with their types on one mesh train as DDP does, with the types in forward."""
+    mesh, spmd = rank.mesh((2, 2), names), importlib.import_module("spmd_types")
+    types: list[Any] = []
+
+    def note(module: nn.Module, _: Any = None) -> nn.Module:
+        types.append([(spmd.get_local_type(one), spmd.get_partition_spec(one)) for one in module.parameters()])
+        return module
+
+    options: Any = {"mesh": mesh["dp"], "named_dimensions": NamedDimensions(mesh, ("dp",))}
+    pair = pair_by_units(
+        rank, parallel.MLPStack(6), prepare=lambda plain: note(parallel.annotate_mlps(plain, mesh)), **options
+    )
+    train_and_check(pair, batches(rank, 3, (4, 6), mesh=mesh["dp"]), set_to_none="even")
+    for layer in pair.adapter.module.get_submodule("layers"):
+        for linear in (layer.in_proj, layer.out_proj):
+            linear.register_forward_pre_hook(lambda module, _: note(module) and None)
+    with importlib.import_module("spmd_types.checker").typecheck("permissive"):  # torch restores types only here
+        pair.adapter.forward(rank.batch(3, (4, 6), mesh=mesh["dp"]))
+    assert [one for linear in types[1:] for one in linear] == types[0]
 
 
 def _factors(rank: Rank, what: str) -> tuple[nn.Module, NamedDimensions]:

@@ -7,6 +7,8 @@ whose bytes come with each gather and go with each reshard (see Note: unsharded 
 Its local tensor may be of a class that chooses what is gathered in its place (an *extension*).
 """
 
+import dataclasses
+import importlib
 import inspect
 import itertools
 import math
@@ -44,6 +46,7 @@ class Cut:
         spec: of the sharded parameter.
         unsharded: of the unsharded parameter, if that is a DTensor.
         data_parallel: the dimensions of ``unsharded``'s mesh over which FSDP itself reduces gradients.
+        types: of a plain parameter that is annotated; its unsharded parameter is plain too.
     """
 
     data: torch.Tensor
@@ -51,6 +54,29 @@ class Cut:
     spec: DTensorSpec
     unsharded: DTensorSpec | None
     data_parallel: frozenset[int] = frozenset()
+    types: "Types | None" = None
+
+
+class Types:
+    """What the package ``spmd_types`` has noted on a plain ``param``; how it and its gradient lie on ``mesh``."""
+
+    def __init__(self, param: nn.Parameter, name: str, mesh: ShardMesh) -> None:
+        if mesh.spmd is None:
+            raise ValueError(f"Parameter '{name}' has spmd_types annotations, which require dp_mesh_dims")
+        (full, dims), self._spmd = mesh.spmd, importlib.import_module("spmd_types")
+        self._local, self._cuts = self._spmd.get_local_type(param), self._spmd.get_partition_spec(param)
+        cuts = self._spmd.types.partition_spec_to_shard_types(self._cuts) if self._cuts is not None else {}
+        axes = {dim: self._spmd.MeshAxis.of(full.get_group(dim)) for dim in full.mesh_dim_names or ()}
+        known = {axes[dim]: self._spmd.R for dim in (*dims.shard_names, *dims.replicate_names)} | self._local | cuts
+        if not known.keys() >= set(axes.values()):
+            raise ValueError(f"Parameter '{name}' has incomplete spmd_types annotations for the mesh {full}")
+        place = self._spmd.spmd_type_to_dtensor_placement
+        self.placements: list[Placement] = [place(known[axis]) for axis in axes.values()]
+        self.gradient: list[Placement] = [place(known[axis].backward_type()) for axis in axes.values()]
+
+    def restore(self, param: nn.Parameter) -> None:
+        """Note them on the unsharded ``param``."""
+        self._spmd.assert_type(param, self._local, partition_spec=self._cuts)
 
 
 def place(
@@ -69,6 +95,11 @@ def cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement: Shard | None
     """Decide how ``param``, called ``name``, is cut over ``mesh``, or refuse to, as ``fully_shard`` says."""
     data = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
     dim = _checked_dim(placement, data, param, name, mesh)
+    # The attribute by which the package marks tensors; without one nothing is imported.
+    if not isinstance(param, DTensor) and getattr(param, "_local_type", None):
+        types = Types(param, name, mesh)
+        stored = DTensor.from_local(data, mesh.spmd[0], types.placements, run_check=False)  # type: ignore[index]
+        return dataclasses.replace(_cut_spmd(nn.Parameter(stored), data, name, dim, mesh), types=types)
     if mesh.spmd is not None:
         return _cut_spmd(param, data, name, dim, mesh)
     if isinstance(param, DTensor):
@@ -203,7 +234,7 @@ class ShardedParam:
         self.dim = cut.dim
         self.spec = cut.spec
         self.unsharded_spec = cut.unsharded
-        self.data_parallel = cut.data_parallel
+        self.data_parallel, self.types = cut.data_parallel, cut.types
         self.precision = precision
         self.sharded = nn.Parameter(dtensor.wrap(local, self.spec), requires_grad=original.requires_grad)
         # What user code has set as ``grad_dtype``; torch's casts and loads make tensors without it.
@@ -259,11 +290,13 @@ class ShardedParam:
 
     def make_unsharded(self, data: torch.Tensor) -> None:
         """Let the unsharded parameter live in ``data`` (``size``, ``compute_dtype``)."""
-        if self.unsharded_spec is not None:
+        if self.unsharded_spec is not None and self.types is None:
             data = dtensor.wrap(data, dtensor.with_dtype(self.unsharded_spec, data.dtype))
         # A cast between two microbatches makes it anew; what the first has left here is still to be reduced.
         grad = None if self.unsharded is None else self.unsharded.grad
         self.unsharded = nn.Parameter(data, requires_grad=self._requires_grad)
+        if self.types is not None:
+            self.types.restore(self.unsharded)
         # Any: autograd would round what it has computed in a wider dtype, and the reduction has one of its own.
         self.unsharded.grad_dtype = None
         if grad is not None:

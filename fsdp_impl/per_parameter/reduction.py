@@ -115,6 +115,8 @@ def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | 
 
 
 def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
+    if param.types is not None:
+        grad = DTensor.from_local(grad, spec.mesh, param.types.gradient, run_check=False)
     assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
     # What is pending over data-parallel dimensions is summed by the reduction.
     wanted = tuple(

@@ -39,6 +39,8 @@ class Capability(enum.StrEnum):
     """Parameters of one unit may be sharded over different ranks, as experts next to the router of their layer."""
     NAMED_DIMENSIONS = "named-dimensions"
     """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
+    SPMD_TYPES = "spmd-types"
+    """Parameters on that mesh may also be plain tensors, if they are annotated with the package ``spmd_types``."""
     ORDERED_GROUPS = "ordered-groups"
     """The mesh may be of process groups that keep an order of ranks other than the sorted one."""
     ORDERED_MESHES = "ordered-meshes"

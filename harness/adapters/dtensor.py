@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from shardproof.harness.adapters.base import (
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import ORDERED, make_scaler
 from shardproof.harness.tensors import private
-from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, original_name, uncut
+from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, cut_before_sharding, original_name, uncut
 from shardproof.harness.tensors.pieces import piece_of as piece_of
 from shardproof.harness.tensors.trees import local_of
 
@@ -143,6 +144,8 @@ class DTensorAdapter(ByParameter):
             missing.add(Capability.NAMED_DIMENSIONS)
         if not hasattr(cls, "share_comm_ctx"):
             missing.add(Capability.SHARED_CONTEXT)
+        if importlib.util.find_spec("spmd_types") is None:
+            missing.add(Capability.SPMD_TYPES)
         return frozenset(Capability) - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -153,7 +156,7 @@ class DTensorAdapter(ByParameter):
         ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what user code names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
-        cuts = {original_name(name): piece_of(value.detach()).cut for name, value in model.named_parameters()}
+        cuts = {original_name(name): cut_before_sharding(value) for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
             name: self._cut_of(name, cut, dim) for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
         }

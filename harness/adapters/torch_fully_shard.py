@@ -79,6 +79,8 @@ class TorchFullyShardAdapter(DTensorAdapter):
         lacks |= missing_of(FSDPModule)
         if private.find("torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult") is None:
             lacks.add(Capability.PARAMETER_MESHES)
+        if Version(torch.__version__).release < (2, 14):
+            lacks.add(Capability.SPMD_TYPES)
         if Version(torch.__version__).release < (2, 15):
             lacks.add(Capability.GATHER_RELEASE)
         return super().capabilities() - lacks

@@ -5,6 +5,8 @@ either. Sizes need not be divisible by the number of tensor-parallel ranks: the 
 of an MLP stays a DTensor, which carries its full size.
 """
 
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardproof.harness.models.plain import MLP, Stacked, Transformer, TransformerConfig
+from shardproof.harness.tensors.pieces import chunk_of
 
 SEQUENCE = 1
 """The dimension along which sequence parallelism shards activations of shape (batch, length, dim)."""
@@ -80,6 +83,10 @@ def _gathered() -> PrepareModuleInput:
     return _redistributed(Shard(SEQUENCE), Replicate())
 
 
+#: The dimensions along which tensor parallelism cuts parameters of an MLP.
+ROWS = {"in_proj.weight": 0, "in_proj.bias": 0, "out_proj.weight": 1}
+
+
 def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = ()) -> nn.Module:
     """Let an :class:`MLPStack` compute with DTensors on one mesh of all dimensions, in place.
 
@@ -93,10 +100,9 @@ def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = 
     """
     assert isinstance(model, MLPStack)
     names = mesh.mesh_dim_names or ()
-    rows = {"in_proj.weight": 0, "in_proj.bias": 0, "out_proj.weight": 1}
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            dim = rows.get(f"{path.rpartition('.')[2]}.{name}")
+            dim = ROWS.get(f"{path.rpartition('.')[2]}.{name}")
             placements = [Shard(dim) if dim is not None and one == "tp" else Replicate() for one in names]
             setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
     inputs = [Shard(0) if name in divides else Replicate() for name in names]
@@ -110,6 +116,31 @@ def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = 
 
     model.register_forward_pre_hook(spread)
     model.register_forward_hook(collect)
+    return model
+
+
+def annotate_mlps(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Cut an :class:`MLPStack` over "tp" into plain tensors that are annotated with ``spmd_types``, in place.
+
+    Of the gradients of the second projections' biases each rank has a part (``R``), but for the last (``I``).
+    """
+    spmd, tp = importlib.import_module("spmd_types"), mesh.get_group("tp")
+    last, share = [*model.parameters()][-1], float(mesh.get_local_rank("tp") == 0)
+    for name, parameter in model.named_parameters():
+        dim = ROWS.get(".".join(name.split(".")[-2:]))
+        kind = spmd.S(dim) if dim is not None else spmd.I if parameter is last else spmd.R
+        if dim is not None:
+            cut: Any = functools.partial(chunk_of, mesh=mesh["tp"], mesh_dim=0, dim=dim)
+            parameter.data, parameter.user_cut = cut(parameter.detach()).clone(), cut  # type: ignore[attr-defined]
+        spmd.assert_type(parameter, {mesh.get_group("dp"): spmd.R, tp: kind})
+
+    def rowwise(linear: nn.Linear, x: torch.Tensor) -> Any:
+        bias = spmd.invariant_to_replicate(linear.bias, tp) if linear is model.layers[-1].out_proj else linear.bias
+        return spmd.all_reduce(F.linear(x, linear.weight, bias * share), tp, dst=spmd.I)
+
+    for layer in model.layers:
+        layer.in_proj.register_forward_pre_hook(lambda _, args: (spmd.invariant_to_replicate(args[0], tp),))
+        layer.out_proj.forward = functools.partial(rowwise, layer.out_proj)
     return model
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
-from shardproof.harness.tensors.pieces import Piece, Spans, original_name, piece_of, spans_of
+from shardproof.harness.tensors.pieces import Piece, Spans, cut_before_sharding, original_name, spans_of, uncut
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
@@ -213,8 +213,8 @@ class Evidence:
     def note_tensor_parallel(self, prepared: nn.Module) -> None:
         """Note which parameters tensor parallelism has cut, and how, before the model is sharded."""
         for name, value in prepared.named_parameters():
-            if isinstance(value, DTensor):
-                self._cuts[original_name(name)] = piece_of(value.detach()).cut
+            if (cut := cut_before_sharding(value)) is not uncut:
+                self._cuts[original_name(name)] = cut
 
     def can_tell(self, frozen: Collection[str]) -> bool:
         """Whether a rank's share of what trains is less than all of it, which padding prevents where it is tiny."""

@@ -107,6 +107,12 @@ def piece_of(tensor: torch.Tensor) -> Piece:
     return Piece(tensor.to_local(), cut)
 
 
+def cut_before_sharding(parameter: torch.Tensor) -> Cut:
+    """Return how user code has cut a parameter: by its placements, or, of a plain one, its attribute ``user_cut``."""
+    cut: Cut = getattr(parameter, "user_cut", None) or piece_of(parameter.detach()).cut
+    return cut
+
+
 Spans = tuple[tuple[int, int], ...]
 """Sorted ranges of flat positions in a full tensor: the first position of each, and the one behind its last."""
 
