@@ -141,7 +141,7 @@ class DTensorAdapter(ByParameter):
             *Capability.of("low-precision-gradients step-in-backward optimizer-keys own-checkpoint"),
         }
         if not hasattr(cls, "mesh_dims"):
-            missing.add(Capability.NAMED_DIMENSIONS)
+            missing |= {Capability.NAMED_DIMENSIONS, Capability.SPMD_TYPES}
         if not hasattr(cls, "share_comm_ctx"):
             missing.add(Capability.SHARED_CONTEXT)
         if importlib.util.find_spec("spmd_types") is None:

@@ -72,7 +72,7 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
         # NAMED_DIMENSIONS and REPLICATED_MODULES have not been tried.
-        missing = {Capability.META_LOAD, Capability.NAMED_DIMENSIONS, Capability.REPLICATED_MODULES}
+        missing = Capability.of("meta-load named-dimensions replicated-modules spmd-types")
         return super().capabilities() - missing
 
     def set_up(self, model: nn.Module) -> nn.Module:

