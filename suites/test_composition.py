@@ -273,7 +273,8 @@ def test_plain_parameters_with_types(rank: Rank, names: tuple[str, ...]) -> None
         rank, parallel.MLPStack(6), prepare=lambda plain: note(parallel.annotate_mlps(plain, mesh)), **options
     )
     train_and_check(pair, batches(rank, 3, (4, 6), mesh=mesh["dp"]), set_to_none="even")
-    for layer in pair.adapter.module.get_submodule("layers").children():
+    layers: Any = pair.adapter.module.get_submodule("layers")
+    for layer in layers:
         for linear in (layer.in_proj, layer.out_proj):
             linear.register_forward_pre_hook(lambda module, _: note(module) and None)
     with importlib.import_module("spmd_types.checker").typecheck("permissive"):  # torch restores types only here
