@@ -2,14 +2,14 @@
 
 `_resolve_spmd_types_for_storage` collects the types of the data-parallel dimensions first, then the others, and takes that
 order for the order of the mesh's dimensions. A parameter that is `S(0)` on the first dimension, `tp`, seems to be cut over
-the second, `dp`. The parameters as DTensors are taken on the same mesh. Needs the package `spmd_types`: seen with 0.3.1, on a
+the second, `dp`. The parameters as DTensors are taken on the same mesh. Needs the package `spmd_types`: seen with 0.2.3 and 0.3.1, on a
 group that sends nothing ("fake") and on gloo, torch 2.15.0. Seen by COMPOSITION-19.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COMPOSITION-19"]
-# packages = ["spmd-types==0.3.1"]
+# packages = ["spmd-types==0.2.3"]
 # since = "2.15"
 # reproduces = ["torch 2.15.0 cpu 2026-11-27"]
 # shows = "^dp, tp: sharded\\ntp, dp: ValueError: Expected Replicate\\(\\) on DP shard dim 'dp' .index 1. but got S"
