@@ -24,9 +24,9 @@ ROOT = Path(fsdp_impl.__file__).parent
 FILE = Path(private.__file__)
 OTHERS = sorted(path for path in ROOT.rglob("*.py") if path != FILE)
 # What subclasses of modules are written against, and of named tuples; marks that torch leaves on objects; the method by
-# which policies of wrapping are called, torch's and ours.
+# which policies of wrapping are called, torch's and ours; what spmd_types sets on the parameters that it annotates.
 UNLISTED = {"_parameters", "_buffers", "_modules", "_apply", "_load_from_state_dict", "_metadata", "_make", "_fields"}
-UNLISTED |= {"_in_backward_optimizers", "_checkpoint_wrapped_module", "_run_policy"}
+UNLISTED |= {"_in_backward_optimizers", "_checkpoint_wrapped_module", "_run_policy", "_local_type"}
 
 
 def is_private(name: str) -> bool:
