@@ -25,6 +25,18 @@ _ENGINE = COMMON | {
 }
 
 
+_TRAITS = Traits(
+    reads="gathering",
+    clips="step",
+    divides_by_microbatches=True,
+    unused_gradient="zero",
+    process_groups="kept",
+    # The engine and its model stay alive even after destroy().
+    frees_models=False,
+    isolation="adapter",
+)
+
+
 class _WholeParameters(DeepSpeedEngineAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -49,16 +61,10 @@ class DeepSpeedZero1Adapter(_WholeParameters):
 
     name = "deepspeed.zero1"
     stage = 1
-    traits = Traits(
+    traits = dataclasses.replace(
+        _TRAITS,
         shards=frozenset({"optimizer"}),
-        reads="gathering",
         held_from_start=frozenset({"master", "gradients", "optimizer"}),
-        clips="step",
-        divides_by_microbatches=True,
-        unused_gradient="zero",
-        process_groups="kept",
-        frees_models=False,
-        isolation="adapter",
     )
 
     @classmethod
@@ -131,19 +137,12 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
     option_names: ClassVar[dict[str, str]] = DeepSpeedZero2Adapter.option_names | {
         "reshard_after_forward": "stage3_max_reuse_distance"
     }
-    traits = Traits(
-        reads="gathering",
+    traits = dataclasses.replace(
+        _TRAITS,
         # "gathered": while the engine is made, each parameter is gathered to find the place of its gradient in the
         # autograd graph.
         held_from_start=frozenset({"master", "gradients", "gathered"}),
         local_numel=padded_to_elements,
-        clips="step",
-        divides_by_microbatches=True,
-        unused_gradient="zero",
-        process_groups="kept",
-        # The engine and its model stay alive even after destroy().
-        frees_models=False,
-        isolation="adapter",
     )
 
     @classmethod
