@@ -455,7 +455,7 @@ def _has(rank: Rank, name: str) -> bool:
 
 @contract("COLLECTIVES-10")
 @world(4)
-@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
+@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)
 def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
     """After only the all-reduce was deferred, setting all gradients to be reduced restores the all-reduce too."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))

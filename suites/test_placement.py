@@ -89,6 +89,10 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     model = shapes.ManyShapes()
     full = values_of(model)
     pair = rank.pair(model, units=[["body"]], mesh=mesh, shard_dim=(lambda _: 0) if named else None)
+    if pair.adapter.traits.own_mesh:
+        own: Any = next(iter(pair.adapter.named_parameters().values()))
+        assert torch.equal(own.device_mesh.mesh, mesh.mesh), f"sharded over {own.device_mesh} instead of {mesh}"
+        mesh = own.device_mesh
     check_layout(pair.adapter.named_parameters(), full, mesh, dims=dict.fromkeys(full, 0))
     pair.checked_step(rank.batch(0, (2, 3, 6, 6)))
     trained = {name: value.detach() for name, value in pair.baseline.adapter.named_parameters().items()}

@@ -44,6 +44,7 @@ class AccelerateAdapter(Packaged):
         os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(local_rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
         # As every plugin of FSDP sets them for the rest of the process.
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="False")
+        _shard_a_first_model(dist.group.WORLD)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         if not config.default_mesh and (config.mesh.ndim != 1 or config.mesh.size() != dist.get_world_size()):
@@ -80,7 +81,9 @@ class AccelerateFsdpAdapter(AccelerateAdapter, TorchFullyShardAdapter):
 
     name = "accelerate.fsdp"
     # An Accelerator's state belongs to the process. It needs devices, of which a simulated world has none.
-    traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="case", frees_models=False, simulates=False)
+    traits = dataclasses.replace(
+        TorchFullyShardAdapter.traits, isolation="adapter", frees_models=False, simulates=False
+    )
     option_names: ClassVar[dict[str, str]] = {
         "reshard_after_forward": "reshard_after_forward",
         "accumulation": "no_sync",
@@ -127,7 +130,7 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     """FSDP1, by a policy that chooses the units. As documented, the optimizer is made after the model is prepared."""
 
     name = "accelerate.fsdp1"
-    traits = dataclasses.replace(EngineFsdpAdapter.traits, isolation="case", simulates=False)
+    traits = dataclasses.replace(EngineFsdpAdapter.traits, isolation="adapter", simulates=False)
     option_names: ClassVar[dict[str, str]] = {
         option: name for option, name in EngineFsdpAdapter.option_names.items() if option != "ignored"
     }
@@ -154,3 +157,13 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self.module):
             yield
+
+
+@functools.cache
+def _shard_a_first_model(world: dist.ProcessGroup) -> None:
+    """Shard a model by FSDP2 once in a process: what that imports changes environment variables for good."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False)
+    model = nn.Linear(1, 1)
+    Accelerator(fsdp_plugin=plugin).prepare(model, torch.optim.SGD(model.parameters()))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -28,7 +29,12 @@ class FabricAdapter(Packaged):
     def prepare(cls, device_type: str) -> None:
         # By this Fabric sees that the processes exist already, as with a launcher. It is an index into its devices.
         os.environ["LOCAL_RANK"] = str(dist.get_rank())
-        _fabric(device_type)
+        cls._launch(device_type)
+
+    @classmethod
+    @abstractmethod
+    def _launch(cls, device_type: str) -> Any:
+        """Launch the process's first Fabric, if it has none, which changes the process."""
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -74,6 +80,10 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
         # NAMED_DIMENSIONS and REPLICATED_MODULES have not been tried.
         missing = Capability.of("meta-load named-dimensions replicated-modules spmd-types")
         return super().capabilities() - missing
+
+    @classmethod
+    def _launch(cls, device_type: str) -> Any:
+        return _fabric(device_type)
 
     def set_up(self, model: nn.Module) -> nn.Module:
         """Give the model to Fabric, which calls the strategy's ``parallelize_fn`` and wraps what it returns."""
@@ -128,6 +138,13 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
         missing = {Capability.MIXED_PRECISION, Capability.MODEL_PRECISION, Capability.BUFFER_DTYPE}
         missing |= {Capability.LOW_PRECISION_GRADIENTS, Capability.CAST_AFTER_INIT}
         return super().capabilities() - missing | {Capability.CLIP_RAISES}
+
+    @classmethod
+    @functools.cache
+    def _launch(cls, device_type: str) -> Any:
+        from lightning_fabric.strategies import FSDPStrategy
+
+        return _launched(device_type, FSDPStrategy())
 
     def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         from lightning_fabric.strategies import FSDPStrategy

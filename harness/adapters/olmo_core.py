@@ -37,7 +37,7 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
     name = "olmo_core.fsdp"
     package, module_name, brings = "ai2-olmo-core", "olmo_core", "--no-deps 'ai2-olmo-core==3.0.0'"
     traits = dataclasses.replace(
-        TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", simulates=False
+        TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", own_mesh=True, simulates=False
     )
 
     @classmethod

@@ -40,6 +40,11 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
     def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         """Return the wrapper that the package makes of a model with these options, or of one with wrappers."""
 
+    def _mixed_precision(self, unit: str) -> Any:
+        policy = super()._mixed_precision(unit)
+        # The case says what batch norms compute in, which a policy that wraps would leave in float32.
+        return policy and dataclasses.replace(policy, _module_classes_to_ignore=())
+
     def _shard(self, model: nn.Module, names: list[str], options: dict[str, Any]) -> nn.Module:
         config = self.config
         by_hand = config.wraps is not None and config.wraps.rule == "by-hand"

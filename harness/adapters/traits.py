@@ -40,6 +40,9 @@ class Traits:
     declares :attr:`Capability.SHARDED`, and without it does not.
     """
 
+    own_mesh: bool = False
+    """Whether the implementation makes its mesh, of the ranks of the given one, with names of its own."""
+
     reads: Literal["in-place", "gathering"] = "in-place"
     """How the adapter reads gradients, parameters and optimizer state.
 

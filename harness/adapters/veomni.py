@@ -39,7 +39,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     name = "veomni.fsdp2"
     package, brings = "veomni", "--no-deps 'veomni==0.1.12'"
     traits = dataclasses.replace(
-        TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", simulates=False
+        TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", own_mesh=True, simulates=False
     )
 
     @classmethod
@@ -111,7 +111,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         assert clip is not None
         with use_parallel_state(self._state):
             norm = veomni_clip_grad_norm(self.module, clip.max_norm, clip.norm_type, clip.raises)
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float64)  # a Python number
 
     def save_own(self, directory: pathlib.Path) -> None:
         self._checkpointer().save(str(directory), self._checkpointed(), parallel_state=self._state)

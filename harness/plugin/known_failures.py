@@ -14,7 +14,8 @@ An entry names cases and the verdict that is expected of them::
 
 - ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
   the implementation.
-- ``verdict`` is "fail", "hang" or "crash". A case with another verdict than the expected one keeps its own.
+- ``verdict`` is "fail", "hang" or "crash", or "pass" to take cases out of a later entry whose pattern matches them as
+  well. A case with another verdict than the expected one keeps its own.
 - ``reason`` and ``link`` explain the failure.
 - ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another
   device type or for another backend of process groups does not apply. ``torch`` is compared with the release part of
@@ -53,8 +54,8 @@ from shardproof.runfile import Verdict
 FOLDER = "expectations"
 """The name of the directory with the files, beside the files of the cases."""
 
-#: The verdicts that an entry may expect. The others are no failures, or do not come from the implementation.
-_EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH)
+#: The verdicts that an entry may expect. The others do not come from the implementation.
+_EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.PASS)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
 _OPTIONAL = {"torch", "device", "backend", "expires"}
@@ -145,6 +146,8 @@ class KnownFailures:
         """
         entry = self.first(case_id)
         if entry is None or verdict.is_skip or entry.has_expired(self._today):
+            return verdict, ""
+        if entry.verdict == Verdict.PASS:
             return verdict, ""
         if verdict == entry.verdict:
             return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"

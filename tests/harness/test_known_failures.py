@@ -198,11 +198,11 @@ def test_an_expired_entry_fails_every_run(run, expect, options):
 
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_file_that_cannot_be_read_is_a_usage_error(run, expect, workers):
-    expect(entry(FAILS, verdict="pass"), entry(STALE))
+    expect(entry(FAILS, verdict="unmet"), entry(STALE))
     result = run(SOURCE, "-n", workers, own_process=workers != "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert last_error(result) == (
-        "ERROR: expectations/ddp.toml entry 1: verdict = 'pass' should be one of fail, hang, crash"
+        "ERROR: expectations/ddp.toml entry 1: verdict = 'unmet' should be one of fail, hang, crash, pass"
     )
     result.assert_outcomes()
 
@@ -366,6 +366,11 @@ def test_versions_devices_and_backends(read, condition, applies):
     assert bool(expectations.problems([], is_complete=True)) is applies
 
 
+@pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.FAIL])
+def test_an_entry_that_expects_a_pass_takes_cases_out_of_later_ones(read, verdict):
+    assert read(AN_ENTRY.replace('"fail"', '"pass"') + AN_ENTRY).judge(EMPTY_SHARDS, verdict) == (verdict, "")
+
+
 def test_gloo_on_gpus(read):
     """Ranks that share a GPU: device and backend are told apart."""
     expectations = read(AN_ENTRY + 'device = "cuda"\nbackend = "gloo"', device="cuda")
@@ -402,7 +407,7 @@ def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
         (AN_ENTRY.replace("reason", "reasons"), "entry 1: 'reason' is missing"),
         (AN_ENTRY + "until = 2027-01-01", "entry 1: unknown 'until'"),
         (AN_ENTRY.replace('"raises"', '" "'), r"entry 1: reason = ' ' should be a non-empty string"),
-        (AN_ENTRY.replace('"fail"', '"pass"'), "'pass' should be one of fail, hang, crash"),
+        (AN_ENTRY.replace('"fail"', '"unmet"'), "'unmet' should be one of fail, hang, crash, pass"),
         (AN_ENTRY + 'torch = "2.13"', "torch = '2.13' should be a version specifier such as"),
         (AN_ENTRY + "torch = 2.13", "torch = 2.13 should be a version specifier such as"),
         (AN_ENTRY + 'backend = "mpi"', "backend = 'mpi' should be one of gloo, hccl, nccl, xccl"),
