@@ -6,6 +6,7 @@ import inspect
 import json
 import pathlib
 import random
+import re
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection, SuiteModule
 from shardproof.harness.verdicts.observations import ExpectedText
+from shardproof.harness.verdicts.texts import bounded
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
@@ -305,6 +307,8 @@ def _run_one(
                 if key.isolation == item.nodeid:
                     pool.discard(key)
             made.take(outcome)
+            if made.verdict == Verdict.HANG and outcome.dumps and (report := item.config.option.shardproof_report):
+                _keep(outcome.dumps, made, pathlib.Path(f"{report}.flight", re.sub(r"\W+", "-", item.nodeid)[-200:]))
             made.results = outcome.results if captures else []
             if made.verdict == Verdict.PASS:
                 made.fail_if(compare([result.observations.expected_texts for result in outcome.results]))
@@ -313,6 +317,15 @@ def _run_one(
     except (WorldDied, WaitedTooLong, TooFewRanks, OSError) as error:
         made.verdict, made.text = Verdict.HARNESS_ERROR, str(error)
         _blame_a_full_directory(made)
+
+
+def _keep(dumps: Mapping[int, bytes], made: MadeRecord, folder: pathlib.Path) -> None:
+    """Write dumps of torch's flight recorder to a folder beside the run file, and its name to the record."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, dump in dumps.items():
+        (folder / f"rank{rank}").write_bytes(dump)
+    kept = f"{folder.parent.name}/{folder.name}, beside the run file (torchfrtrace reads it)"
+    made.text = bounded(f"{made.text.rstrip()}\ndumps of torch's flight recorder: {kept}")
 
 
 def _blame_a_full_directory(made: MadeRecord) -> None:

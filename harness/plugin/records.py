@@ -9,6 +9,7 @@ from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
 from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
+from shardproof.harness.worlds import flight_recorder
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
 from shardproof.harness.worlds.world import Outcome
@@ -100,7 +101,8 @@ class MadeRecord(CaseRecord):
             if self.hosts:
                 lines.append(f"hosts: {_placed(self.hosts)}")
             if self.verdict == Verdict.HANG and outcome.diagnosis is not None:
-                lines = [outcome.diagnosis.text, *outcome.collectives, *lines]
+                recorded = flight_recorder.summary(outcome.dumps)
+                lines = [outcome.diagnosis.text, *outcome.collectives, *recorded, *lines]
             elif self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
                 lines += outcome.collectives
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))

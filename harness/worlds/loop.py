@@ -36,7 +36,7 @@ from shardproof.harness.tensors import memory, private
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Divergence, ProtocolError
 from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
-from shardproof.harness.worlds import gloo, leftovers
+from shardproof.harness.worlds import flight_recorder, gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.runfile import Verdict
@@ -168,6 +168,8 @@ def _start(spec: RankSpec) -> RankState:
         torch.accelerator.set_device_index(spec.device_index)
     store = None if spec.meeting is None else meeting.store_of(spec.meeting)
     gloo.mend_groups()
+    if key.backend == "nccl":
+        flight_recorder.enable(spec.directory)
     dist.init_process_group(
         backend=key.backend,
         init_method=f"file://{spec.directory}/rendezvous" if store is None else None,

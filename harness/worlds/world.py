@@ -13,7 +13,7 @@ from typing import Any
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.collectives.trace import without_own_bytes
 from shardproof.harness.verdicts.texts import bounded, frames_of
-from shardproof.harness.worlds import forkserver, rank_process, scratch, waiting
+from shardproof.harness.worlds import flight_recorder, forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun.fleet import ANSWER_SECONDS, Fleet, Lost, RemoteRank, Seat, gathered, nodes_of
@@ -79,6 +79,8 @@ class Outcome:
     # The last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
     collectives: list[str] = dataclasses.field(default_factory=list)
     hosts: tuple[str, ...] = ()  # the name of the host of each rank; empty if all are on one
+    # What torch's flight recorder has, by rank, as torch pickles it; after a hang on NCCL.
+    dumps: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
 
 class WorldDied(Exception):
@@ -115,6 +117,7 @@ class World:
             shutil.rmtree(self._directory, ignore_errors=True)
             raise
         self._announced: dict[int, list[Announcement]] = {}
+        self._dumps: dict[int, bytes] = {}
         forkserver.start()
         self.ranks: list[RankProcess | RemoteRank] = []
         try:
@@ -216,7 +219,7 @@ class World:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.connection.send(job)
-        self._announced = {}
+        self._announced, self._dumps = {}, {}
         results = self._collect(job, started + job.deadline)
         if any(result.verdict != Verdict.PASS and not result.agreed for result in results):
             self._announced = self._announced or self._read_board(job)
@@ -225,7 +228,8 @@ class World:
             diagnosis = diagnose(self._announced, stuck=stuck, case_path=job.path, lost=self._lost)
         seconds = time.monotonic() - started
         outputs = [rank.new_output() for rank in self.ranks]
-        return Outcome(results, outputs, seconds, diagnosis, collectives(self._announced, self._lost), self.hosts)
+        last = collectives(self._announced, self._lost)
+        return Outcome(results, outputs, seconds, diagnosis, last, self.hosts, self._dumps)
 
     def is_in_step(self, results: Sequence[Result]) -> bool:
         """Whether the ranks can run another case after these results of the job that ran last.
@@ -277,6 +281,8 @@ class World:
             # then continue.
             self._announced = self._read_board(job)
             stuck = set(waiting.values())
+            if not failed:
+                self._dumps = self._flight_recorders()
             shown = self._stacks(stuck)
             text = "the rank did not answer before the deadline"
             if failed:
@@ -285,6 +291,12 @@ class World:
                 why = f"; its stacks:\n{shown[index]}" if index in shown else f": {self._lost[index]}"
                 results[index] = Result(job.number, index, Verdict.HANG, text + why)
         return [results[index] for index in sorted(results)]
+
+    def _flight_recorders(self) -> dict[int, bytes]:
+        """Return the dumps of torch's flight recorders, also of ranks that have answered: one of them may be behind."""
+        asked = {index: rank.ask("flight") for index, rank in self._remote.items()}
+        own = flight_recorder.dumps(self._directory, self._own)
+        return own | {index: dump for index, dump in gathered(asked).items() if dump}
 
     def _stacks(self, stuck: Collection[int]) -> dict[int, str]:
         """Return the stacks of ranks, rendered; ranks whose supervisor cannot be reached are left out."""

@@ -261,6 +261,21 @@ dist.barrier()
     lines.fnmatch_lines(["fail: rank 1 of 2:", "*device-side assert*"])
 
 
+@on_devices
+def test_chaos_hang_on_devices_has_what_torchs_flight_recorder_says(run, pytester):
+    body = "if rank.index == 0: dist.all_reduce(torch.ones(3, device=rank.device))"
+    lines = run(body, "--report", "run.json", within=DEADLINE + 10)
+    lines.fnmatch_lines(
+        [
+            "hang: *",
+            "torch's flight recorder:",
+            "  * of group 0 (default_pg): all_reduce Float *3*, rank 0; rank 1 is behind, after *",
+            "dumps of torch's flight recorder: run.json.flight/test_inner-py-test_wrong*",
+        ]
+    )
+    assert len([*pytester.path.glob("run.json.flight/*/rank[01]")]) == 2
+
+
 def test_chaos_case_may_not_skip_by_itself(run):
     run('pytest.skip("on a whim")').fnmatch_lines(["*a case must not skip by itself: use @needs (on a whim)*"])
 

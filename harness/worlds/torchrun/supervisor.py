@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from shardproof.harness.collectives.board import Announcement, Board
-from shardproof.harness.worlds import forkserver, rank_process, scratch
+from shardproof.harness.worlds import flight_recorder, forkserver, rank_process, scratch
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun import meeting
@@ -102,6 +102,7 @@ class Supervisor:
             "spawn": self._spawn,
             "output": lambda number: self._held[number].rank.new_output(),
             "announced": self._announced,
+            "flight": self._flight,
             "stacks": self._stacks,
             "ending": self._ending,
             "abort": self._abort,
@@ -136,6 +137,10 @@ class Supervisor:
     def _announced(self, number: int, job: int) -> list[Announcement]:
         held = self._held[number]
         return held.board.entries(held.index, job=job)
+
+    def _flight(self, number: int) -> bytes:
+        held = self._held[number]
+        return flight_recorder.dumps(held.rank.output.parent, [held.index]).get(held.index, b"")
 
     def _stacks(self, number: int) -> str:
         rank = self._held[number].rank
