@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,9 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     traits = dataclasses.replace(
         TorchFullyShardAdapter.traits, isolation="adapter", process_groups="kept", own_mesh=True, simulates=False
     )
+    option_names: ClassVar[dict[str, str]] = {
+        option: name for option, name in TorchFullyShardAdapter.option_names.items() if option != "accumulation"
+    }
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
@@ -111,7 +115,9 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         assert clip is not None
         with use_parallel_state(self._state):
             norm = veomni_clip_grad_norm(self.module, clip.max_norm, clip.norm_type, clip.raises)
-        return torch.tensor(norm, dtype=torch.float64)  # a Python number
+        # A Python number, which has lost the dtype of the norm.
+        dtypes = (parameter.grad.dtype for parameter in self.module.parameters() if parameter.grad is not None)
+        return torch.tensor(norm, dtype=functools.reduce(torch.promote_types, dtypes, torch.float16))
 
     def save_own(self, directory: pathlib.Path) -> None:
         self._checkpointer().save(str(directory), self._checkpointed(), parallel_state=self._state)
