@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardproof.testing import Adapter, Rank, Refusal, models, sharded
+from shardproof.testing import Rank, models
+from shardproof.testing.adapters import Adapter
+from shardproof.testing.checks import Refusal, sharded
 
 #: Without a move to the CPU, as in :meth:`Fsdp1.full_states`.
 _OF_THE_FIRST_RANK = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

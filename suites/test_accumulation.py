@@ -12,47 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardproof.suites.common import (
-    after_microbatches,
-    batches,
-    checked_steps,
-    pair_by_units,
-    run_and_plain,
-    run_by_units,
-    tokens,
-    tower,
-    train_and_check,
-    two_runs,
-)
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_CHOICES,
-    RESHARD_EXPLICIT,
-    Accumulation,
-    Capability,
-    Finding,
-    Hardware,
-    Location,
-    Oracle,
-    Piece,
-    Rank,
-    Refusal,
-    Run,
-    Stage,
-    WholeParameters,
-    backward_of_copies,
-    check_gradients,
-    contract,
-    distance,
-    each_value,
-    exact_difference,
-    models,
-    needs,
-    numbers_of,
-    optim,
-    step_label,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_and_plain, run_by_units, tower, two_runs
+from shardproof.suites.steps import after_microbatches, batches, checked_steps, tokens, train_and_check
+from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
+from shardproof.testing.adapters import Accumulation, WholeParameters
+from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
+from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
+from shardproof.testing.checks import Finding, Location, Refusal, Stage, exact_difference, numbers_of, step_label
+from shardproof.testing.tensors import Piece
+from shardproof.testing.trained import optim
 
 pytestmark = world(2)
 

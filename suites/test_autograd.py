@@ -12,33 +12,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, pair_by_units, run_and_plain, subjects, tower, train_and_check
-from shardproof.testing import (
-    RESHARD,
-    Accumulation,
-    Adapter,
-    Capability,
-    Census,
-    Pair,
-    Rank,
-    Run,
-    Stacked,
-    backward_of_copies,
-    check_exact,
-    check_gradients,
-    check_parameters,
-    contract,
-    error_of_all,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    recompute,
-    shapes,
-    step_label,
-    tensors_of,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_and_plain, subjects, tower
+from shardproof.suites.steps import batches, train_and_check
+from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter
+from shardproof.testing.axes import RESHARD
+from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
+from shardproof.testing.checks import Census, error_of_all, exact_difference, step_label
+from shardproof.testing.tensors import tensors_of
+from shardproof.testing.trained import Stacked, optim, recompute, shapes
 
 pytestmark = world(2)
 

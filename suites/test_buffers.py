@@ -4,21 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.testing import (
-    KEEPS,
-    Capability,
-    Hardware,
-    Rank,
-    check_statistics,
-    contract,
-    mixed,
-    models,
-    needs,
-    optim,
-    run_and_replica,
-    uncut,
-    world,
-)
+from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
+from shardproof.testing.axes import KEEPS
+from shardproof.testing.casts import check_statistics, run_and_replica
+from shardproof.testing.tensors import uncut
+from shardproof.testing.trained import mixed, optim
 
 pytestmark = world(2)
 

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
 from shardproof.suites.common import subjects
-from shardproof.testing import Capability, Rank, Refusal, contract, each_value, needs, private, world
+from shardproof.testing import Capability, Rank, contract, each_value, needs, world
+from shardproof.testing.checks import Refusal
+from shardproof.testing.tensors import private
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 

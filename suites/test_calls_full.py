@@ -10,22 +10,10 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
 from shardproof.suites.common import cut_over, run_by_units, two_runs
-from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    SHARDS,
-    Capability,
-    Rank,
-    Run,
-    WholeParameters,
-    contract,
-    mixed,
-    models,
-    needs,
-    optim,
-    shapes,
-    world,
-)
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import WholeParameters
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing.trained import mixed, optim, shapes
 
 pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS), world(2)]
 

@@ -10,35 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardproof.suites.common import (
-    REPLICAS,
-    batches,
-    checked_steps,
-    cut_over,
-    pair_by_units,
-    pair_of_mlps,
-    run_by_units,
-    subjects,
-    tokens,
-    tower,
-    train_and_check,
-)
-from shardproof.testing import (
-    FLAT,
-    Capability,
-    Clip,
-    Rank,
-    Refusal,
-    contract,
-    exact_difference,
-    mixed,
-    models,
-    needs,
-    optim,
-    parallel,
-    shapes,
-    world,
-)
+from shardproof.suites.common import REPLICAS, cut_over, pair_by_units, pair_of_mlps, run_by_units, subjects, tower
+from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Clip
+from shardproof.testing.axes import FLAT
+from shardproof.testing.checks import Refusal, exact_difference
+from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = [needs(Capability.CLIPPING), world(4)]
 

@@ -12,32 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, cut_over, pair_by_units, subjects, tower, train_and_check
+from shardproof.suites.common import cut_over, pair_by_units, subjects, tower
 from shardproof.suites.own import Own
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_ROOT,
-    Accumulation,
-    Adapter,
-    Capability,
-    Clip,
-    Collective,
-    Pair,
-    Rank,
-    Refusal,
-    Settings,
-    Trace,
-    contract,
-    first_difference,
-    models,
-    needs,
-    optim,
-    parallel,
-    shapes,
-    step_label,
-    ties,
-    world,
-)
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter, Clip, Settings
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT
+from shardproof.testing.checks import Collective, Refusal, Trace, first_difference, step_label
+from shardproof.testing.trained import optim, parallel, shapes, ties
 
 pytestmark = world(2)
 

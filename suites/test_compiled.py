@@ -7,23 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import checked_steps, pair_by_units, tokens
-from shardproof.testing import (
-    DELAYED_BEFORE,
-    DELAYS,
-    KEEPS,
-    RESHARD,
-    Capability,
-    Means,
-    Pair,
-    Rank,
-    compiler,
-    contract,
-    models,
-    needs,
-    recompute,
-    world,
-)
+from shardproof.suites.common import pair_by_units
+from shardproof.suites.steps import checked_steps, tokens
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.axes import DELAYED_BEFORE, DELAYS, KEEPS, RESHARD
+from shardproof.testing.trained import Means, compiler, recompute
 
 pytestmark = [needs(Capability.COMPILED_MODULES), world(2)]
 

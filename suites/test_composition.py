@@ -15,48 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import (
-    batches,
-    checked_steps,
-    cut_over,
-    pair_by_units,
-    pair_of_mlps,
-    run_and_plain,
-    run_by_units,
-    subjects,
-    tokens,
-    train_and_check,
-)
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_CHOICES,
-    Adapter,
-    Capability,
-    Computations,
-    Hardware,
-    NamedDimensions,
-    Pair,
-    Piece,
-    Rank,
-    Refusal,
-    backward_of_copies,
-    check_gradients,
-    check_parameters,
-    contract,
-    error_of_all,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    parallel,
-    piece_of,
-    private,
-    recompute,
-    sharded,
-    step_label,
-    with_first,
-    world,
-)
+from shardproof.suites.common import cut_over, pair_by_units, pair_of_mlps, run_and_plain, run_by_units, subjects
+from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
+from shardproof.testing import Capability, Hardware, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Adapter, NamedDimensions
+from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, with_first
+from shardproof.testing.baselines import backward_of_copies, check_gradients, check_parameters
+from shardproof.testing.checks import Refusal, error_of_all, exact_difference, sharded, step_label
+from shardproof.testing.tensors import Piece, piece_of, private
+from shardproof.testing.trained import Computations, optim, parallel, recompute
 
 pytestmark = [needs(Capability.TENSOR_PARALLEL), world(4)]
 

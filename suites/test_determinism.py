@@ -7,44 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import (
-    REPLICAS,
-    batches,
-    check_twins,
-    pair_by_units,
-    pair_of_mlps,
-    run_by_units,
-    subjects,
-    tokens,
-    train_and_check,
-    two_runs,
-)
-from shardproof.testing import (
-    FLAT,
-    KEEPS,
-    Accumulation,
-    Capability,
-    Clip,
-    Finding,
-    Location,
-    Rank,
-    Run,
-    Stage,
-    StateForm,
-    StepPicture,
-    check_exact,
-    contract,
-    exact_difference,
-    mixed,
-    models,
-    needs,
-    optim,
-    parallel,
-    shapes,
-    states,
-    step_label,
-    world,
-)
+from shardproof.suites.common import REPLICAS, pair_by_units, pair_of_mlps, run_by_units, subjects, two_runs
+from shardproof.suites.steps import batches, check_twins, tokens, train_and_check
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Clip, StateForm
+from shardproof.testing.axes import FLAT, KEEPS
+from shardproof.testing.baselines import StepPicture, check_exact, states
+from shardproof.testing.checks import Finding, Location, Stage, exact_difference, step_label
+from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = world(2, own_hash_seeds=True)
 

@@ -4,23 +4,9 @@ from typing import Any
 
 import pytest
 
-from shardproof.testing import (
-    Accumulation,
-    Block,
-    Capability,
-    Part,
-    Plan,
-    Rank,
-    Step,
-    Training,
-    contract,
-    deadline,
-    drawn,
-    needs,
-    needs_of,
-    train_drawn,
-    world,
-)
+from shardproof.testing import Capability, Rank, contract, deadline, drawn, needs, world
+from shardproof.testing.adapters import Accumulation
+from shardproof.testing.trained import Block, Part, Plan, Step, Training, needs_of, train_drawn
 
 WORLD = 2
 

@@ -12,28 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.testing import (
-    Accumulation,
-    CastReplica,
-    Clip,
-    Means,
-    Precision,
-    Rank,
-    Run,
-    Stacked,
-    WholeParameters,
-    check_equal,
-    check_evaluation,
-    compiler,
-    contract,
-    crossed,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    recompute,
-    world,
-)
+from shardproof.testing import Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Clip, Precision, WholeParameters
+from shardproof.testing.casts import CastReplica, check_equal, check_evaluation
+from shardproof.testing.checks import exact_difference
+from shardproof.testing.trained import Means, Stacked, compiler, crossed, optim, recompute
 
 ROWS = crossed.rows_of(pathlib.Path(__file__).with_name("crossed.toml"))
 DIM = 5

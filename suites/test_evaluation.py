@@ -9,41 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import (
-    after_microbatches,
-    batches,
-    check_twins,
-    checked_steps,
-    pair_by_units,
-    run_and_plain,
-    run_by_units,
-    subjects,
-    tower,
-    train_and_check,
-)
-from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    SHARDS,
-    WHOLE,
-    Accumulation,
-    Adapter,
-    Capability,
-    Precision,
-    Rank,
-    Refusal,
-    Stacked,
-    WholeParameters,
-    contract,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    states,
-    step_label,
-    ties,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_and_plain, run_by_units, subjects, tower
+from shardproof.suites.steps import after_microbatches, batches, check_twins, checked_steps, train_and_check
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter, Precision, WholeParameters
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS, WHOLE
+from shardproof.testing.baselines import states
+from shardproof.testing.checks import Refusal, exact_difference, step_label
+from shardproof.testing.trained import Stacked, optim, ties
 
 pytestmark = world(2)
 

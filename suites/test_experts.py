@@ -15,28 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, checked_steps, everywhere, pair_by_units, run_by_units, train_and_check
-from shardproof.testing import (
-    Accumulation,
-    Adapter,
-    Capability,
-    Clip,
-    Computations,
-    Means,
-    Mixture,
-    Pair,
-    Rank,
-    Routing,
-    Settings,
-    contract,
-    divide_experts,
-    models,
-    needs,
-    optim,
-    recompute,
-    states,
-    world,
-)
+from shardproof.suites.common import everywhere, pair_by_units, run_by_units
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter, Clip, Settings
+from shardproof.testing.baselines import states
+from shardproof.testing.trained import Computations, Means, Mixture, Routing, divide_experts, optim, recompute
 
 pytestmark = [needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL), world(4)]
 

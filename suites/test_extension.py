@@ -13,27 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardproof.suites.common import REPLICAS, batches, checked_steps, train_and_check
-from shardproof.testing import (
-    RESHARD,
-    Adapter,
-    Capability,
-    Pair,
-    Precision,
-    Rank,
-    Refusal,
-    bytes_of,
-    contract,
-    exact_difference,
-    map_leaves,
-    map_tensors,
-    models,
-    needs,
-    private,
-    sharded,
-    tensors_of,
-    world,
-)
+from shardproof.suites.common import REPLICAS
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Adapter, Precision
+from shardproof.testing.axes import RESHARD
+from shardproof.testing.checks import Refusal, exact_difference, sharded
+from shardproof.testing.tensors import bytes_of, map_leaves, map_tensors, private, tensors_of
 
 
 @dataclasses.dataclass

@@ -8,38 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import (
-    batches,
-    checked_steps,
-    everywhere,
-    pair_by_units,
-    pair_of_mlps,
-    run_by_units,
-    subjects,
-    tower,
-    train_and_check,
-    two_runs,
-)
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_EXPLICIT,
-    Accumulation,
-    Capability,
-    Census,
-    Pair,
-    Precision,
-    Rank,
-    Refusal,
-    contract,
-    exact_difference,
-    models,
-    needs,
-    parallel,
-    shapes,
-    step_label,
-    with_first,
-    world,
-)
+from shardproof.suites.common import everywhere, pair_by_units, pair_of_mlps, run_by_units, subjects, tower, two_runs
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Precision
+from shardproof.testing.axes import RESHARD, RESHARD_EXPLICIT, with_first
+from shardproof.testing.checks import Census, Refusal, exact_difference, step_label
+from shardproof.testing.trained import parallel, shapes
 
 pytestmark = world(2)
 

@@ -5,22 +5,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, batches, checked_steps, tower, train_and_check
-from shardproof.testing import (
-    RESHARD_CHOICES,
-    Accumulation,
-    Capability,
-    Clip,
-    Computations,
-    Rank,
-    Trace,
-    contract,
-    models,
-    needs,
-    recompute,
-    with_first,
-    world,
-)
+from shardproof.suites.common import REPLICAS, tower
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Clip
+from shardproof.testing.axes import RESHARD_CHOICES, with_first
+from shardproof.testing.checks import Trace
+from shardproof.testing.trained import Computations, recompute
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)

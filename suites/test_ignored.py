@@ -9,25 +9,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
-from shardproof.suites.common import batches, tower, train_and_check
-from shardproof.testing import (
-    RESHARD,
-    Capability,
-    Precision,
-    Rank,
-    Refusal,
-    check_equal,
-    contract,
-    mixed,
-    models,
-    needs,
-    optim,
-    private,
-    run_and_replica,
-    shapes,
-    step_label,
-    world,
-)
+from shardproof.suites.common import tower
+from shardproof.suites.steps import batches, train_and_check
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Precision
+from shardproof.testing.axes import RESHARD
+from shardproof.testing.casts import check_equal, run_and_replica
+from shardproof.testing.checks import Refusal, step_label
+from shardproof.testing.tensors import private
+from shardproof.testing.trained import mixed, optim, shapes
 
 pytestmark = world(2)
 

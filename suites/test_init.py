@@ -15,40 +15,29 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardproof.suites.apis import fsdp2
-from shardproof.suites.common import batches, checked_steps, pair_by_units, tower, train_and_check
+from shardproof.suites.common import pair_by_units, tower
+from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    RESHARD_ROOT,
-    Accumulation,
-    Adapter,
     Capability,
-    Clip,
     Hardware,
     Pair,
-    Precision,
     Rank,
-    Refusal,
     Run,
-    Untouched,
     alone,
     contract,
     each_value,
-    exact_difference,
     meaningful_from,
-    memory,
-    mixed,
     models,
     needs,
-    optim,
-    piece_of,
-    shapes,
-    sharded,
-    states,
     takes,
-    ties,
     world,
 )
+from shardproof.testing.adapters import Accumulation, Adapter, Clip, Precision
+from shardproof.testing.axes import FLAT, RESHARD, RESHARD_ROOT
+from shardproof.testing.baselines import states
+from shardproof.testing.checks import Refusal, Untouched, exact_difference, sharded
+from shardproof.testing.tensors import memory, piece_of
+from shardproof.testing.trained import mixed, optim, shapes, ties
 
 pytestmark = world(2)
 

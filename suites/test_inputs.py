@@ -9,18 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardproof.suites.common import run_and_plain, subjects, tower
-from shardproof.testing import (
-    Capability,
-    Rank,
-    Stacked,
-    backward_of_copies,
-    check_gradients,
-    contract,
-    error_of_all,
-    models,
-    needs,
-    world,
-)
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.baselines import backward_of_copies, check_gradients
+from shardproof.testing.checks import error_of_all
+from shardproof.testing.trained import Stacked
 
 pytestmark = world(2)
 

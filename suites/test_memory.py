@@ -11,27 +11,12 @@ import torch
 from torch import nn
 
 from shardproof.suites.common import run_by_units, tower
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_FREES,
-    ROOT,
-    Adapter,
-    Capability,
-    Census,
-    Hardware,
-    Rank,
-    Run,
-    Settings,
-    alone,
-    contract,
-    memory,
-    models,
-    needs,
-    optim,
-    shapes,
-    step_label,
-    world,
-)
+from shardproof.testing import Capability, Hardware, Rank, Run, alone, contract, models, needs, world
+from shardproof.testing.adapters import Adapter, Settings
+from shardproof.testing.axes import RESHARD, RESHARD_FREES
+from shardproof.testing.checks import ROOT, Census, step_label
+from shardproof.testing.tensors import memory
+from shardproof.testing.trained import optim, shapes
 
 DEPTH = 5
 #: On a device the bytes of a unit may be freed once the kernels that read them have run: those of this many units.

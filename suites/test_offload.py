@@ -7,22 +7,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, pair_by_units, run_by_units, tokens, tower, train_and_check
-from shardproof.testing import (
-    DELAYED,
-    DELAYS,
-    Capability,
-    Hardware,
-    Rank,
-    contract,
-    memory,
-    models,
-    needs,
-    optim,
-    shapes,
-    step_label,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_by_units, tower
+from shardproof.suites.steps import batches, tokens, train_and_check
+from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
+from shardproof.testing.axes import DELAYED, DELAYS
+from shardproof.testing.checks import step_label
+from shardproof.testing.tensors import memory
+from shardproof.testing.trained import optim, shapes
 
 WIDTH = 512
 

@@ -18,31 +18,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from shardproof.suites.common import subjects
-from shardproof.testing import (
-    KEEPS,
-    RESHARD,
-    Capability,
-    CastReplica,
-    Rank,
-    Refusal,
-    Run,
-    Trainee,
-    backward_of_copies,
-    check_evaluation,
-    check_exact,
-    contract,
-    exact_difference,
-    mixed,
-    models,
-    needs,
-    optim,
-    private,
-    run_and_replica,
-    step_and_check,
-    step_label,
-    ties,
-    world,
-)
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import Trainee
+from shardproof.testing.axes import KEEPS, RESHARD
+from shardproof.testing.baselines import backward_of_copies, check_exact
+from shardproof.testing.casts import CastReplica, check_evaluation, run_and_replica, step_and_check
+from shardproof.testing.checks import Refusal, exact_difference, step_label
+from shardproof.testing.tensors import private
+from shardproof.testing.trained import mixed, optim, ties
 
 pytestmark = world(2)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, subjects, tower
-from shardproof.testing import RESHARD, Capability, Pair, Rank, Run, contract, models, needs, world
+from shardproof.suites.common import subjects, tower
+from shardproof.suites.steps import batches, checked_steps
+from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
+from shardproof.testing.axes import RESHARD
 
 Layer = Literal["", "optional", "exit"]
 

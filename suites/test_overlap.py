@@ -8,32 +8,12 @@ import torch
 from torch import nn
 
 from shardproof.suites.common import pair_by_units, run_by_units, tower
-from shardproof.testing import (
-    DELAY_MS,
-    DELAYED,
-    DELAYS,
-    RESHARD,
-    Accumulation,
-    Adapter,
-    Capability,
-    Clip,
-    Delay,
-    Hardware,
-    Interval,
-    Pair,
-    Poison,
-    Rank,
-    Stacked,
-    Timeline,
-    alone,
-    check_exact,
-    contract,
-    models,
-    needs,
-    occupy,
-    optim,
-    world,
-)
+from shardproof.testing import Capability, Hardware, Pair, Rank, alone, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter, Clip
+from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, Delay
+from shardproof.testing.baselines import check_exact
+from shardproof.testing.checks import Interval, Poison, Timeline, occupy
+from shardproof.testing.trained import Stacked, optim
 
 #: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
 BUSY_MS = 20.0

@@ -11,29 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import batches, pair_of_mlps, tower, train_and_check
+from shardproof.suites.common import pair_of_mlps, tower
 from shardproof.suites.places import Place, chunk, coordinate_of
-from shardproof.testing import (
-    RESHARD,
-    Capability,
-    Clip,
-    Mixture,
-    Pair,
-    Rank,
-    Refusal,
-    contract,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    parallel,
-    piece_of,
-    private,
-    shapes,
-    sharded,
-    simulated,
-    world,
-)
+from shardproof.suites.steps import batches, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, simulated, world
+from shardproof.testing.adapters import Clip
+from shardproof.testing.axes import RESHARD
+from shardproof.testing.checks import Refusal, exact_difference, sharded
+from shardproof.testing.tensors import piece_of, private
+from shardproof.testing.trained import Mixture, optim, parallel, shapes
 
 pytestmark = world(4)
 

@@ -14,38 +14,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from shardproof.suites.common import REPLICAS, cut_over, subjects
-from shardproof.testing import (
-    KEEPS,
-    RESHARD,
-    Accumulation,
-    Capability,
+from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, world
+from shardproof.testing.adapters import Accumulation, Precision, StateForm, WholeParameters
+from shardproof.testing.axes import KEEPS, RESHARD
+from shardproof.testing.baselines import states
+from shardproof.testing.casts import (
     CastReplica,
-    Precision,
-    Rank,
-    Refusal,
-    Run,
-    StateForm,
-    Untouched,
-    WholeParameters,
     check_equal,
     check_evaluation,
     check_statistics,
-    contract,
-    exact_difference,
-    meaningful_from,
-    mixed,
-    models,
-    needs,
-    optim,
-    parallel,
     run_and_replica,
-    shapes,
-    sharded,
-    states,
     step_and_check,
-    step_label,
-    world,
 )
+from shardproof.testing.checks import Refusal, Untouched, exact_difference, sharded, step_label
+from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
 

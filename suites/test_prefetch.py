@@ -6,29 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shardproof.suites.common import (
-    batches,
-    checked_steps,
-    pair_by_units,
-    run_by_units,
-    subjects,
-    tokens,
-    train_and_check,
-)
-from shardproof.testing import (
-    RESHARD,
-    Capability,
-    Census,
-    Pair,
-    Rank,
-    Run,
-    contract,
-    models,
-    needs,
-    step_label,
-    ties,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_by_units, subjects
+from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
+from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
+from shardproof.testing.axes import RESHARD
+from shardproof.testing.checks import Census, step_label
+from shardproof.testing.trained import ties
 
 pytestmark = world(2)
 

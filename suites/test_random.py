@@ -10,21 +10,11 @@ import torch
 from torch import nn
 
 from shardproof.suites.common import run_by_units
-from shardproof.testing import (
-    KEEPS,
-    Capability,
-    Means,
-    Rank,
-    Stacked,
-    check_equal,
-    contract,
-    needs,
-    optim,
-    recompute,
-    run_and_replica,
-    step_label,
-    world,
-)
+from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.axes import KEEPS
+from shardproof.testing.casts import check_equal, run_and_replica
+from shardproof.testing.checks import step_label
+from shardproof.testing.trained import Means, Stacked, optim, recompute
 
 pytestmark = world(2)
 

@@ -6,26 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, run_by_units, subjects, train_and_check
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_ROOT,
-    Accumulation,
-    Capability,
-    Census,
-    Computations,
-    Means,
-    Pair,
-    Rank,
-    contract,
-    models,
-    needs,
-    recomputation,
-    recompute,
-    step_label,
-    ties,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_by_units, subjects
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Accumulation
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT
+from shardproof.testing.checks import Census, step_label
+from shardproof.testing.trained import Computations, Means, recomputation, recompute, ties
 
 pytestmark = [needs(Capability.RECOMPUTATION), world(2)]
 

@@ -8,36 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import check_twins, run_and_plain, run_by_units, subjects, tower, two_runs
-from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    SHARDS,
-    Accumulation,
-    Capability,
-    Census,
-    Collective,
-    Loss,
-    Means,
-    Pair,
-    Precision,
-    Rank,
-    Run,
-    Undivided,
-    WholeParameters,
-    check_equal,
-    contract,
-    meaningful_from,
-    mixed,
-    models,
-    needs,
-    optim,
-    other_worlds,
-    recompute,
-    run_and_replica,
-    states,
-    world,
-)
+from shardproof.suites.common import run_and_plain, run_by_units, subjects, tower, two_runs
+from shardproof.suites.steps import check_twins
+from shardproof.testing import Capability, Pair, Rank, Run, contract, meaningful_from, models, needs, world
+from shardproof.testing.adapters import Accumulation, Precision, WholeParameters
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing.baselines import Undivided, states
+from shardproof.testing.casts import check_equal, run_and_replica
+from shardproof.testing.checks import Census, Collective
+from shardproof.testing.trained import Loss, Means, mixed, optim, other_worlds, recompute
 
 pytestmark = world(2)
 

@@ -13,34 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.suites.common import run_by_units, tower
 from shardproof.suites.own import Own
-from shardproof.testing import (
-    RESHARD,
-    ROOT,
-    SHARDS,
-    Accumulation,
-    Capability,
-    Clip,
-    Hardware,
-    NamedDimensions,
-    Precision,
-    Rank,
-    Refusal,
-    Run,
-    Settings,
-    check_equal,
-    contract,
-    each_value,
-    exact_difference,
-    mixed,
-    models,
-    needs,
-    optim,
-    parallel,
-    run_and_replica,
-    shapes,
-    step_label,
-    world,
-)
+from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
+from shardproof.testing.adapters import Accumulation, Clip, NamedDimensions, Precision, Settings
+from shardproof.testing.axes import RESHARD, SHARDS
+from shardproof.testing.casts import check_equal, run_and_replica
+from shardproof.testing.checks import ROOT, Refusal, exact_difference, step_label
+from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
 

@@ -7,24 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, checked_steps, run_by_units, subjects
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_ROOT,
-    RESHARD_UNEVEN,
-    Capability,
-    Rank,
-    Run,
-    Settings,
-    contract,
-    exact_difference,
-    meaningful_from,
-    models,
-    needs,
-    step_label,
-    with_first,
-    world,
-)
+from shardproof.suites.common import run_by_units, subjects
+from shardproof.suites.steps import batches, checked_steps
+from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, world
+from shardproof.testing.adapters import Settings
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
+from shardproof.testing.checks import exact_difference, step_label
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 

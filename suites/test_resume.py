@@ -19,27 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.common import run_by_units
-from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    Capability,
-    Rank,
-    Run,
-    SplitTransformer,
-    StateForm,
-    Stateful,
-    StepPicture,
-    check_exact,
-    contract,
-    error_of_all,
-    models,
-    needs,
-    optim,
-    other_worlds,
-    parallelize_transformer,
-    states,
-    world,
-)
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import StateForm
+from shardproof.testing.axes import FLAT, RESHARD
+from shardproof.testing.baselines import StepPicture, check_exact, states
+from shardproof.testing.checks import error_of_all
+from shardproof.testing.trained import SplitTransformer, Stateful, optim, other_worlds, parallelize_transformer
 
 
 class BackgroundSave:

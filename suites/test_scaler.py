@@ -8,25 +8,12 @@ import torch
 from torch import nn
 
 from shardproof.suites.common import cut_over
-from shardproof.testing import (
-    DELAYS,
-    Capability,
-    CastReplica,
-    Clip,
-    Hardware,
-    Precision,
-    Rank,
-    Run,
-    Trainee,
-    check_equal,
-    contract,
-    mixed,
-    needs,
-    optim,
-    run_and_replica,
-    step_label,
-    world,
-)
+from shardproof.testing import Capability, Hardware, Rank, Run, contract, needs, world
+from shardproof.testing.adapters import Clip, Precision, Trainee
+from shardproof.testing.axes import DELAYS
+from shardproof.testing.casts import CastReplica, check_equal, run_and_replica
+from shardproof.testing.checks import step_label
+from shardproof.testing.trained import mixed, optim
 
 pytestmark = [needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER), world(2)]
 LOW = needs(Capability.MIXED_PRECISION)

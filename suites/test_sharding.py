@@ -7,32 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import batches, subjects, tower, train_and_check
-from shardproof.testing import (
-    FLAT,
-    SHARDS,
-    Accumulation,
-    Capability,
-    Clip,
-    Precision,
-    Rank,
-    Run,
-    StepPicture,
-    WholeParameters,
-    check_exact,
-    contract,
-    each_value,
-    meaningful_from,
-    memory,
-    mixed,
-    models,
-    needs,
-    optim,
-    run_and_replica,
-    state_numel,
-    step_and_check,
-    world,
-)
+from shardproof.suites.common import subjects, tower
+from shardproof.suites.steps import batches, train_and_check
+from shardproof.testing import Capability, Rank, Run, contract, each_value, meaningful_from, models, needs, world
+from shardproof.testing.adapters import Accumulation, Clip, Precision, WholeParameters
+from shardproof.testing.axes import FLAT, SHARDS
+from shardproof.testing.baselines import StepPicture, check_exact
+from shardproof.testing.casts import run_and_replica, step_and_check
+from shardproof.testing.tensors import memory, state_numel
+from shardproof.testing.trained import mixed, optim
 
 pytestmark = world(2, 4)
 

@@ -10,34 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.suites.common import REPLICAS, subjects
-from shardproof.testing import (
-    FLAT,
-    RESHARD,
-    SHARDS,
-    Adapter,
-    Capability,
-    Census,
-    OptimizerFactory,
-    Piece,
-    Rank,
-    Refusal,
-    Run,
-    StateForm,
-    built_in_with,
-    check_exact,
-    compiler,
-    contract,
-    each_value,
-    models,
-    needs,
-    optim,
-    original_name,
-    recompute,
-    shapes,
-    states,
-    step_label,
-    world,
-)
+from shardproof.testing import Capability, Rank, Run, contract, each_value, models, needs, world
+from shardproof.testing.adapters import Adapter, OptimizerFactory, StateForm, built_in_with
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing.baselines import check_exact, states
+from shardproof.testing.checks import Census, Refusal, step_label
+from shardproof.testing.tensors import Piece, original_name
+from shardproof.testing.trained import compiler, optim, recompute, shapes
 
 #: Flaws of the state dict of a ``Stateful``, each with the entry that is missing, unknown or of another size.
 FLAWED = {

@@ -7,23 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import batches, checked_steps, pair_by_units, train_and_check
-from shardproof.testing import (
-    RESHARD,
-    RESHARD_ROOT,
-    Capability,
-    Clip,
-    Computations,
-    Pair,
-    Rank,
-    contract,
-    models,
-    needs,
-    recompute,
-    ties,
-    with_first,
-    world,
-)
+from shardproof.suites.common import pair_by_units
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Clip
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT, with_first
+from shardproof.testing.trained import Computations, recompute, ties
 
 pytestmark = [needs(Capability.TIED_PARAMETERS), world(2)]
 

@@ -13,52 +13,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.suites.common import (
-    after_microbatches,
-    batches,
-    checked_steps,
-    pair_by_units,
-    run_and_plain,
-    tokens,
-    tower,
-    train_and_check,
-)
-from shardproof.testing import (
-    DELAY_MS,
-    DELAYED,
-    DELAYS,
-    FLAT,
-    RESHARD,
-    RESHARD_TO_PARTS,
-    Accumulation,
-    Adapter,
-    Capability,
-    Collective,
-    Delay,
-    Hardware,
-    OptimizerFactory,
-    Pair,
-    Precision,
-    Rank,
-    Refusal,
-    StepPicture,
-    backward_of_copies,
-    check_exact,
-    check_gradients,
-    check_parameters,
-    contract,
-    each_value,
-    exact_difference,
-    models,
-    needs,
-    optim,
-    parallel,
-    run_and_replica,
-    shapes,
-    step_and_check,
-    tensors_of,
-    world,
-)
+from shardproof.suites.common import pair_by_units, run_and_plain, tower
+from shardproof.suites.steps import after_microbatches, batches, checked_steps, tokens, train_and_check
+from shardproof.testing import Capability, Hardware, Pair, Rank, contract, each_value, models, needs, world
+from shardproof.testing.adapters import Accumulation, Adapter, OptimizerFactory, Precision
+from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS, Delay
+from shardproof.testing.baselines import StepPicture, backward_of_copies, check_exact, check_gradients, check_parameters
+from shardproof.testing.casts import run_and_replica, step_and_check
+from shardproof.testing.checks import Collective, Refusal, exact_difference
+from shardproof.testing.tensors import tensors_of
+from shardproof.testing.trained import optim, parallel, shapes
 
 pytestmark = world(2)
 

@@ -10,22 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, batches, checked_steps, subjects, train_and_check
-from shardproof.testing import (
-    Capability,
-    Pair,
-    Precision,
-    Rank,
-    Refusal,
-    Run,
-    WrapPolicy,
-    contract,
-    models,
-    needs,
-    shapes,
-    sharded,
-    world,
-)
+from shardproof.suites.common import REPLICAS, subjects
+from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
+from shardproof.testing.adapters import Precision, WrapPolicy
+from shardproof.testing.checks import Refusal, sharded
+from shardproof.testing.trained import shapes
 
 
 class Parts(nn.Module):

@@ -14,7 +14,9 @@ import pathlib
 
 import torch
 
-from shardproof.testing import models, optim, states, world
+from shardproof.testing import models, world
+from shardproof.testing.baselines import states
+from shardproof.testing.trained import optim
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -93,7 +93,8 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
         scripts = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
         assert archive.read(scripts).decode() == "[console_scripts]\nshardproof = shardproof.__main__:console\n"
     # The links to other folders are followed by `sources` of those.
-    own = [path for room in ("", "commands", "own", "trainers") for path in (ROOT / "shardproof" / room).iterdir()]
+    rooms = ("", "commands", "own", "testing", "trainers")
+    own = [path for room in rooms for path in (ROOT / "shardproof" / room).iterdir()]
     extra = {path.relative_to(ROOT).as_posix() for path in own if path.is_file()}
     extra |= {"shardproof/commit.txt", "shardproof/suites/expectations/sample.toml"}
     assert names == extra.union(*map(sources, FOLDERS))

@@ -105,14 +105,14 @@ class Training(Described):
 
 def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
-    made = [name for name in ("Accumulation", "Block", "Part", "Plan", "Step") if f"{name}(" in body]
-    names = {"Rank", "Training", "train_drawn", *marks, *made, *(["Capability"] if "needs" in marks else [])}
+    made = [name for name in ("Block", "Part", "Plan", "Step") if f"{name}(" in body]
     # Classes before functions, as isort has them.
-    ordered = sorted(names, key=lambda name: (not name[0].isupper(), name))
-    line = f"from shardproof.testing import {', '.join(ordered)}"
-    if len(line) <= _MOST_COLUMNS:
-        return [line]
-    return ["from shardproof.testing import (", *(f"    {name}," for name in ordered), ")"]
+    every = [*(["Capability"] if "needs" in marks else []), "Rank", *sorted(set(marks))]
+    return [
+        f"from shardproof.testing import {', '.join(every)}",
+        *(["from shardproof.testing.adapters import Accumulation"] if "Accumulation(" in body else []),
+        f"from shardproof.testing.trained import {', '.join([*made, 'Training', 'train_drawn'])}",
+    ]
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:

@@ -22,7 +22,8 @@ from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import check_shape, simulated_world
 from shardproof.suites.places import Place, chunk
-from shardproof.testing import private, simulated
+from shardproof.testing import simulated
+from shardproof.testing.tensors import private
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
 
 DIM, DEPTH = 512, 4

@@ -6,7 +6,9 @@ The ids in ``@contract`` are those of your own requirements.
 import pytest
 import torch
 
-from shardproof.testing import Capability, Clip, Rank, contract, models, needs, optim, world
+from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing.adapters import Clip
+from shardproof.testing.trained import optim
 
 
 @contract("OWN-1")

@@ -1,0 +1,21 @@
+"""What is compared, counted and refused."""
+
+from shardproof.harness.casework.device_memory import Census as Census
+from shardproof.harness.casework.device_memory import Poison as Poison
+from shardproof.harness.casework.refusals import Refusal as Refusal
+from shardproof.harness.casework.refusals import Untouched as Untouched
+from shardproof.harness.casework.refusals import error_of_all as error_of_all
+from shardproof.harness.casework.refusals import sharded as sharded
+from shardproof.harness.casework.timeline import Interval as Interval
+from shardproof.harness.casework.timeline import Timeline as Timeline
+from shardproof.harness.collectives.trace import Collective as Collective
+from shardproof.harness.collectives.trace import Trace as Trace
+from shardproof.harness.collectives.trace import first_difference as first_difference
+from shardproof.harness.collectives.units import ROOT as ROOT
+from shardproof.harness.judging.elements import exact_difference as exact_difference
+from shardproof.harness.judging.elements import numbers_of as numbers_of
+from shardproof.harness.tensors.devices import occupy as occupy
+from shardproof.harness.verdicts.finding import Finding as Finding
+from shardproof.harness.verdicts.finding import Location as Location
+from shardproof.harness.verdicts.finding import Stage as Stage
+from shardproof.harness.verdicts.finding import step_label as step_label

@@ -1,0 +1,30 @@
+"""What is trained besides ``models``: more models, optimizers, recomputation, drawn and simulated trainings."""
+
+from shardproof.harness.casework import crossed as crossed
+from shardproof.harness.casework.drawn import Step as Step
+from shardproof.harness.casework.drawn import Training as Training
+from shardproof.harness.casework.drawn import needs_of as needs_of
+from shardproof.harness.casework.drawn import train_drawn as train_drawn
+from shardproof.harness.casework.other_worlds import other_worlds as other_worlds
+from shardproof.harness.models import mixed as mixed
+from shardproof.harness.models import optim as optim
+from shardproof.harness.models import parallel as parallel
+from shardproof.harness.models import recomputation as recomputation
+from shardproof.harness.models import shapes as shapes
+from shardproof.harness.models import ties as ties
+from shardproof.harness.models.drawn import Block as Block
+from shardproof.harness.models.drawn import Part as Part
+from shardproof.harness.models.drawn import Plan as Plan
+from shardproof.harness.models.experts import Mixture as Mixture
+from shardproof.harness.models.experts import Routing as Routing
+from shardproof.harness.models.experts import divide_experts as divide_experts
+from shardproof.harness.models.parallel import SplitTransformer as SplitTransformer
+from shardproof.harness.models.parallel import parallelize_transformer as parallelize_transformer
+from shardproof.harness.models.plain import Stacked as Stacked
+from shardproof.harness.models.recomputation import Computations as Computations
+from shardproof.harness.models.recomputation import Means as Means
+from shardproof.harness.models.recomputation import compiler as compiler
+from shardproof.harness.models.recomputation import recompute as recompute
+from shardproof.harness.models.shapes import Stateful as Stateful
+from shardproof.harness.parity.run import Loss as Loss
+from shardproof.harness.simulation.training import Simulation as Simulation
