@@ -511,10 +511,7 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
 @contract("COMPOSITION-18")
 @world(2)
 @needs(Capability.SHARED_CONTEXT, Capability.AUTOGRAD_CALLS, Capability.RECOVERY)
-@subjects(
-    "order",
-    ["in-turn", "first-backward", "last-backward", "reset", pytest.param("pending", marks=BY_HAND)],
-)
+@subjects("order", ["in-turn", "first-backward", "last-backward", "reset", pytest.param("pending", marks=BY_HAND)])
 def test_roots_of_one_context(rank: Rank, order: str) -> None:
     """Two models that share streams and buffers train as each alone does, in whatever order and with a reset of one.
 

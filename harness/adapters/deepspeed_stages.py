@@ -62,9 +62,7 @@ class DeepSpeedZero1Adapter(_WholeParameters):
     name = "deepspeed.zero1"
     stage = 1
     traits = dataclasses.replace(
-        _TRAITS,
-        shards=frozenset({"optimizer"}),
-        held_from_start=frozenset({"master", "gradients", "optimizer"}),
+        _TRAITS, shards=frozenset({"optimizer"}), held_from_start=frozenset({"master", "gradients", "optimizer"})
     )
 
     @classmethod

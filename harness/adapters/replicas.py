@@ -130,10 +130,7 @@ class DdpAdapter(ReplicaAdapter):
             # construction.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._ddp = self.module = DistributedDataParallel(
-                model,
-                process_group=self.group,
-                broadcast_buffers=False,
-                find_unused_parameters=config.find_unused,
+                model, process_group=self.group, broadcast_buffers=False, find_unused_parameters=config.find_unused
             )
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 

@@ -151,11 +151,7 @@ def _parallel_state(device_type: str, shape: tuple[int, ...]) -> Any:
         _last_world[0] = dist.group.WORLD
     replicas, shards = (1, *shape)[-2:]
     return init_parallel_state(
-        dp_size=replicas * shards,
-        dp_replicate_size=replicas,
-        dp_shard_size=shards,
-        device_type=device_type,
-        name=None,
+        dp_size=replicas * shards, dp_replicate_size=replicas, dp_shard_size=shards, device_type=device_type, name=None
     )
 
 

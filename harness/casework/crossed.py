@@ -16,11 +16,7 @@ _ANY: Needs = ()
 _WHOLE, _STATE = (Capability.WHOLE_PARAMETERS,), (Capability.DISTRIBUTED_CHECKPOINT,)
 
 AXES: dict[str, dict[str, Needs]] = {
-    "strategy": {
-        "shards": _ANY,
-        "replicas": (Capability.HYBRID,),
-        "whole": (Capability.REPLICAS_ALONE,),
-    },
+    "strategy": {"shards": _ANY, "replicas": (Capability.HYBRID,), "whole": (Capability.REPLICAS_ALONE,)},
     "parameters": {"originals": _ANY, "flat": (Capability.FLAT_PARAMETERS,)},
     "precision": {"full": _ANY, "bf16": (Capability.MIXED_PRECISION,), "bf16-fp32": (Capability.MIXED_PRECISION,)},
     "reshards": {

@@ -83,11 +83,7 @@ def make(
 
 
 def pieces_of(
-    adapter: Adapter,
-    method: Literal["gradients", "parameters"],
-    names: Collection[str],
-    *,
-    untied: Sequence[Tie] = (),
+    adapter: Adapter, method: Literal["gradients", "parameters"], names: Collection[str], *, untied: Sequence[Tie] = ()
 ) -> dict[str, Piece | None]:
     """Call ``gradients()`` or ``parameters()`` of an adapter; ProtocolError if it returns anything else.
 

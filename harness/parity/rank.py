@@ -249,13 +249,7 @@ class Rank(Member):
         return torch.randn(shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
 
     def tokens(
-        self,
-        step: int,
-        shape: tuple[int, ...],
-        *,
-        vocabulary: int,
-        microbatch: int = 0,
-        mesh: DeviceMesh | None = None,
+        self, step: int, shape: tuple[int, ...], *, vocabulary: int, microbatch: int = 0, mesh: DeviceMesh | None = None
     ) -> torch.Tensor:
         """Draw token indices, a function of the same as the values of :meth:`batch`.
 

@@ -285,12 +285,7 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
 
 
 def _compared(
-    request: Request,
-    known: Anatomy,
-    adapter: type[Adapter],
-    mesh: Mesh,
-    found: Simulated,
-    rows: Sequence[Traffic],
+    request: Request, known: Anatomy, adapter: type[Adapter], mesh: Mesh, found: Simulated, rows: Sequence[Traffic]
 ) -> Iterator[Formula]:
     """Set each formula beside the simulated number."""
     for kind, formula in _memory_formulas(request, known, adapter, shards=mesh[-1]):

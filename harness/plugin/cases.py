@@ -196,12 +196,7 @@ def draws(item: pytest.Function, selection: Selection) -> bool:
 
 
 def run(
-    item: pytest.Function,
-    pool: Pool,
-    selection: Selection,
-    *,
-    numbers: Iterator[int],
-    seconds: float | None = None,
+    item: pytest.Function, pool: Pool, selection: Selection, *, numbers: Iterator[int], seconds: float | None = None
 ) -> MadeRecord:
     """Run or skip a case and return its record.
 

@@ -112,12 +112,7 @@ class Journal:
         self._cases += 1
 
     def finish(
-        self,
-        *,
-        reason: str,
-        exit_code: int,
-        left_out: Sequence[Mapping[str, str]] = (),
-        problems: Sequence[str] = (),
+        self, *, reason: str, exit_code: int, left_out: Sequence[Mapping[str, str]] = (), problems: Sequence[str] = ()
     ) -> bool:
         """Write the end of the journal and, if the run is complete, rename it to the run file.
 

@@ -121,13 +121,7 @@ class KnownFailures:
     """
 
     def __init__(
-        self,
-        entries: Iterable[KnownFailure],
-        *,
-        torch_version: str,
-        device: str,
-        backend: str,
-        today: datetime.date,
+        self, entries: Iterable[KnownFailure], *, torch_version: str, device: str, backend: str, today: datetime.date
     ) -> None:
         self._entries = [entry for entry in entries if entry.applies_to(torch_version, device, backend)]
         self._today = today
@@ -160,11 +154,7 @@ class KnownFailures:
         return next((entry for entry in self._entries if entry.matches(case_id)), None)
 
     def problems(
-        self,
-        collected: Sequence[str],
-        *,
-        is_complete: bool,
-        belongs: Callable[[str], bool] | None = None,
+        self, collected: Sequence[str], *, is_complete: bool, belongs: Callable[[str], bool] | None = None
     ) -> list[str]:
         """Return one line for each entry that has expired or that matches no case of a complete run.
 
