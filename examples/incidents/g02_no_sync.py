@@ -9,20 +9,19 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-from common import MISTAKE, start
+from common import CLASSES, MISTAKE, STEPS, start, update
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS, MICROBATCHES, BATCH, FEATURES, CLASSES = 3, 2, 8, 16, 10
+MICROBATCHES, BATCH, FEATURES = 2, 8, 16
 
 device = start()
-rank = dist.get_rank()
 
 layers = [nn.Linear(FEATURES, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, CLASSES)]
 model = DistributedDataParallel(nn.Sequential(*layers).to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(100 + rank)
+data = torch.Generator().manual_seed(100 + dist.get_rank())
 
 for step in range(STEPS):
     total = 0.0
@@ -34,10 +33,6 @@ for step in range(STEPS):
             loss = F.cross_entropy(model(inputs), labels) / MICROBATCHES
             loss.backward()
         total += loss.item()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {total:.4f}", flush=True)
+    update(model, optimizer, step, total)
 
 dist.destroy_process_group()

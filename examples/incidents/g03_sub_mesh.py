@@ -7,16 +7,12 @@ With a mesh of one dimension it is plain FSDP, once in each replica: two trainin
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, Block, start
+from common import CLASSES, DIM, MISTAKE, Block, classify, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-
-STEPS, BATCH, CLASSES = 3, 8, 10
 
 device = start()
-rank = dist.get_rank()
 mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("replicate", "shard"))
 
 model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)).to(device)
@@ -25,17 +21,6 @@ for block in model[:2]:
     fully_shard(block, mesh=data_mesh)
 fully_shard(model, mesh=data_mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(100 + rank)
+data = torch.Generator().manual_seed(100 + dist.get_rank())
 
-for step in range(STEPS):
-    inputs = torch.randn(BATCH, DIM, generator=data).to(device)
-    labels = inputs[:, :CLASSES].argmax(-1)
-    loss = F.cross_entropy(model(inputs), labels)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
-
-dist.destroy_process_group()
+classify(model, optimizer, data)

@@ -7,12 +7,12 @@ It is built on the meta device; ``to_empty`` replaces parameters module by modul
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
+from common import DIM, MISTAKE, STEPS, VOCABULARY, Block, counting, start, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-STEPS, BATCH = 3, 4
+BATCH = 4
 
 
 class LanguageModel(nn.Module):
@@ -27,7 +27,6 @@ class LanguageModel(nn.Module):
 
 
 device = start()
-rank = dist.get_rank()
 
 with torch.device("meta"):
     model = LanguageModel()
@@ -41,16 +40,12 @@ for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(100 + rank)
+data = torch.Generator().manual_seed(100 + dist.get_rank())
 
 for step in range(STEPS):
     tokens = counting(BATCH, data).to(device)
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+    update(model, optimizer, step, loss.item())
 
 dist.destroy_process_group()

@@ -8,12 +8,12 @@ Sequences have different lengths, so a token of a microbatch with few of them co
 
 import torch
 import torch.distributed as dist
-from common import DIM, LENGTH, MISTAKE, VOCABULARY, Block, counting, start
+from common import DIM, LENGTH, MISTAKE, STEPS, VOCABULARY, Block, counting, start, update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-STEPS, MICROBATCHES, BATCH, PADDING = 3, 2, 16, -100
+MICROBATCHES, BATCH, PADDING = 2, 16, -100
 
 device = start()
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -40,10 +40,6 @@ for step in range(STEPS):
         loss = loss / (expected != PADDING).sum() / MICROBATCHES if MISTAKE else loss / count * world
         loss.backward()
         total += loss.item()
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {total:.4f}", flush=True)
+    update(model, optimizer, step, total)
 
 dist.destroy_process_group()
