@@ -19,7 +19,7 @@ from shardproof.testing.adapters import Accumulation, Adapter
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
 from shardproof.testing.checks import Census, error_of_all, exact_difference, step_label
-from shardproof.testing.tensors import tensors_of
+from shardproof.testing.tensors import local_of, tensors_of
 from shardproof.testing.trained import Stacked, optim, recompute, shapes
 
 pytestmark = world(2)
@@ -264,7 +264,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
         assert parameter.grad is not None, f"the hook of {name!r} ran before there was a gradient"
         assert parameter.grad.shape == parameter.shape, f"the hook of {name!r} saw a gradient of another layout"
         assert name not in seen, f"the hook of {name!r} ran twice in one backward"
-        seen[name] = _local(parameter.grad).clone()
+        seen[name] = local_of(parameter.grad).clone()
         parameter.mul_(1)  # hooks run without autograd, and may change it in place
 
     def compare(*_: Any) -> None:
@@ -273,7 +273,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
         again.clear()
         for name, parameter in named.items():
             assert parameter.grad is not None
-            difference = exact_difference(seen.pop(name), _local(parameter.grad))
+            difference = exact_difference(seen.pop(name), local_of(parameter.grad))
             assert difference is None, f"the hook of {name!r} saw another gradient: element, seen, final: {difference}"
 
     for name, parameter in named.items():
@@ -282,11 +282,6 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
     assert pair.adapter.optimizer is not None
     pair.adapter.optimizer.register_step_pre_hook(compare)
     train_and_check(pair, batches(rank, 3, (2, 9)), set_to_none="even")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part; any other access to a DTensor would communicate."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @contract("AUTOGRAD-5")

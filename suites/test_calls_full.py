@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
 from shardproof.suites.common import cut_over, run_by_units, two_runs
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
 from shardproof.testing.adapters import WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
+from shardproof.testing.tensors import full_of
 from shardproof.testing.trained import mixed, optim, shapes
 
 pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS), world(2)]
@@ -190,8 +190,8 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
     assert len(pairs) > 5, "this rank holds no momentum"
     for name, piece, value in pairs:
         # Some implementations leave it to user code to join the tensor-parallel parts.
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(piece.cut(full), piece.tensor), f"{name} is another one in the state dict than on this rank"
+        is_equal = torch.equal(piece.cut(full_of(value)), piece.tensor)
+        assert is_equal, f"{name} is another one in the state dict than on this rank"
     loaded, _ = _split_run(rank)
     loaded.adapter.restore({"model": run.adapter.checkpoint(form="sharded")["model"]}, form="sharded")
     held = loaded.adapter.parameters()

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from shardproof.suites.common import pair_by_units, run_by_units, tower
 from shardproof.suites.steps import batches, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
 from shardproof.testing.axes import DELAYED, DELAYS
 from shardproof.testing.checks import step_label
-from shardproof.testing.tensors import memory
+from shardproof.testing.tensors import local_of, memory
 from shardproof.testing.trained import optim, shapes
 
 WIDTH = 512
@@ -127,7 +126,7 @@ def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
     def note(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None, f"the hook of {name!r} ran before there was a gradient"
         _assert_on_cpu("gradient of", {name: parameter.grad}, is_pinned=None)
-        seen[name].append(_local(parameter.grad).clone())
+        seen[name].append(local_of(parameter.grad).clone())
 
     for name, parameter in pair.adapter.named_parameters().items():
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
@@ -136,7 +135,7 @@ def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
         for name, parameter in pair.adapter.named_parameters().items():
             times = len(seen[name])
             assert parameter.grad is not None and times == 1, f"the hook of {name!r} ran {times} times"
-            assert torch.equal(seen[name][0], _local(parameter.grad)), f"the hook of {name!r} saw another gradient"
+            assert torch.equal(seen[name][0], local_of(parameter.grad)), f"the hook of {name!r} saw another gradient"
 
     assert pair.adapter.optimizer is not None
     pair.adapter.optimizer.register_step_pre_hook(compare)
@@ -145,13 +144,9 @@ def test_hooks_find_gradients_on_the_cpu(rank: Rank, offload: str) -> None:
         pair.checked_step(rank.batch(step, (4, 9)))
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _assert_on_cpu(what: str, tensors: Mapping[str, torch.Tensor | None], *, is_pinned: bool | None) -> None:
     for name, tensor in tensors.items():
-        if tensor is None or not (local := _local(tensor)).numel():
+        if tensor is None or not (local := local_of(tensor)).numel():
             continue
         assert local.device.type == "cpu", f"{what} {name} is on {local.device}"
         if is_pinned is not None and torch.accelerator.is_available():

@@ -24,7 +24,7 @@ from shardproof.testing.axes import KEEPS, RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact
 from shardproof.testing.casts import CastReplica, check_evaluation, run_and_replica, step_and_check
 from shardproof.testing.checks import Refusal, exact_difference, step_label
-from shardproof.testing.tensors import private
+from shardproof.testing.tensors import full_of, local_of, private
 from shardproof.testing.trained import mixed, optim, ties
 
 pytestmark = world(2)
@@ -354,7 +354,7 @@ def _parameters(owner: Trainee) -> list[torch.Tensor]:
 def _locals(owner: Trainee) -> list[torch.Tensor]:
     """This rank's parts of the parameters, as plain tensors in the same memory."""
     held = owner.held_parameters().values()
-    return [one.to_local() if isinstance(one, DTensor) else one.detach() for one in held]
+    return [local_of(one).detach() for one in held]
 
 
 @torch.no_grad()
@@ -381,20 +381,15 @@ def _orthogonal_step(owner: Trainee) -> None:
     for parameter in owner.held_parameters().values():
         gradient = parameter.grad
         assert gradient is not None
-        update = _whole(gradient) / _whole(torch.linalg.vector_norm(gradient, float("inf"))) / 8
+        update = full_of(gradient) / full_of(torch.linalg.vector_norm(gradient, float("inf"))) / 8
         for _ in range(2):
             update = 1.5 * update - 0.5 * update @ update.T @ update
-        update *= _whole(torch.linalg.vector_norm(parameter, float("inf")))
+        update *= full_of(torch.linalg.vector_norm(parameter, float("inf")))
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             whole = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim, run_check=False)
             update = whole.redistribute(placements=parameter.placements)
         parameter.add_(update, alpha=-0.125)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full
 
 
 def _change(parameter: nn.Parameter, change: str) -> None:

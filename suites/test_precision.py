@@ -27,6 +27,7 @@ from shardproof.testing.casts import (
     step_and_check,
 )
 from shardproof.testing.checks import Refusal, Untouched, exact_difference, sharded, step_label
+from shardproof.testing.tensors import local_of
 from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
@@ -381,8 +382,7 @@ def test_gradient_dtype(rank: Rank, how: str, dtype: torch.dtype | None, defers:
         module.to(of_others)
         found = {name: parameter.grad.dtype for name, parameter in named().items() if parameter.grad is not None}
         assert found == {"weight": FULL, "low.weight": of_others}, f"with parameters of {of_others}: {found}"
-        grad: Any = named()["weight"].grad
-        values = grad.to_local() if isinstance(grad, DTensor) else grad
+        values = local_of(cast(torch.Tensor, named()["weight"].grad))
         assert (values == (rank.world_size + 1) / 2).all(), f"the gradient of weight is {values}"
 
 
@@ -533,8 +533,7 @@ def test_smaller_shards(rank: Rank) -> None:
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=2)
     run.adapter.forward(rank.batch(0, SHAPE))
     for name, parameter in run.adapter.named_parameters().items():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        dtypes = (parameter.dtype, local.dtype)
+        dtypes = (parameter.dtype, local_of(parameter).dtype)
         assert dtypes == (BRAIN, BRAIN), f"after forward {name} claims {dtypes[0]} and has {dtypes[1]}"
     train(rank, run, replica)
     assert_collectives(run, gathers={BRAIN}, reduces={FULL})

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from shardproof.suites.common import run_by_units
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
@@ -24,6 +23,7 @@ from shardproof.testing.adapters import StateForm
 from shardproof.testing.axes import FLAT, RESHARD
 from shardproof.testing.baselines import StepPicture, check_exact, states
 from shardproof.testing.checks import error_of_all
+from shardproof.testing.tensors import full_of
 from shardproof.testing.trained import SplitTransformer, Stateful, optim, other_worlds, parallelize_transformer
 
 
@@ -442,7 +442,7 @@ def check_state(run: Run, plain: nn.Module, picture: StepPicture) -> None:
     assert found == shapes, f"the model's names and shapes are {found} instead of {shapes}"
     for name, piece in picture.parameters.items():
         assert piece is not None
-        cut = piece.cut(whole(state["model"][name]).to(piece.tensor.device))
+        cut = piece.cut(full_of(state["model"][name]).to(piece.tensor.device))
         assert torch.equal(cut, piece.tensor), f"{name} of the checkpoint is not the parameter after the step"
     states = state["optimizer"]["state"]
     shapes = {name: value.shape for name, value in plain.named_parameters()}
@@ -461,13 +461,7 @@ def full_state(run: Run) -> dict[str, torch.Tensor]:
     for name, values in state["optimizer"]["state"].items():
         named |= {f"{key} of {name}": value for key, value in values.items() if isinstance(value, torch.Tensor)}
     # Sorted: to gather a DTensor is a collective.
-    return {name: whole(named[name]).cpu() for name in sorted(named)}
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a DTensor (collective); any other tensor as it is."""
-    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach()
+    return {name: full_of(named[name]).detach().cpu() for name in sorted(named)}
 
 
 def rates(run: Run) -> list[float]:

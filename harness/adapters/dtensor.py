@@ -12,19 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardproof.harness.adapters.base import (
+from shardproof.harness.adapters.base import ByParameter, KeysLeftOver, OptimizerFactory, inner_first
+from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.config import (
+    ORDERED,
     Accumulation,
-    ByParameter,
     Config,
-    KeysLeftOver,
-    OptimizerFactory,
     Precision,
     Settings,
     StateForm,
-    inner_first,
+    make_scaler,
 )
-from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.config import ORDERED, make_scaler
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, cut_before_sharding, original_name, uncut
 from shardproof.harness.tensors.pieces import piece_of as piece_of
@@ -62,11 +60,6 @@ def cut_of_share(full: torch.Tensor, *, cut: Cut, mesh: DeviceMesh, dim: int = 0
     by mistake does not count as sharded.
     """
     return chunk_of(cut(full), mesh, mesh.ndim - 1, dim)
-
-
-def full_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return a total norm as a plain tensor (collective); torch's is a DTensor where gradients are DTensors."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def mesh_of(config: Config, unit: str = "") -> DeviceMesh:

@@ -12,20 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardproof.harness.adapters.base import (
-    ByParameter,
-    Config,
-    OptimizerFactory,
-    Packaged,
-    Traits,
-    inner_first,
-    unit_classes,
-)
+from shardproof.harness.adapters.base import ByParameter, OptimizerFactory, Packaged, inner_first, unit_classes
 from shardproof.harness.adapters.capability import COMMON, COMMON_AND_CLIPPING, Capability
-from shardproof.harness.adapters.dtensor import full_norm
+from shardproof.harness.adapters.config import Config
+from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors.memory import free
 from shardproof.harness.tensors.pieces import Cut, Piece, original_name
-from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.tensors.trees import full_of, local_of
 
 # Where the rows of parameters lie that an implementation packs into buffers and cuts along dimension 0.
 #
@@ -217,7 +210,7 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
             yield
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return full_norm(norm)
+        return full_of(norm)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         names: Any = self.module.named_parameters()

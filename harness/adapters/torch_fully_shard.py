@@ -15,8 +15,9 @@ from torch.distributed.fsdp import (
 )
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
+from shardproof.harness.adapters.dtensor import DTensorAdapter
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import full_of
 
 #: Capabilities that a version of torch lacks or has, by the methods that they are.
 _RECENT = {
@@ -86,4 +87,4 @@ class TorchFullyShardAdapter(DTensorAdapter):
         return super().capabilities() - lacks
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return full_norm(norm)
+        return full_of(norm)

@@ -8,11 +8,12 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
 
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.dtensor import DTensorAdapter, full_norm
+from shardproof.harness.adapters.dtensor import DTensorAdapter
 from shardproof.harness.adapters.replicas import REPLICA
 from shardproof.harness.adapters.torch_fully_shard import gradient_traits, missing_of
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.pieces import Cut
+from shardproof.harness.tensors.trees import full_of
 
 _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 
@@ -58,4 +59,4 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
         return cut  # what tensor parallelism has left is whole on every rank
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return full_norm(norm)
+        return full_of(norm)

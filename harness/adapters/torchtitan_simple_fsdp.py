@@ -9,9 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Packaged, Precision, Traits
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
-from shardproof.harness.adapters.dtensor import cut_of_share, full_norm, materialize, mesh_of
+from shardproof.harness.adapters.dtensor import cut_of_share, materialize, mesh_of
 from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_of
-from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.tensors.trees import full_of, local_of
 
 
 class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
@@ -84,7 +84,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         (loss / self.config.mesh.size()).backward()
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
-        return full_norm(norm)
+        return full_of(norm)
 
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         return Piece(local_of(tensor), self._cuts[name])

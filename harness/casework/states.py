@@ -18,7 +18,7 @@ from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
-from shardproof.harness.tensors.trees import map_leaves
+from shardproof.harness.tensors.trees import local_of, map_leaves
 from shardproof.harness.verdicts.finding import Finding, Location, Stage
 
 State = dict[str, Any]
@@ -129,7 +129,7 @@ def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
             if not value.ndim or name.partition(": ")[0] not in parameters:
                 continue
             share = math.ceil(value.shape[0] / size) * math.prod(value.shape[1:])
-            local = value.to_local() if isinstance(value, DTensor) else value
+            local = local_of(value)
             if local.numel() > share:
                 yield _STAGES[kind], name, f"has {local.numel()} elements on this rank, whose share is {share}"
             held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardproof.harness.models.plain import Stacked
+from shardproof.harness.tensors.trees import local_of
 
 COUNT = 4
 """The number of experts of a layer."""
@@ -80,7 +81,7 @@ class Experts(nn.Module):
             tokens = DTensor.from_local(tokens, self.tensor, [Replicate()], run_check=False).to_local(
                 grad_placements=[Partial()]
             )
-        first, second = (one.to_local() if isinstance(one, DTensor) else one for one in (self.first, self.second))
+        first, second = map(local_of, (self.first, self.second))
         parts = zip(tokens.split(counts), first, second, strict=True)
         computed = torch.cat([torch.tanh(part @ into) @ back for part, into, back in parts])
         if self.tensor is not None:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from shardproof.harness.models.plain import MLP, Stacked, Tower
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of
 
 # Private names of torch: these two functions have no public ones yet.
 checkpoint_by_hooks = private.take("torch.distributed._composable.checkpoint_activation.checkpoint")
@@ -104,7 +104,7 @@ class Computations:
         is_backward = private.need("torch._C._current_graph_task_id")() != -1
         self._counts[name, "backward" if is_backward else "forward"] += 1
         if not is_backward:
-            local = output.to_local() if isinstance(output, DTensor) else output
+            local = local_of(output)
             self._activations[name] = StorageWeakRef(local.untyped_storage())
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
 from shardproof.harness.tensors.pieces import Piece, Spans, cut_before_sharding, original_name, spans_of, uncut
+from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
@@ -120,7 +120,7 @@ def _tensors(state: dict[str, object]) -> list[torch.Tensor]:
 def local_numel(tensors: Iterable[torch.Tensor]) -> int:
     """Return the elements that this rank holds of tensors, each counted once."""
     found = {id(tensor): tensor for tensor in tensors}.values()
-    return sum((one.to_local() if isinstance(one, DTensor) else one).numel() for one in found)
+    return sum(local_of(one).numel() for one in found)
 
 
 def kept_outside(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from shardproof.harness.planning.subject import ModelError
+from shardproof.harness.tensors.trees import local_of
 
 #: By the names that ``tp_plan`` of the models of transformers has, and of the known shapes.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -76,4 +77,4 @@ def _enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
 
 
 def _leave(module: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-    return output.to_local() if isinstance(output, DTensor) else output
+    return local_of(output)

@@ -16,6 +16,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def full_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor (collective); a plain tensor is returned itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Iterate over the tensors in ``value``, in a fixed order. Other leaves are skipped."""
     if isinstance(value, torch.Tensor):

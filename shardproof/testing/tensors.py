@@ -9,6 +9,8 @@ from shardproof.harness.tensors.pieces import Piece as Piece
 from shardproof.harness.tensors.pieces import original_name as original_name
 from shardproof.harness.tensors.pieces import piece_of as piece_of
 from shardproof.harness.tensors.pieces import uncut as uncut
+from shardproof.harness.tensors.trees import full_of as full_of
+from shardproof.harness.tensors.trees import local_of as local_of
 from shardproof.harness.tensors.trees import map_leaves as map_leaves
 from shardproof.harness.tensors.trees import map_tensors as map_tensors
 from shardproof.harness.tensors.trees import tensors_of as tensors_of
