@@ -21,10 +21,7 @@ def run(*arguments, cwd, path, timeout=240, code=None, **variables):
     # What the host's own path has may be needed, expecttest say. Bytecode elsewhere: an import would leave files in
     # folders that a test looks at.
     paths = filter(None, [str(path), os.environ.get("PYTHONPATH")])
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONPYCACHEPREFIX": _BYTECODE.name,
-    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": _BYTECODE.name}
     command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=timeout)
     assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}{done.stderr}"

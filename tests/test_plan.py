@@ -22,9 +22,7 @@ def path_as_before(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "units"),
-    [([], "the root's own alone"), (["--unit", "Linear"], "1 of Linear")],
-    ids=["none", "all"],
+    ("chosen", "units"), [([], "the root's own alone"), (["--unit", "Linear"], "1 of Linear")], ids=["none", "all"]
 )
 def test_root_has_a_unit_if_parameters_are_left_for_it(chosen, units, capsys):
     assert main(["plan", "--model", f"{MODELS}:one_layer", "--mesh", "2", "--impl", "reference", *chosen]) == 0

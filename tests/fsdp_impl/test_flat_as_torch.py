@@ -232,10 +232,7 @@ def test_hybrid_shards_on_the_cpu(rank: Rank) -> None:
 def test_apply_while_parameters_are_gathered(rank: Rank) -> None:
     model = wrap_children(tower(5, 1), device_id=rank.device)
     refused = r"expected to be in states .* current state is "
-    with (
-        ours.FullyShardedDataParallel.summon_full_params(model),
-        pytest.raises(ValueError, match=refused + "SUMMONED"),
-    ):
+    with ours.FullyShardedDataParallel.summon_full_params(model), pytest.raises(ValueError, match=refused + "SUMMONED"):
         model.apply(print)
     model[1].module.register_forward_hook(lambda module, args, output: model.apply(print))
     with pytest.raises(ValueError, match=refused + "FORWARD"):

@@ -321,11 +321,7 @@ def started(folder, *options):
 
 @pytest.mark.parametrize(
     ("signals", "own_hash_seeds"),
-    [
-        ([signal.SIGINT, signal.SIGINT], False),
-        ([signal.SIGINT], True),
-        ([signal.SIGKILL], True),
-    ],
+    [([signal.SIGINT, signal.SIGINT], False), ([signal.SIGINT], True), ([signal.SIGKILL], True)],
     ids=["ctrl-c-twice", "ctrl-c-own-hash-seeds", "sigkill-own-hash-seeds"],
 )
 def test_chaos_controller_ends(tmp_path, signals, own_hash_seeds):

@@ -116,11 +116,7 @@ EXPLAINED = {
     ),
     "zeros for a frozen parameter": (FROZEN, "Zeros", [ON_FROZEN, ZERO]),
     "a frozen parameter that is trained": (FROZEN, "Trains", [ON_FROZEN]),
-    "untied with names of their own": (
-        TIED,
-        "Unties",
-        [f"*unknown are second.weight, missing are none; {UNTIED}"],
-    ),
+    "untied with names of their own": (TIED, "Unties", [f"*unknown are second.weight, missing are none; {UNTIED}"]),
     "untied with one name": (
         TIED,
         "UntiesQuietly",
@@ -165,10 +161,7 @@ def test_an_implementation_that_refuses_a_mesh_says_so_itself(fails, implementat
     ("options", "told"),
     [
         ("units=[[]]", "units = [[]]: a unit has at least one module"),
-        (
-            "mesh=torch.distributed.device_mesh.DeviceMesh('cpu', [0])",
-            "rank 1 is not in the mesh, whose ranks are [0]",
-        ),
+        ("mesh=torch.distributed.device_mesh.DeviceMesh('cpu', [0])", "rank 1 is not in the mesh, whose ranks are [0]"),
     ],
 )
 def test_what_no_implementation_is_asked(fails, options, told):

@@ -103,15 +103,7 @@ def test_ranks_that_raise_at_the_same_place_run_further_cases(processes):
 
 @pytest.mark.parametrize(
     "what",
-    [
-        "elsewhere",
-        "one_more_collective",
-        "other_collectives",
-        "within_an_exchange",
-        "stuck",
-        "cannot_finish",
-        "leaves",
-    ],
+    ["elsewhere", "one_more_collective", "other_collectives", "within_an_exchange", "stuck", "cannot_finish", "leaves"],
 )
 def test_ranks_that_may_not_be_in_step_are_replaced(processes, what):
     pids, verdicts = processes(what)

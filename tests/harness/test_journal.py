@@ -300,10 +300,7 @@ def test_a_run_file_that_cannot_be_completed_fails_the_run(run, pytester):
 
 @pytest.mark.parametrize(
     ("mark", "told"),
-    [
-        ("skip(reason='on a whim')", "on a whim"),
-        ("xfail(run=False, reason='on a whim')", "[NOTRUN] on a whim"),
-    ],
+    [("skip(reason='on a whim')", "on a whim"), ("xfail(run=False, reason='on a whim')", "[NOTRUN] on a whim")],
     ids=["skip", "xfail"],
 )
 def test_a_case_that_pytest_skips_is_named_and_does_not_make_the_run_incomplete(run, pytester, mark, told):

@@ -98,12 +98,7 @@ def test_a_simulation_holds_what_real_tensors_hold(case, implementation):
     real = Real(request, 2)
     subject = subject_of(request.model)
     found = planned.simulate(
-        request,
-        subject,
-        planned.examined(request, subject),
-        registry.load(implementation),
-        (2,),
-        as_on_a_device=False,
+        request, subject, planned.examined(request, subject), registry.load(implementation), (2,), as_on_a_device=False
     )
     totals = [sum(phase.at_peak.values()) for phase in found.phases]
     assert totals == [real.between, *real.peaks]
