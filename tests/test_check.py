@@ -30,7 +30,6 @@ RIGHT = {
     "oracle-float32": (*FSDP2, "--oracle", "float32"),
 }
 
-
 #: Each has two layers of width 64; those of transformers are, where its tox environment has the package.
 MODELS = ["gpt:0.1b", "llama:0.9b", *(packaged.KNOWN if importlib.util.find_spec("transformers") else ())]
 #: Classes of transformers that bring no plan, or one with styles for experts.

@@ -13,9 +13,7 @@ from torch.distributed.run import get_args_parser
 from tests.harness.inner import torchrun
 from tests.installations import ROOT, build, copy_of_the_sources, install, run
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 TEMPLATE = ROOT / "examples/your-implementation"
 

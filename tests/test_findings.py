@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from shardproof.commands import findings as command
 from shardproof.findings import FindingError, load, markdown, read
 from shardproof.harness.adapters.registry import BUILT_IN
+from tests.errors import error_of
 from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
@@ -107,9 +108,7 @@ def test_threads_have_links():
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, changes, message):
-    with pytest.raises(FindingError) as caught:
-        read(write(tmp_path, **changes))
-    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+    assert error_of(read, write(tmp_path, **changes), kind=FindingError).startswith(message)
 
 
 # The command

@@ -14,9 +14,7 @@ from fsdp_impl.common import private as private_of_the_reference
 from shardproof.harness.tensors import private
 from tests.harness.inner import PYTHONPATH, python
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 ROOT = Path(__file__).parents[1]
 #: With what hides a name of torch from whoever is not torch.

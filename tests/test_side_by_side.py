@@ -14,7 +14,6 @@ from packaging.version import Version
 
 from tests.harness.inner import ROOT, python
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
 
 
@@ -28,7 +27,6 @@ def benchmark_of(name: str) -> Any:
 
 
 benchmark, plan = map(benchmark_of, ("reference", "plan"))
-
 
 #: In torch 2.11 the fake group leaves the output of a reduce-scatter as it was allocated: losses are what lay there.
 FAKE_REDUCES = Version(torch.__version__) >= Version("2.13")

@@ -11,9 +11,7 @@ import pytest
 
 from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, install, run
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 DATA = ("contract.json", "run-file.schema.json")
 

@@ -6,9 +6,7 @@ import shlex
 
 import pytest
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 ADAPTERS = """
 import dataclasses, threading, time

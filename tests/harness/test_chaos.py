@@ -14,9 +14,7 @@ import torch
 from shardproof.harness.worlds.world import GRACE_SECONDS
 from tests.harness.inner import PYTHONPATH, QUIET, until
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 DEADLINE = 3
 OPTIONS = (*QUIET, "--impl", "ddp", "--deadline", str(DEADLINE))

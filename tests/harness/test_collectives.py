@@ -183,7 +183,6 @@ def test_parts_of_an_all_to_all_may_differ_between_ranks():
 
 MOVED = [("float32", 8), ("float32", 16), ("int64", 16)]
 
-
 LINE = "forward   all_gather      float32      400 B  ranks {}  layers.0"
 
 

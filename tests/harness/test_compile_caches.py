@@ -10,9 +10,7 @@ from shardproof.runfile import load_run
 from shardproof.testing import world
 from tests.harness.inner import QUIET, python
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR")
 

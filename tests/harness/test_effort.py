@@ -8,9 +8,7 @@ from shardproof.runfile import load_run
 from tests.harness import explained_bugs
 from tests.harness.inner import name_of
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 SOURCE = """
 import pytest

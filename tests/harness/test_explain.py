@@ -9,9 +9,7 @@ from shardproof.harness.verdicts.finding import Location, Stage
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, run_cases
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 PLANTED, OWN = "planted.adapters:", "tests.harness.explained_bugs:"
 

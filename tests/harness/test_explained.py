@@ -6,9 +6,7 @@ import pytest
 import shardproof.harness.adapters.torch_fully_shard  # noqa: F401
 from tests.harness.inner import error_lines
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 IMPORTS = """
 import pytest

@@ -16,7 +16,6 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds import gloo
 from shardproof.testing import world
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
 
 

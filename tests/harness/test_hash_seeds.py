@@ -16,9 +16,7 @@ from shardproof.testing import world
 from tests.harness.inner import PYTHONPATH, QUIET
 from tests.harness.test_chaos import is_alive
 
-# Each test starts processes.
 pytestmark = pytest.mark.nightly
-
 
 NAMES = ("exp_avg", "exp_avg_sq", "step", "weight", "bias", "gain", "offset")
 

@@ -8,9 +8,7 @@ from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.worlds import world
 from shardproof.harness.worlds.jobs import Result
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 CASES = """
 import os, pathlib, time

@@ -10,9 +10,7 @@ from shardproof.harness.collectives.board import Board
 from shardproof.harness.worlds import world
 from tests.harness.inner import QUIET
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 CASES = """
 import os, pathlib, time

@@ -18,9 +18,7 @@ from shardproof.runfile import Environment, RunFileError, load_run
 from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
 from tests.harness.test_chaos import is_alive, started
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 IDS = ["a::test[w2]", "b::test[w2]"]
 

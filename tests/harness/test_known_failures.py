@@ -11,9 +11,7 @@ from shardproof.harness.plugin.known_failures import KnownFailures, load
 from shardproof.runfile import Verdict
 from tests.harness.inner import error_lines, last_error
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 SOURCE = """
 import os

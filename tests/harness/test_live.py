@@ -12,9 +12,7 @@ import pytest
 from shardproof.harness.plugin import terminal
 from tests.harness.inner import PYTHONPATH, QUIET
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 CASES = """
 from shardproof.testing import world

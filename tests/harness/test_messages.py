@@ -11,9 +11,7 @@ from shardproof.harness.plugin.terminal import end_with_command, first_of_each_k
 from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, without_rank
 from tests.harness.inner import CASE
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 DEADLINE = 2
 

@@ -9,9 +9,7 @@ import pytest
 
 from tests.harness.inner import PYTHONPATH, QUIET, ROOT
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 OFFLOADS = """
 from shardproof.harness.adapters.capability import Capability

@@ -10,9 +10,7 @@ from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.tensors import devices
 from tests.harness.inner import CASE, PASSES, last_error
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 # What cannot exist: exit code 4 and one line
 

@@ -19,6 +19,7 @@ from shardproof.harness.training.comparing import compare
 from shardproof.harness.training.recording import BadRecording, read, record
 from shardproof.runfile import load_run
 from shardproof.testing import world
+from tests.errors import error_of
 
 ROWS = 8
 
@@ -140,16 +141,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "line"), REFUSED, ids=[next(iter(given)) for given, _ in REFUSED])
 def test_what_is_refused(tmp_path, given, line):
-    with pytest.raises(ValueError) as caught:
-        record(**{"model": Net(), "out": tmp_path / "out", **given})
-    assert str(caught.value) == f"record: {line}"
+    assert error_of(record, **{"model": Net(), "out": tmp_path / "out", **given}) == f"record: {line}"
 
 
 def test_where_a_recording_is_none_is_written(tmp_path):
     train(tmp_path / "run")
-    with pytest.raises(ValueError) as caught:
-        train(tmp_path / "run")
-    assert str(caught.value) == f"record: {tmp_path}/run/rank00000 exists: name another folder, or remove it"
+    line = f"record: {tmp_path}/run/rank00000 exists: name another folder, or remove it"
+    assert error_of(train, tmp_path / "run") == line
 
 
 BAD = [

@@ -8,9 +8,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests.harness.inner import PYTHONPATH, python
 
-# Each test starts processes.
 pytestmark = pytest.mark.nightly
-
 
 ADAPTER = """
 from shardproof.harness.adapters.reference import ReferenceAdapter

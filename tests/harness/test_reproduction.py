@@ -10,9 +10,7 @@ import pytest
 from shardproof.harness.plugin import reproduction
 from tests.harness.inner import ROOT, python
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 #: Fails on the second of two ranks, and shows in what.
 FAILS = """

@@ -172,7 +172,6 @@ def test_of_ranks_with_other_numbers_of_microbatches_only_ranks_are_compared(mad
 
 SIZES = {"the size of dp": 4, "the size of tp": 2, "the tokens": 3, "the size of pp": 1, "the loss scale": 0}
 
-
 FACTORS = {
     1: "1", 4: "the size of dp", 1 / 4: "1 / the size of dp", 8: "the size of dp x the size of tp",
     1 / 12: "1 / (the size of dp x the tokens)", 4 / 3: "the size of dp / the tokens",

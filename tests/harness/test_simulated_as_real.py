@@ -9,9 +9,7 @@ import pytest
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from tests.harness.inner import ROOT, name_of, run_cases
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 SUITE = "suites/test_simulation.py"
 

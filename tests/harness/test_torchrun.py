@@ -8,9 +8,7 @@ import pytest
 from tests.harness.hosts import torchrun, verdicts
 from tests.harness.inner import QUIET
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 CASES = """
 import os, pathlib, signal, sys

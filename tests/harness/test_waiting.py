@@ -13,6 +13,7 @@ from shardproof.harness.worlds import forkserver, lease, rank_process, waiting, 
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.lease import Leases
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
+from tests.errors import error_of
 from tests.harness.inner import until
 
 PROCESSES = multiprocessing.get_context("fork")
@@ -44,8 +45,8 @@ def holder(tmp_path, holding):
     return start
 
 
-def take(directory):
-    with Leases(directory).cores(1, alone=False):
+def take(leases):
+    with leases.cores(1, alone=False):
         pass
 
 
@@ -57,24 +58,18 @@ def test_a_stopped_holder_is_named_and_given_up(holder, tmp_path, told, name):
     process = holder(name)
     os.kill(process.pid, signal.SIGSTOP)
     leases = Leases(tmp_path)
-    with pytest.raises(WaitedTooLong) as caught, leases.cores(1, alone=False):
-        pass
+    text = error_of(take, leases, kind=WaitedTooLong)
     line = told[0]
     assert f"blocked by pid {process.pid} (" in line and ", stopped); gives up in " in line
     assert "waiting for " in line and "a lease on 1 core (lock files in" in line
-    text = str(caught.value)
-    assert f"pid {process.pid} (" in text
-    assert text.endswith(f"continue it (kill -CONT {process.pid}) or end it")
-    assert "\n" not in text
+    assert f"pid {process.pid} (" in text and text.endswith(f"continue it (kill -CONT {process.pid}) or end it")
     # The next case does not wait as long for the same process, and one that continues is no obstacle.
     started = time.monotonic()
-    with pytest.raises(WaitedTooLong), leases.cores(1, alone=False):
-        pass
+    error_of(take, leases, kind=WaitedTooLong)
     assert time.monotonic() - started < 0.3
     os.kill(process.pid, signal.SIGCONT)
     process.release.set()
-    with leases.cores(1, alone=False):
-        pass
+    take(leases)
 
 
 @pytest.mark.parametrize("name", ["cores", "queue"])
@@ -83,14 +78,14 @@ def test_a_running_holder_has_longer_but_not_for_ever(holder, tmp_path, told, mo
     process = holder(name)
     started = time.monotonic()
     with pytest.raises(WaitedTooLong, match=f"pid {process.pid} .*, sleeping.*: if it hangs, end it"):
-        take(tmp_path)
+        take(Leases(tmp_path))
     assert 1.4 < time.monotonic() - started < 4
     assert len(told) >= 2
     # What was given up is not taken when it comes.
     process.release.set()
     process.join(10)
     monkeypatch.setattr(lease, "LEASE_SECONDS", 10)
-    take(tmp_path)
+    take(Leases(tmp_path))
 
 
 def test_a_holder_that_continues_in_time_costs_no_case(holder, tmp_path, told, monkeypatch):
@@ -104,7 +99,7 @@ def test_a_holder_that_continues_in_time_costs_no_case(holder, tmp_path, told, m
         process.release.set()
 
     monkeypatch.setattr(waiting, "tell", tell)
-    take(tmp_path)
+    take(Leases(tmp_path))
     assert told
 
 
@@ -214,10 +209,8 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(told, monkeypatch):
     (pid,) = pids
     assert f"rank 0: no answer within 2 s; it is pid {pid} (" in str(caught.value)
     assert ", stopped)" in str(caught.value)
-    assert any(
-        f"waiting for the ranks of a world of 1 ranks on cpu to start since 0 s, blocked by pid {pid}" in line
-        for line in told
-    )
+    waits = f"waiting for the ranks of a world of 1 ranks on cpu to start since 0 s, blocked by pid {pid}"
+    assert any(waits in line for line in told)
     assert waiting.look_at(pid) is None or waiting.look_at(pid).has_ended
 
 

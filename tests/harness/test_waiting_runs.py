@@ -11,9 +11,7 @@ from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.lease import Leases
 from tests.harness.inner import until
 
-# Each test starts processes.
 pytestmark = pytest.mark.sampled
-
 
 QUICK = '''
 import os, signal, sys, time

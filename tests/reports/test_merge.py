@@ -10,6 +10,7 @@ from shardproof.commands.merge import merge as merge_command
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.merge import MergeError, merge
 from shardproof.runfile import load_run, parse_run
+from tests.errors import error_of
 from tests.reports import samples
 
 FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
@@ -225,9 +226,7 @@ def test_no_verdict_is_chosen_out_of_two_commits(write, tmp_path, what, field, f
 
 
 def _refusal(*paths):
-    with pytest.raises(MergeError) as caught:
-        merged(*paths)
-    return str(caught.value)
+    return error_of(merged, *paths, kind=MergeError)
 
 
 def test_what_cannot_be_joined(write, tmp_path):

@@ -13,7 +13,6 @@ from tests.reports import samples
 
 pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
 
-
 from shardproof.reports.page import Source, assets, render
 from shardproof.runfile import Verdict, load_run
 from tests.reports.pages import Page, page

@@ -12,11 +12,13 @@ import pytest
 from shardproof import jsonfiles, runfile
 from shardproof.jsonfiles import RecordError
 from shardproof.runfile import Accelerator, Implementation, RunFileError, load_run, parse_run
+from tests.errors import error_of
 from tests.reports import samples
 from tests.reports.test_record import EXPLAINED
 
 PUBLISHED = Path(__file__).parents[2] / "reports/published"
 SCHEMA = PUBLISHED.with_name("run-file.schema.json")
+END = samples.run()["end"]
 KNOWN = ("source", "case", "link", "torch")
 
 
@@ -79,7 +81,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
             "effort.deselected.a.b: 'c' is not an integer",
         ),
         (
-            {"schema_version": 2, "run_id": "x", "end": {"complete": True, "reason": ""}},
+            {"schema_version": 2, "run_id": "x", "end": samples.run()["end"]},
             "the file: the field 'environment' is missing",
         ),
         (samples.run() | {"cases": {}}, "cases: {} is not a list"),
@@ -100,9 +102,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
     ],
 )
 def test_what_breaks_the_schema_is_named(data, message):
-    with pytest.raises(RecordError) as raised:
-        parse_run(data)
-    assert str(raised.value) == message
+    assert error_of(parse_run, data, kind=RecordError) == message
 
 
 def test_an_incomplete_run_names_what_did_not_run():
@@ -170,19 +170,12 @@ def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
 )
 def test_a_bad_file_is_one_line_that_begins_with_its_name(written, content, message):
     path = written(content)
-    with pytest.raises(RunFileError) as raised:
-        load_run(path)
-    text = str(raised.value)
-    assert "\n" not in text
-    assert text.startswith(f"{path}: ")
-    assert re.fullmatch(message, text.removeprefix(f"{path}: "))
+    assert re.fullmatch(f"{re.escape(str(path))}: {message}", error_of(load_run, path, kind=RunFileError))
 
 
 def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
     for path, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(RunFileError) as raised:
-            load_run(path)
-        assert str(raised.value) == f"{path}: {why}"
+        assert error_of(load_run, path, kind=RunFileError) == f"{path}: {why}"
 
 
 def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
@@ -200,9 +193,8 @@ def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
 def test_what_is_not_compressed_although_its_name_says_so_is_one_line(tmp_path, change):
     path = tmp_path / "run.json.gz"
     path.write_bytes(change(gzip.compress(b"{}" * 99)))
-    with pytest.raises(RunFileError) as raised:
-        load_run(path)
-    assert re.fullmatch(f"{path}: not (compressed by gzip|a JSON file): .*", str(raised.value))
+    text = error_of(load_run, path, kind=RunFileError)
+    assert re.fullmatch(f"{path}: not (compressed by gzip|a JSON file): .*", text)
 
 
 @pytest.mark.sampled
