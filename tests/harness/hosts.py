@@ -21,6 +21,9 @@ _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 #: Seconds in which a job ends, however busy the machine is.
 _MOST_SECONDS = 120
 
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+_PYTEST = ("-m", "pytest", *QUIET)
+
 
 def environment(**more: str) -> dict[str, str]:
     """The variables of a job; not those of the run of pytest that starts it."""
@@ -35,25 +38,9 @@ def verdicts(report: pathlib.Path) -> dict[str, str]:
 
 def torchrun(folder: pathlib.Path, ranks: int, *arguments: str, options: Sequence[str] = (), **more: str):
     """Run a job of so many ranks on this host; returns the completed process, with both streams in ``stdout``."""
-    start = [*_torchrun(), "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*start, *options, *_pytest(), *arguments],
-        cwd=folder,
-        env=environment(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_MOST_SECONDS,
-        check=False,
-    )
-
-
-def _torchrun() -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run"]
-
-
-def _pytest() -> list[str]:
-    return ["-m", "pytest", *QUIET]
+    command = [*_TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", *options, *_PYTEST, *arguments]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, cwd=folder, env=environment(**more), timeout=_MOST_SECONDS, check=False, **streams)
 
 
 @functools.cache
@@ -106,24 +93,17 @@ class TwoHosts:
         """Start torchrun on both hosts, with so many ranks each; rank 0 is on the first."""
         for number, (space, end, address) in enumerate(zip(self._spaces, self._ends, _ADDRESSES, strict=True)):
             job = [
-                *_torchrun(), "--nnodes=2", f"--nproc-per-node={ranks}", f"--rdzv-id={self._spaces[0]}",
+                *_TORCHRUN, "--nnodes=2", f"--nproc-per-node={ranks}", f"--rdzv-id={self._spaces[0]}",
                 f"--rdzv-backend={rendezvous}", *([f"--node-rank={number}"] if rendezvous == "static" else []),
-                f"--rdzv-endpoint={_ADDRESSES[0]}:29400", f"--local-addr={address}", *_pytest(), *arguments,
+                f"--rdzv-endpoint={_ADDRESSES[0]}:29400", f"--local-addr={address}", *_PYTEST, *arguments,
             ]  # fmt: skip
             alias = f"hostname {NAMES[number]} && mount --bind {self._names} /etc/hosts"
             # In mount and host name spaces of its own, so that nobody else sees the names.
             shell = ["unshare", "--uts", "--mount", "sh", "-c", f'{alias} && exec "$@"', "sh"]
+            command, env = ["ip", "netns", "exec", space, *shell, *job], environment(GLOO_SOCKET_IFNAME=end, **more)
             with (self._folder / f"{NAMES[number]}.txt").open("w") as output:
-                self._jobs.append(
-                    subprocess.Popen(
-                        ["ip", "netns", "exec", space, *shell, *job],
-                        cwd=self._folder,
-                        env=environment(GLOO_SOCKET_IFNAME=end, **more),
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
+                streams = {"stdout": output, "stderr": subprocess.STDOUT, "text": True}
+                self._jobs.append(subprocess.Popen(command, cwd=self._folder, env=env, **streams))
 
     def await_file(self, path: pathlib.Path) -> None:
         """Wait until a case has made a file."""

@@ -21,122 +21,68 @@ from shardproof.harness.adapters.replicas import DdpAdapter
 
 #: Bodies of a class that is otherwise the reference, with what the line says of the member.
 BROKEN = {
-    "availability-raises": (
-        "@classmethod\n    def availability(cls, device_type): raise RuntimeError('no\\ndriver')",
-        "availability() raised RuntimeError: no driver",
-    ),
-    "availability-exits": (
-        "@classmethod\n    def availability(cls, device_type): raise SystemExit(3)",
-        "availability() raised SystemExit: 3",
-    ),
-    "availability-of-another-type": (
-        "@classmethod\n    def availability(cls, device_type): return True",
-        "availability() is True; expected None, or one line that says why it cannot run",
-    ),
-    "availability-of-two-lines": (
-        "@classmethod\n    def availability(cls, device_type): return 'no driver\\nanywhere'",
-        "cannot run here on cpu: no driver anywhere",
-    ),
-    "availability-without-argument": (
-        "@classmethod\n    def availability(cls): return None",
-        "availability() does not take the arguments of availability(device_type): too many positional arguments",
-    ),
-    "availability-of-an-instance": (
-        "def availability(self, device_type): return None",
-        "availability(self, device_type) does not take the arguments of availability(device_type): missing",
-    ),
-    "constructor-with-other-arguments": (
-        "def __init__(self, model, config): pass",
-        "__init__(self, model, config) does not take the arguments of __init__(self, model, *, optimizer, config)",
-    ),
-    "keyword-missing": (
-        "def zero_grad(self): pass",
-        "zero_grad(self) does not take the arguments of zero_grad(self, *, set_to_none)",
-    ),
+    "availability-raises": ("def availability(cls, device_type): raise RuntimeError('no\\ndriver')",
+        "availability() raised RuntimeError: no driver"),
+    "availability-exits": ("def availability(cls, device_type): raise SystemExit(3)",
+        "availability() raised SystemExit: 3"),
+    "availability-of-another-type": ("def availability(cls, device_type): return True",
+        "availability() is True; expected None, or one line that says why it cannot run"),
+    "availability-of-two-lines": ("def availability(cls, device_type): return 'no driver\\nanywhere'",
+        "cannot run here on cpu: no driver anywhere"),
+    "availability-without-argument": ("def availability(cls): return None",
+        "availability() does not take the arguments of availability(device_type): too many positional arguments"),
+    "availability-of-an-instance": ("def availability(self, device_type): return None",
+        "availability(self, device_type) does not take the arguments of availability(device_type): missing"),
+    "constructor-with-other-arguments": ("def __init__(self, model, config): pass",
+        "__init__(self, model, config) does not take the arguments of __init__(self, model, *, optimizer, config)"),
+    "keyword-missing": ("def zero_grad(self): pass",
+        "zero_grad(self) does not take the arguments of zero_grad(self, *, set_to_none)"),
     "no-method": ("step = None", "step is None; expected a method, step(self)"),
-    "capabilities-raise": (
-        "@classmethod\n    def capabilities(cls): raise KeyError('sharded')",
-        "capabilities() raised KeyError: 'sharded'",
-    ),
-    "capabilities-of-strings": (
-        "@classmethod\n    def capabilities(cls): return ['sharded']",
-        "capabilities() is ['sharded']; expected a frozenset of members of Capability",
-    ),
-    "capabilities-none": (
-        "@classmethod\n    def capabilities(cls): return None",
-        "capabilities() is None; expected a frozenset of members of Capability",
-    ),
-    "version-raises": (
-        "@classmethod\n    def version(cls): raise ImportError('gone')",
-        "version() raised ImportError: gone",
-    ),
-    "version-of-another-type": (
-        "@classmethod\n    def version(cls): return 3",
-        "version() is 3; expected a string",
-    ),
+    "capabilities-raise": ("def capabilities(cls): raise KeyError('sharded')",
+        "capabilities() raised KeyError: 'sharded'"),
+    "capabilities-of-strings": ("def capabilities(cls): return ['sharded']",
+        "capabilities() is ['sharded']; expected a frozenset of members of Capability"),
+    "capabilities-none": ("def capabilities(cls): return None",
+        "capabilities() is None; expected a frozenset of members of Capability"),
+    "version-raises": ("def version(cls): raise ImportError('gone')", "version() raised ImportError: gone"),
+    "version-of-another-type": ("def version(cls): return 3", "version() is 3; expected a string"),
     "name-missing": ("name = None", "name is None; expected a string by which ranks tell adapters apart"),
     "name-of-another-type": ("name = 3", "name is 3; expected a string"),
-    "name-without-representation": (
-        "name = type('Silent', (), {'__repr__': lambda self: 1 / 0})()",
-        "name is an object of Silent; expected a string",
-    ),
+    "name-without-representation": ("name = type('Silent', (), {'__repr__': lambda self: 1 / 0})()",
+        "name is an object of Silent; expected a string"),
     "traits-of-another-type": ("traits = {}", "traits is {}; expected an instance of shardproof.harness.adapters"),
-    "traits-of-an-instance": (
-        "@property\n    def traits(self): return Traits()",
-        "traits is <property object at",
-    ),
-    "traits-with-unknown-words": (
-        "traits = Traits(shards={'weights'})",
-        "does not import: ValueError: traits.shards = {'weights'}: expected a set of words out of parameters, gradie",
-    ),
-    "local-numel-of-everything": (
-        "traits = Traits(local_numel=lambda shape, size: shape.numel())",
-        "traits.local_numel((1024, 1024), 2) is 1048576; expected a rank's share in elements, 524288 or little more",
-    ),
-    "local-numel-raises": (
-        "traits = Traits(local_numel=lambda shape: 1)",
-        "traits.local_numel raised TypeError: ",
-    ),
-    "padding-without-limit": (
-        "traits = Traits(collective_padding=1 << 20)",
-        "traits.collective_padding is 1048576; expected at most 4096 elements",
-    ),
-    "shards-nothing": (
-        "traits = Traits(shards=frozenset())",
-        "traits.shards is []; expected some of parameters, gradients, optimizer: an implementation that shards nothing",
-    ),
-    "claims-without-the-capability": (
-        "@classmethod\n    def capabilities(cls): return frozenset({Capability.ADAM})",
-        "expected 'parameters' among them exactly if capabilities() has Capability.SHARDED, which is missing",
-    ),
-    "capability-without-the-claim": (
-        "traits = Traits(shards=frozenset({'optimizer'}))",
-        "expected 'parameters' among them exactly if capabilities() has Capability.SHARDED, which is declared",
-    ),
+    "traits-of-an-instance": ("@property\n    def traits(self): return Traits()", "traits is <property object at"),
+    "traits-with-unknown-words": ("traits = Traits(shards={'weights'})",
+        "does not import: ValueError: traits.shards = {'weights'}: expected a set of words out of parameters, gradie"),
+    "local-numel-of-everything": ("traits = Traits(local_numel=lambda shape, size: shape.numel())",
+        "traits.local_numel((1024, 1024), 2) is 1048576; expected a rank's share in elements, 524288 or little more"),
+    "local-numel-raises": ("traits = Traits(local_numel=lambda shape: 1)", "traits.local_numel raised TypeError: "),
+    "padding-without-limit": ("traits = Traits(collective_padding=1 << 20)",
+        "traits.collective_padding is 1048576; expected at most 4096 elements"),
+    "shards-nothing": ("traits = Traits(shards=frozenset())",
+        "traits.shards is []; expected some of parameters, gradients, optimizer: an implementation that shards noth"),
+    "claims-without-the-capability": ("def capabilities(cls): return frozenset({Capability.ADAM})",
+        "expected 'parameters' among them exactly if capabilities() has Capability.SHARDED, which is missing"),
+    "capability-without-the-claim": ("traits = Traits(shards=frozenset({'optimizer'}))",
+        "expected 'parameters' among them exactly if capabilities() has Capability.SHARDED, which is declared"),
 }  # fmt: skip
 
 #: Modules that cannot be imported, or whose class cannot be looked at.
 MODULES = {
     "module-exits": ("import sys\nsys.exit()", "module 'broken' does not import: SystemExit"),
     "module-interrupts": ("raise KeyboardInterrupt", "module 'broken' does not import: KeyboardInterrupt"),
-    "module-raises-anything": (
-        "class Gone(BaseException): pass\nraise Gone('two\\nlines')",
-        "module 'broken' does not import: Gone: two lines",
-    ),
+    "module-raises-anything": ("class Gone(BaseException): pass\nraise Gone('two\\nlines')",
+        "module 'broken' does not import: Gone: two lines"),
     "module-raises-at-length": ("raise RuntimeError('x' * 10_000)", "does not import: RuntimeError: xxx"),
     "methods-missing": (
         HEAD + "class Broken(Adapter): name = 'broken'",
         "'Broken' is not a complete subclass of shardproof.harness.adapters.base.Adapter: it lacks __init__, "
         "availability, capabilities, gradients, parameters",
     ),
-    "name-never-given": (
-        HEAD + "from shardproof.harness.adapters.dtensor import DTensorAdapter as Broken",
-        "name is None; expected a string",
-    ),
-    "unsharded-baseline-with-another-name": (
-        HEAD + "class Broken(DdpAdapter): name = 'broken'",
-        "traits.shards is []; expected some of parameters, gradients, optimizer",
-    ),
+    "name-never-given": (HEAD + "from shardproof.harness.adapters.dtensor import DTensorAdapter as Broken",
+        "name is None; expected a string"),
+    "unsharded-baseline-with-another-name": (HEAD + "class Broken(DdpAdapter): name = 'broken'",
+        "traits.shards is []; expected some of parameters, gradients, optimizer"),
     "metaclass-raises": (
         HEAD + "class Meta(type(ReferenceAdapter)):\n"
         "    def __getattribute__(cls, name):\n"
@@ -151,14 +97,13 @@ MODULES = {
         "class Broken(ReferenceAdapter, metaclass=Meta): pass",
         "ValueError: nothing here",
     ),
-    "module-without-attributes": (
-        "def __getattr__(name): raise RuntimeError(name)",
-        "'Broken' cannot be examined: RuntimeError: ",
-    ),
+    "module-without-attributes": ("def __getattr__(name): raise RuntimeError(name)",
+        "'Broken' cannot be examined: RuntimeError: "),
 }  # fmt: skip
 
 
 def source_of(body):
+    body = f"@classmethod\n    {body}" if "(cls" in body else body
     return f"{HEAD}\nclass Broken(ReferenceAdapter):\n    name = 'broken'\n    {body}\n"
 
 

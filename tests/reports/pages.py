@@ -68,6 +68,16 @@ class Page(HTMLParser):
         return found
 
 
+def told(value, text, *, names=(), kept=()):
+    """A file, or a part of one, with this text wherever it has one, and for these names of what it lists."""
+    if isinstance(value, dict):
+        changed = {key: one if key in kept else told(one, text, names=names, kept=kept) for key, one in value.items()}
+        return {text if key in names else key: one for key, one in changed.items()}
+    if isinstance(value, list):
+        return [told(one, text, names=names, kept=kept) for one in value]
+    return text if isinstance(value, str) else value
+
+
 def page(*runs, names=None, title="a title"):
     """Render run files, given as JSON data."""
     paths = names or [f"run{i}.json" for i in range(len(runs))]

@@ -8,58 +8,30 @@ ID = "0123456789abcdef0123456789abcdef"
 def case(**changes: Any) -> dict[str, Any]:
     """A passing case with only the fields that the schema demands, and what `changes` adds or replaces."""
     least = {
-        "id": "suites/test_autograd.py::test_unused[w2]",
-        "implementation": "reference",
-        "requirement": "AUTOGRAD-1",
-        "world": 2,
-        "device": "cpu",
-        "parameters": {"reshard": True},
-        "verdict": "pass",
-        "seconds": 0.25,
-    }
+        "id": "suites/test_autograd.py::test_unused[w2]", "implementation": "reference", "requirement": "AUTOGRAD-1",
+        "world": 2, "device": "cpu", "parameters": {"reshard": True}, "verdict": "pass", "seconds": 0.25,
+    }  # fmt: skip
     return least | changes
 
 
 def run(*cases: dict[str, Any], **environment: Any) -> dict[str, Any]:
     """A complete run of `cases` without what may be missing, and an environment that says what `environment` says."""
-    end = {"complete": True, "reason": ""}
-    return {
-        "schema_version": 2,
-        "run_id": ID,
-        "environment": environment,
-        "selected": {},
-        "cases": [*cases],
-        "end": end,
-    }
+    head = {"schema_version": 2, "run_id": ID, "environment": environment, "selected": {}}
+    return head | {"cases": [*cases], "end": {"complete": True, "reason": ""}}
 
 
 def whole_case() -> dict[str, Any]:
     """A failing case with all fields that every writer writes."""
+    where = {"stage": "gradient", "step": 1, "name": "head0.weight"}
     return case(
         nodeid="suites/test_autograd.py::test_unused[reference-w2]",
         seeds={"init": 1, "data": 2},
         verdict="fail",
         missing=[],
         expected="",
-        failure={
-            "stage": "gradient",
-            "step": 1,
-            "rank": 0,
-            "name": "head0.weight",
-            "element": [3, 4],
-            "text": "the sharded gradient is twice the baseline's",
-        },
+        failure=where | {"rank": 0, "element": [3, 4], "text": "the sharded gradient is twice the baseline's"},
         losses={"sharded": [1.5, 1.25], "baseline": [1.5, 1.0], "oracle": [1.5, "nan"]},
-        distances=[
-            {
-                "stage": "gradient",
-                "step": 1,
-                "name": "head0.weight",
-                "sharded_ulps": 4e6,
-                "baseline_ulps": 1,
-                "allowed_ulps": 12.0,
-            }
-        ],
+        distances=[where | {"sharded_ulps": 4e6, "baseline_ulps": 1, "allowed_ulps": 12.0}],
         collectives=[{"ranks": [0, 1], "trace": ["forward all_gather float32 1024"]}],
     )
 

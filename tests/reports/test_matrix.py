@@ -218,17 +218,14 @@ def test_a_failure_text_keeps_its_lines_and_loses_its_colours():
     assert "    \\x1b[31mone\n            two\n\n    four\n" in text
 
 
+LEFT_OUT = {"reference": {"suites/test_tied.py": 2, "own.py": 1}, "ddp": {"own.py": 3}}
+
+
 @pytest.mark.parametrize(
     ("effort", "line"),
     [
         ({"name": "full", "deselected": {}}, "effort full: all cases"),
-        (
-            {
-                "name": "quick",
-                "deselected": {"reference": {"suites/test_tied.py": 2, "own.py": 1}, "ddp": {"own.py": 3}},
-            },
-            "effort quick: 6 of 7 cases left out: tied 2, own 4",
-        ),
+        ({"name": "quick", "deselected": LEFT_OUT}, "effort quick: 6 of 7 cases left out: tied 2, own 4"),
     ],
 )
 def test_what_the_effort_left_out_comes_before_the_verdicts(effort, line):
@@ -283,13 +280,8 @@ torch.fsdp was kept from 1 of 1 cases by what is missing:
 
 def test_a_capability_that_alone_keeps_it_from_many_is_hinted_at():
     """Hardware is not: no adapter can declare it."""
-    cases = [
-        *skips(10, "tied"),
-        *skips(12, "reshard"),
-        *skips(9, "offload"),
-        *skips(30, "offload", "hybrid"),
-        *skips(40, "streams", verdict="unmet"),
-    ]
+    cases = [*skips(10, "tied"), *skips(12, "reshard"), *skips(9, "offload"), *skips(30, "offload", "hybrid")]
+    cases += skips(40, "streams", verdict="unmet")
     hint = "  hint: reshard alone keeps it from 12 cases, tied from 10; declare what the implementation has"
     assert shown(*cases).splitlines()[-1] == f"{hint} (docs/adapters.md)"
 
@@ -300,10 +292,6 @@ def test_a_long_list_is_shortened_unless_it_is_asked_for():
     assert (lines[1], lines[8]) == ("  78 unsupported: other", "   6 unsupported: thing06")
     assert lines[9:] == ["  5 more, at most 5 cases each; --full lists them"]
     assert shown(*cases, full=True).splitlines()[-1] == "   1 unsupported: thing11"
-
-
-def test_a_run_without_skips_has_no_block():
-    assert shown(samples.case()) == ""
 
 
 def test_names_from_a_file_do_not_steer_the_terminal():

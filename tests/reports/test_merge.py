@@ -58,14 +58,9 @@ def test_what_no_file_asks_and_what_was_left_out_for_torch_stay(write):
 
 def test_implementations_of_two_environments_stand_in_one_matrix(write):
     one = write("one.json", of("reference"), of("torch.fsdp", verdict="fail", failure=FAILURE), run_id="1")
-    two = write(
-        "two.json",
-        of("deepspeed.zero3", verdict="unsupported", missing=["tied"]),
-        of("deepspeed.zero3", id="other", requirement="TIED-1"),
-        run_id="2",
-        implementations={"deepspeed.zero3": {"version": "0.19.8", "capabilities": []}},
-        python="3.11.9",
-    )
+    name, told = "deepspeed.zero3", {"deepspeed.zero3": {"version": "0.19.8", "capabilities": []}}
+    cases = of(name, verdict="unsupported", missing=["tied"]), of(name, id="other", requirement="TIED-1")
+    two = write("two.json", *cases, run_id="2", implementations=told, python="3.11.9")
     _, run = merged(one, two)
     assert_expected_inline(
         render_summary(run),
@@ -112,15 +107,8 @@ def test_versions_of_torch_and_devices_stay_apart(write):
 
 
 def test_versions_of_an_implementation_stay_apart(write):
-    files = [
-        write(
-            f"{version}.json",
-            of("x"),
-            run_id=version[-1],
-            implementations={"x": {"version": version, "capabilities": []}},
-        )
-        for version in ("0.1", "0.2")
-    ]
+    told = {version: {"x": {"version": version, "capabilities": []}} for version in ("0.1", "0.2")}
+    files = [write(f"{key}.json", of("x"), run_id=key[-1], implementations=one) for key, one in told.items()]
     assert merged(*files)[1].implementations == ["x (0.1)", "x (0.2)"]
 
 
@@ -194,10 +182,8 @@ def test_a_failure_is_reproduced_under_the_name_that_impl_takes(write):
 
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((7, 1), 1), ((0, 6), 6)])
 def test_the_exit_code_is_that_of_the_run_that_failed(write, codes, code):
-    files = [
-        write(f"{i}.json", of("x"), run_id=str(i), end=samples.journal()["end"] | {"exit_code": one})
-        for i, one in enumerate(codes)
-    ]
+    ends = [samples.journal()["end"] | {"exit_code": one} for one in codes]
+    files = [write(f"{i}.json", of("x"), run_id=str(i), end=end) for i, end in enumerate(ends)]
     assert merged(*files)[1].end.exit_code == code
 
 
@@ -240,9 +226,8 @@ def test_what_cannot_be_joined(write, tmp_path):
         (ended, "is incomplete (SIGTERM); complete runs can be merged"),
     ):
         assert _refusal(good, path) == f"{path}: {told}"
-    assert _refusal(good, again) == (
-        f"{good} and {again} have the same run, started 2026-01-02T03:04:05+00:00; name it once"
-    )
+    same = "have the same run, started 2026-01-02T03:04:05+00:00; name it once"
+    assert _refusal(good, again) == f"{good} and {again} {same}"
 
 
 @pytest.mark.parametrize("name", ["all.json", "sub/all.json.gz"])

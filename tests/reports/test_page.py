@@ -15,7 +15,7 @@ pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[p
 
 from shardproof.reports.page import Source, assets, render
 from shardproof.runfile import Verdict, load_run
-from tests.reports.pages import Page, page
+from tests.reports.pages import Page, page, told
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,20 +43,9 @@ def test_a_record_is_whole():
     given = samples.whole_case() | {"spent": {"training": 0.125}, "reproduce": "(cd /x && pytest)"}
     made = page(run_of(given))
     (record,) = made.records.values()
-    same = (
-        "verdict",
-        "world",
-        "device",
-        "parameters",
-        "seconds",
-        "seeds",
-        "losses",
-        "collectives",
-        "spent",
-        "reproduce",
-    )
+    same = ("verdict", "world", "device", "parameters", "seconds", "seeds", "losses", "collectives", "spent")
     assert {name: record[name] for name in same} == {name: given[name] for name in same}
-    assert record["failure"] == given["failure"]
+    assert (record["failure"], record["reproduce"]) == (given["failure"], given["reproduce"])
     assert record["distances"] == [["gradient", 1, "head0.weight", 4e6, 1, 12.0]]
 
 
@@ -74,7 +63,7 @@ def test_a_record_has_its_explanation_and_its_peak_memory():
     assert record["peak_bytes"] == [1024, 2048]
     told = record["explanation"]
     assert told["first"].items() >= {"stage": "gradient", "step": 1, "rank": 0, "name": "head.weight"}.items()
-    names = ("module", "parameter", "where", "offset", "values", "ulps", "also")
+    names = ["module", "parameter", "where", "offset", "values", "ulps", "also"]
     assert {name: told[name] for name in names} == {name: samples.EXPLANATION["first"][name] for name in names}
     assert told["collectives"] == samples.EXPLANATION["collectives"]
     assert made.table["reasons"][1].startswith("first, gradient of head.weight")
@@ -221,48 +210,17 @@ HOSTILE = (
 
 def full_of(text):
     """A run with the same text wherever a run file can have one."""
-    record = samples.whole_case() | {
-        "id": text,
-        "implementation": text,
-        "requirement": text,
-        "device": text,
-        "parameters": {text: text},
-        "nodeid": text,
-        "seeds": {text: 1},
-        "missing": [text],
-        "expected": text,
-        "losses": {text: [1.0]},
-        "spent": {text: 1.0},
-        "shortened": [text],
-        "reproduce": text,
-        "failure": {"text": text, "stage": text, "name": text, "step": 0, "rank": 0, "element": [0]},
-        "collectives": [{"ranks": [0], "trace": [text]}],
-    }
-    record["distances"] = [record["distances"][0] | {"stage": text, "name": text}]
-    record["own"] = {
-        "model": text, "mesh": {text: 1}, "data": [text], "signature": text, "lines": [text], "axes": [text],
-        "compared": 1, "distances": [record["distances"][0] | {"module": text}], "notes": [text],
-    }  # fmt: skip
-    names = ("shardproof", "shardproof_commit", "python", "torch", "torch_git_version", "platform", "device", "nccl")
-    environment = dict.fromkeys((*names, "started"), text) | {
-        "command": [text],
-        "accelerators": [{"name": text}],
-        "implementations": {text: {"version": text, "capabilities": [text]}},
-        "cpu_count": 1,
-    }
-    part = {"file": text, "run_id": "1", "environment": environment, "end": {"complete": False, "reason": text}}
-    return {
-        "schema_version": 2,
-        "run_id": "2",
-        "environment": environment,
-        "suites": text,
-        "selected": {text: [text, "other"]},
-        "cases": [record],
-        "left_out": [{"id": text, "implementation": text, "reason": text}],
-        "merged": [part],
-        "effort": {"name": text, "deselected": {}},
-        "end": {"complete": False, "reason": text},
-    }
+    record = samples.whole_case() | {"missing": ["x"], "spent": {"init": 1.0}, "shortened": ["x"], "reproduce": "x"}
+    own = {"model": "x", "mesh": {"init": 1}, "data": ["x"], "signature": "x", "lines": ["x"], "axes": ["x"]}
+    record["own"] = own | {"compared": 1, "distances": [record["distances"][0] | {"module": "x"}], "notes": ["x"]}
+    run = samples.journal(record | {"losses": {"init": [1.0]}, "seeds": {"init": 1}}, reason="x")
+    run["left_out"] = [{"id": "x", "implementation": "x", "reason": "x"}]
+    run["merged"] = [{name: run[name] for name in ("run_id", "environment", "end")} | {"file": "x"}]
+    run["effort"] = {"name": "x", "deselected": {}}
+    filled = told(run, text, names=("reference", "reshard", "init"))
+    filled["cases"][0]["verdict"] = "fail"
+    filled["selected"][text].append("other")
+    return filled
 
 
 def test_hostile_texts_change_no_element_and_no_script():
@@ -279,7 +237,7 @@ def test_hostile_texts_arrive_whole():
     assert id_ == HOSTILE
     (record,) = made.records.values()
     assert record["failure"]["text"] == HOSTILE
-    assert record["collectives"] == [{"ranks": [0], "trace": [HOSTILE]}]
+    assert record["collectives"] == [{"ranks": [0, 1], "trace": [HOSTILE]}]
 
 
 def test_numbers_that_json_lacks():

@@ -1,6 +1,5 @@
 """The page of plan files: its tables, the data of its plots, and that nothing in a plan becomes part of the page."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -12,10 +11,10 @@ import pytest
 pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
 
 from shardproof.__main__ import main
-from shardproof.planfile import MARK, VERSION, load_plan
+from shardproof.planfile import MARK, VERSION, parse_plan
 from shardproof.reports.page import assets, render_plans
 from tests.reports import samples
-from tests.reports.pages import Page
+from tests.reports.pages import Page, told
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = "</script><script>alert(1)</script><b onload='x'>&amp;"
@@ -66,34 +65,10 @@ def test_a_page_of_two_plans(tmp_path, file, capsys):
     assert "P x 4 B / S" in made.text and "a ring" in made.text and "what they are" in made.text
 
 
-def told(plan, text):
-    """The plan with this text wherever a plan file has one."""
-    world = plan.worlds[0]
-    phases = tuple(dataclasses.replace(one, name=text) for one in world.phases)
-    traffic = tuple(dataclasses.replace(one, group=text, kind=text, dtype=text) for one in world.traffic)
-    formulas = tuple(dataclasses.replace(one, quantity=text, text=text) for one in world.formulas)
-    mesh = tuple(dataclasses.replace(one, name=text) for one in world.mesh)
-    changed = dataclasses.replace(world, phases=phases, traffic=traffic, formulas=formulas, mesh=mesh)
-    return dataclasses.replace(
-        plan,
-        model=text,
-        about=text,
-        units={text: 2},
-        implementation=text,
-        version=text,
-        settings={text: text},
-        kinds=dict.fromkeys(plan.kinds, text),
-        assumptions=(text,),
-        worlds=(changed,),
-        shardproof=text,
-        torch=text,
-        command=(text,),
-    )
-
-
-def test_nothing_in_a_plan_becomes_part_of_the_page(file):
-    plan, harmless = load_plan(file), re.sub("[<>&/'=()]", "x", HOSTILE)
-    usual, made = (Page(render_plans([told(plan, text)], title=text)) for text in (harmless, HOSTILE))
+def test_nothing_in_a_plan_becomes_part_of_the_page():
+    plan, harmless = plan_data(shardproof="x", torch="x", command=["x"]), re.sub("[<>&/'=()]", "x", HOSTILE)
+    plans = [parse_plan(told(plan, text, names=("Block", "batch"), kept=("unit",))) for text in (harmless, HOSTILE)]
+    usual, made = (Page(render_plans([one], title=one.model)) for one in plans)
     assert made.elements == usual.elements
     assert made.scripts["script"] == usual.scripts["script"]
     (policy,) = (value for name, value in made.attributes if name == "content" and "script-src" in value)
