@@ -23,9 +23,9 @@ FOLLOWED = """
 import ctypes, os, re, signal, sys, threading, time
 import torch
 import torch.distributed as dist
+from torch import nn
 import pytest
 from shardproof.testing import world
-
 @world(2)
 def test_before(rank):
     rank.tmp_path.joinpath(str(rank.index)).write_text("")
@@ -71,24 +71,8 @@ def is_alive(pid):
         return False
 
 
-# Failing on some ranks
-
-
-def test_chaos_exception_on_one_rank_does_not_leave_the_others_in_a_collective(run):
-    lines = run(
-        """
-if rank.index == 1:
-    raise ValueError("only here")
-dist.barrier()
-""",
-        within=GRACE_SECONDS + 2,
-    )
-    lines.fnmatch_lines(["fail: rank 1 of 2:", "ValueError: only here", "rank 0 of 2:", "*still waiting*"])
-
-
-def test_chaos_exception_without_a_text_that_cannot_be_pickled(run):
-    lines = run(
-        """
+#: What rank 1, or each rank, does, and what is printed of it.
+ODD = """
 class Odd(Exception):
     def __str__(self):
         raise KeyError("no text")
@@ -96,106 +80,67 @@ class Odd(Exception):
         raise TypeError("no pickle")
 raise Odd()
 """
-    )
-    lines.fnmatch_lines(["fail: every rank of 2:", "*Odd*"])
-
-
-def test_chaos_exception_in_another_thread(run):
-    lines = run(
-        """
+IN_A_THREAD = """
 def work():
     raise RuntimeError("in a thread")
 thread = threading.Thread(target=work, name="the worker")
 thread.start()
 thread.join()
 """
-    )
-    lines.fnmatch_lines(["fail: every rank of 2:", "RuntimeError: in a thread", "*an exception ended the worker"])
-
-
-# Dying
-
-
-@pytest.mark.parametrize(
-    ("body", "ending"),
-    [
-        ("if rank.index == 1: os._exit(0)\ndist.barrier()", "exit code 0"),
-        ("if rank.index == 1: sys.stdout.flush(); os.abort()\ndist.barrier()", "killed by SIGABRT"),
-        ("if rank.index == 1: ctypes.string_at(0)\ndist.barrier()", "killed by SIGSEGV"),
-    ],
-    ids=["exit-0", "abort", "sigsegv"],
-)
-def test_chaos_rank_dies(run, body, ending):
-    lines = run(body, within=GRACE_SECONDS + 3)
-    lines.fnmatch_lines(["crash: rank 1 of 2:", f"*the rank's process ended: {ending}*"])
-    if ending == "killed by SIGSEGV":
-        lines.fnmatch_lines(["*output of rank 1*", "Fatal Python error: Segmentation fault*", "*test_inner.py*"])
-
-
-# Stuck
-
-
-def test_chaos_rank_sleeps_for_ever(run):
-    lines = run("time.sleep(600) if rank.index == 1 else None")
-    lines.fnmatch_lines(["hang: rank 1 is at File *test_inner.py*, line 15 in test_wrong, before any collective*"])
-
-
-def test_chaos_rank_spins_holding_the_gil(run):
-    """The others wait in a collective, but the one outside is the one to name."""
-    # A regular expression that backtracks for years neither releases the lock nor heeds signals.
-    lines = run("re.match('(a+)+$', 'a' * 60 + 'b') if rank.index == 0 else None\ndist.barrier()")
-    lines.fnmatch_lines(
-        [
-            "hang: rank 1 is in barrier, collective 1 on ranks 0-1 *, and rank 0 is missing from it",
-            "rank 0 is at File *test_inner.py*, line 15 in test_wrong, before any collective of the case",
-        ]
-    )
-
-
-def test_chaos_rank_that_has_finished_is_missing(run):
-    """Also where no host waits: a case has not finished before its device has."""
-    lines = run("dist.all_reduce(torch.ones(4, device=rank.device)) if rank.index == 1 else None")
-    lines.fnmatch_lines(
-        [
-            "hang: rank 1 is in all_reduce sum float32 16 B, collective 1 on ranks 0-1 *, "
-            "and rank 0 is missing from it",
-            "rank 0 has already finished the case*",
-        ]
-    )
-
-
-def test_chaos_wrong_order_of_collectives_is_stopped_before_it_blocks(run):
-    lines = run(
-        """
-sizes = [4, 8] if rank.index == 0 else [8, 4]
-for size in sizes:
-    dist.all_reduce(torch.ones(size, device=rank.device))
-""",
-        "--check-collectives",
-        within=DEADLINE,
-    )
-    lines.fnmatch_lines(
-        [
-            "fail: collective 1 on ranks 0-1 differs between ranks",
-            "  rank 0: 1 all_reduce sum float32 16 B",
-            "  rank 1: 1 all_reduce sum float32 32 B",
-        ]
-    )
-
-
-def test_chaos_hundred_megabytes_of_output(run):
-    lines = run(
-        """
+# Their pipes are not emptied equally fast, and a rank is not waited for long once another has failed.
+MUCH_OUTPUT = """
 line = "x" * 1023
 for _ in range(50_000):
     print(line)
     print(line, file=sys.stderr)
-dist.barrier()  # their pipes are not emptied equally fast, and a rank is not waited for long once another has failed
+dist.barrier()
 assert False, "after much output"
 """
-    )
-    lines.fnmatch_lines(["fail: every rank of 2:", "*after much output*"])
-    assert len(lines.str()) < 2_000_000
+DIES = "crash: rank 1 of 2:"
+CHAOS = {
+    "exception-on-one-rank": ("if rank.index == 1: raise ValueError('only here')\ndist.barrier()",
+        ["fail: rank 1 of 2:", "ValueError: only here", "rank 0 of 2:", "*still waiting*"]),
+    "exception-without-a-text-that-cannot-be-pickled": (ODD, ["fail: every rank of 2:", "*Odd*"]),
+    "exception-in-another-thread": (IN_A_THREAD,
+        ["fail: every rank of 2:", "RuntimeError: in a thread", "*an exception ended the worker"]),
+    "exit-0": ("if rank.index == 1: os._exit(0)\ndist.barrier()", [DIES, "*the rank's process ended: exit code 0*"]),
+    "abort": ("if rank.index == 1: sys.stdout.flush(); os.abort()\ndist.barrier()",
+        [DIES, "*the rank's process ended: killed by SIGABRT*"]),
+    "sigsegv": ("if rank.index == 1: ctypes.string_at(0)\ndist.barrier()",
+        [DIES, "*the rank's process ended: killed by SIGSEGV*", "*output of rank 1*",
+         "Fatal Python error: Segmentation fault*", "*test_inner.py*"]),
+    "sleeps-for-ever": ("time.sleep(600) if rank.index == 1 else None",
+        ["hang: rank 1 is at File *test_inner.py*, line 15 in test_wrong, before any collective*"]),
+    # A regular expression that backtracks for years neither releases the lock nor heeds signals. The other rank waits
+    # in a collective, but the one outside is the one to name.
+    "spins-holding-the-gil": ("re.match('(a+)+$', 'a' * 60 + 'b') if rank.index == 0 else None\ndist.barrier()",
+        ["hang: rank 1 is in barrier, collective 1 on ranks 0-1 *, and rank 0 is missing from it",
+         "rank 0 is at File *test_inner.py*, line 15 in test_wrong, before any collective of the case"]),
+    # Also where no host waits: a case has not finished before its device has.
+    "has-finished-and-is-missing": (
+        "dist.all_reduce(torch.ones(4, device=rank.device)) if rank.index == 1 else None",
+        ["hang: rank 1 is in all_reduce sum float32 16 B, collective 1 on ranks 0-1 *, and rank 0 is missing from it",
+         "rank 0 has already finished the case*"]),
+    "much-output": (MUCH_OUTPUT, ["fail: every rank of 2:", "*after much output*"]),
+}  # fmt: skip
+#: Seconds in which it is over, where no deadline is met.
+WITHIN = {"exception-on-one-rank": GRACE_SECONDS + 2}
+WITHIN |= dict.fromkeys(("exit-0", "abort", "sigsegv"), GRACE_SECONDS + 3)
+
+
+@pytest.mark.parametrize("what", CHAOS)
+def test_chaos(run, what):
+    body, lines = CHAOS[what]
+    printed = run(body, within=WITHIN.get(what, DEADLINE + 5))
+    printed.fnmatch_lines(lines)
+    assert len(printed.str()) < 2_000_000
+
+
+def test_chaos_wrong_order_of_collectives_is_stopped_before_it_blocks(run):
+    body = "for n in [4, 8] if rank.index == 0 else [8, 4]: dist.all_reduce(torch.ones(n, device=rank.device))"
+    lines = [f"  rank {rank}: 1 all_reduce sum float32 {16 + 16 * rank} B" for rank in range(2)]
+    printed = run(body, "--check-collectives", within=DEADLINE)
+    printed.fnmatch_lines(["fail: collective 1 on ranks 0-1 differs between ranks", *lines])
 
 
 # Leaving things behind
@@ -214,12 +159,9 @@ assert False, "after much output"
         ("os.environ['SOME_NAME'] = 'x'", "environment variables changed: SOME_NAME"),
         ("os.chdir('/')", "working directory: * became /"),
         ("sys.leaked = open(__file__)", "open files: *test_inner.py"),
-        ("sys.leaked = torch.nn.Linear(2, 2)", "modules: Linear"),
+        ("sys.leaked = nn.Linear(2, 2)", "modules: Linear"),
         ("threading.Thread(target=time.sleep, args=(60,), name='left', daemon=True).start()", "threads: left"),
-        (
-            "torch.nn.modules.module.register_module_forward_hook(lambda *a: None)",
-            "modules' global forward hooks: 0 became 1",
-        ),
+        ("nn.modules.module.register_module_forward_hook(print)", "modules' global forward hooks: 0 became 1"),
     ],
 )
 def test_chaos_leak_fails_its_case_by_name(run, body, told):
@@ -249,13 +191,8 @@ def test_chaos_out_of_memory_on_a_device(run):
 @on_devices
 def test_chaos_kernel_fails(run):
     """What a device-side assertion leaves of a rank's context is of no use to the next case."""
-    lines = run(
-        """
-ones = torch.ones(1, device=rank.device)
-if rank.index == 1: ones[torch.tensor([5], device=rank.device)].cpu()
-dist.barrier()
-"""
-    )
+    wrong = "torch.ones(1, device=rank.device)[torch.tensor([5], device=rank.device)].cpu()"
+    lines = run(f"if rank.index == 1: {wrong}\ndist.barrier()")
     lines.fnmatch_lines(["fail: rank 1 of 2:", "*device-side assert*"])
 
 
