@@ -1,6 +1,5 @@
 """What a single rank can show of fully_shard: refusals, classes, and the layout of memory."""
 
-import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +33,6 @@ def batch() -> torch.Tensor:
     return torch.ones(2, 4)
 
 
-def test_scalar_parameters_are_refused_by_name() -> None:
-    module = nn.Module()
-    module.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="Change temperature to a 1D tensor with numel equal to 1"):
-        fully_shard(module)
-
-
 def test_the_class_is_swapped_for_a_subclass_of_both() -> None:
     module = two_layers()
     fully_shard(module)
@@ -49,8 +41,6 @@ def test_the_class_is_swapped_for_a_subclass_of_both() -> None:
     assert isinstance(module, fsdp_impl.FSDPModule)
     assert type(module[0]) is nn.Linear
     assert type(module[:1]) is nn.Sequential
-    with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
-        copy.deepcopy(module)
 
 
 def run_child_first(module: nn.Sequential) -> None:
@@ -59,42 +49,21 @@ def run_child_first(module: nn.Sequential) -> None:
     module[0](batch())
 
 
-def tie_across_units(module: nn.Sequential) -> None:
-    module[1].weight = module[0].weight
-    fully_shard(module[0])
-    fully_shard(module)
-
-
-def mix_dtypes(module: nn.Sequential) -> None:
-    module[1].double()
-    fully_shard(module)
-
-
-def take_away(module: nn.Sequential) -> None:
-    fully_shard(module)
-    module[1].weight = None
-
-
 def make_root_of_two(module: nn.Sequential) -> None:
     fully_shard([module[0], module[1]])
 
 
 @pytest.mark.parametrize(
-    "prepare, error, text",
+    "prepare, text",
     [
-        (run_child_first, RuntimeError, "FSDP state has already been lazily initialized for 0\n.*root module first"),
-        (tie_across_units, ValueError, "'(0|1).weight' is shared with a parameter already managed by another"),
-        (mix_dtypes, AssertionError, "uniform original parameter dtype but got .*float64"),
-        (take_away, ValueError, "weight to stay a DTensor, but it was replaced by a .*NoneType"),
-        (make_root_of_two, RuntimeError, "requires a single root module but got "),
+        (run_child_first, "FSDP state has already been lazily initialized for 0\n.*root module first"),
+        (make_root_of_two, "requires a single root module but got "),
     ],
 )
-def test_what_only_the_first_forward_can_see(
-    prepare: Callable[[nn.Sequential], None], error: type[Exception], text: str
-) -> None:
+def test_what_only_the_first_forward_can_see(prepare: Callable[[nn.Sequential], None], text: str) -> None:
     module = two_layers()
     prepare(module)
-    with pytest.raises(error, match=text):
+    with pytest.raises(RuntimeError, match=text):
         module(batch())
 
 
@@ -108,13 +77,6 @@ def test_the_mesh_of_a_parameter_may_be_of_any_class_and_is_one_to_shard_over() 
     wrong = fsdp_impl.ShardPlacementResult(None, fsdp_impl.FSDPMeshInfo(mesh))
     with pytest.raises(ValueError, match="a mesh for parameter weight should be"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: wrong)
-
-
-@pytest.mark.parametrize("value", [1, None, "True"])
-def test_set_reshard_after_forward_takes_a_bool(value: Any) -> None:
-    module = fully_shard(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=f"should be a bool, got {type(value)}"):
-        module.set_reshard_after_forward(value)
 
 
 def test_no_collectives_at_shard_size_one() -> None:

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
 
-from fsdp_impl.flat.layout import FlatLayout, alignment_of, build_flat_layout, flattened, is_dense, stride_of
+from fsdp_impl.flat.layout import FlatLayout, build_flat_layout, flattened, is_dense, stride_of
 from tests.fsdp_impl.properties import given, st
 
 
@@ -70,16 +69,3 @@ def test_spans_are_the_parts_that_shards_hold(found: list[torch.Tensor], world: 
         whole = torch.cat(parts) if parts else torch.empty(0)
         assert torch.equal(whole, flattened(tensor))
     assert held == int(flat.count_nonzero()), "padding has values"
-
-
-@pytest.mark.parametrize("dtype, expected", [(torch.float64, 2), (torch.float32, 4), (torch.bfloat16, 8)])
-def test_alignment_is_16_bytes(dtype: torch.dtype, expected: int) -> None:
-    assert alignment_of(dtype) == expected
-
-
-def test_dense_parameters_keep_their_order_of_dimensions() -> None:
-    channels_last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    gaps = torch.randn(4, 6)[:, ::2]
-    assert is_dense(channels_last) and not is_dense(gaps)
-    assert stride_of(channels_last) == channels_last.stride()
-    assert stride_of(gaps) == (3, 1)

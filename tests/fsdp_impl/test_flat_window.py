@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -36,10 +35,6 @@ def buffers(context: FlatContext, count: int) -> list[FlatBuffer]:
     return made
 
 
-def retire(context: FlatContext, buffer: FlatBuffer, event: Any) -> None:
-    context.retire(buffer, event)
-
-
 def test_a_new_buffer_has_no_bytes_so_that_the_first_are_the_gather_streams() -> None:
     assert not FlatBuffer(4, torch.float32, CPU, FlatContext(CPU)).is_allocated
 
@@ -48,7 +43,7 @@ def test_the_latest_stays_and_the_gather_stream_waits_for_the_others(waits: list
     context = FlatContext(CPU)
     a, b, c = buffers(context, 3)
     for buffer, name in ((a, "a"), (b, "b"), (c, "c")):
-        retire(context, buffer, Event(name))
+        context.retire(buffer, Event(name))
     context.release_retired(ahead=False)
     assert waits == ["a", "b"]
     assert [buffer.is_allocated for buffer in (a, b, c)] == [False, False, True]
@@ -60,7 +55,7 @@ def test_a_gather_that_is_issued_ahead_waits_for_all(waits: list[str]) -> None:
     context = FlatContext(CPU)
     a, b = buffers(context, 2)
     for buffer, name in ((a, "a"), (b, "b")):
-        retire(context, buffer, Event(name))
+        context.retire(buffer, Event(name))
     context.release_retired(ahead=True)
     assert waits == ["a", "b"] and not a.is_allocated and not b.is_allocated
 
@@ -69,7 +64,7 @@ def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str])
     context = FlatContext(CPU, limits_gathers=False)
     a, b, c = buffers(context, 3)
     for buffer, passed in ((a, True), (b, False), (c, True)):
-        retire(context, buffer, Event("x", passed=passed))
+        context.retire(buffer, Event("x", passed=passed))
     context.release_retired(ahead=False)
     # The device passes events in order; what is behind one that it has not passed is not asked for.
     assert [buffer.is_allocated for buffer in (a, b, c)] == [False, True, True]
@@ -78,7 +73,7 @@ def test_without_a_limit_bytes_go_back_once_the_device_is_done(waits: list[str])
 def test_a_buffer_that_is_wanted_again_is_written_after_it_was_read(waits: list[str]) -> None:
     context = FlatContext(CPU)
     (a,) = buffers(context, 1)
-    retire(context, a, Event("a"))
+    context.retire(a, Event("a"))
     a.target.fill_(1)
     a.allocate()
     assert waits == ["a"] and a.is_allocated
@@ -105,7 +100,7 @@ def test_a_deleted_window_frees_what_it_holds_without_the_garbage_collector() ->
     try:
         context = FlatContext(CPU)
         held = buffers(context, 1)
-        retire(context, held[0], Event("a"))
+        context.retire(held[0], Event("a"))
         references = [weakref.ref(context), weakref.ref(held.pop())]
         del context
         assert [reference() for reference in references] == [None, None]
