@@ -290,6 +290,11 @@ def check_without(path, folder, *, is_of_the_reference=False):
             used = cases[implementation, "test_use"]
             assert used["verdict"] == "unmet" and path in used["missing"][0], printed
             assert cases[implementation, "test_training"]["verdict"] in ("pass", "unmet"), printed
+    if is_of_the_reference:
+        for implementation in ("reference", "reference.flat"):
+            case = cases[implementation, "test_training"]
+            said = "".join(case["missing"]) + (case["failure"] or {"text": ""})["text"]
+            print("DEBUG", path, implementation, case["verdict"], said[-300:])
     for case in cases.values():
         if case["verdict"] == "unmet":
             assert path in "".join(case["missing"]) or "does not import" in case["missing"][0], printed

@@ -1,6 +1,7 @@
 """`--explain`: where it says that a bug shows first, what it leaves as it is, and that no other run captures."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 
@@ -19,8 +20,7 @@ def last(name):
     return name.rpartition(":")[2]
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A bug, as of ``--impl``, the case that it fails, and where `--explain` says that it shows first."""
 
     bug: str
@@ -32,48 +32,27 @@ class Row:
     words: str = ""
 
 
+OTHER_UNITS = "layers.1 (of other units: (root), layers.0, layers.2)"
+DIVISION = "it is 2 times the oracle's everywhere, as when the division by the 2 ranks is missing"
 ROWS = [
-    Row(
-        PLANTED + "forgotten_division", "test_tower-w2", "gradient", 0, "out", "out.bias",
-        "it is 2 times the oracle's everywhere, as when the division by the 2 ranks is missing",
-    ),
-    Row(
-        PLANTED + "dropped_reduction", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias",
-        "- backward reduce_scatter layers.1 (of other units: (root), layers.0, layers.2)",
-    ),
-    Row(PLANTED + "lonely_replicas", "test_replicas-w4", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias"),
-    Row(
-        OWN + "StaleParameters", "test_tower-w2", "gathered parameter", 1, "layers.1.in_proj",
-        "layers.1.in_proj.weight",
-        "- forward all_gather layers.1 (of other units: (root), layers.0, layers.2)",
-    ),
-    Row(OWN + "PaddingInShards", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "layers.1.out_proj.bias"),
-    Row(
-        PLANTED + "local_norm", "test_clipped-w2", "total norm", 0, "", "",
-        "it equals the norm of what this rank alone holds",
-    ),
-    Row(
-        OWN + "SkippedUpdate", "test_tied-w2", "parameter after step", 0, "layers.1.first", "layers.1.first.weight",
-        "it was updated by: sharded 0, baseline ",
-    ),
-    Row(
-        OWN + "FlatSkippedUpdate", "test_tower-w2", "parameter after step", 0, "layers.1.in_proj",
-        "layers.1.in_proj.bias",
-    ),
-    Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "layers.1.shift"),
-    Row(
-        OWN + "LostCasts", "test_casts-w2", "gathered parameter", 0, "(root)", "gain",
-        "has dtype torch.float32; the baseline has torch.bfloat16",
-    ),
-    Row(
-        OWN + "WrongShardOrder", "test_tower-w3", "gathered parameter", 0, "layers.1.in_proj",
-        "layers.1.in_proj.weight",
-    ),
-    Row(PLANTED + "replaced_gradient", "test_accumulated-w2", "gradient", 0, "out", "out.bias"),
-    Row(
-        OWN + "SwappedState", "test_tower-w2", "optimizer state", 0, "layers.0.out_proj", "layers.0.out_proj.bias",
-        "'layers.2.out_proj.bias: momentum_buffer'",
-    ),
+    Row(PLANTED + "forgotten_division", "test_tower-w2", "gradient", 0, "out", "bias", DIVISION),
+    Row(PLANTED + "dropped_reduction", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "bias",
+        f"- backward reduce_scatter {OTHER_UNITS}"),
+    Row(PLANTED + "lonely_replicas", "test_replicas-w4", "gradient", 0, "layers.1.out_proj", "bias"),
+    Row(OWN + "StaleParameters", "test_tower-w2", "gathered parameter", 1, "layers.1.in_proj", "weight",
+        f"- forward all_gather {OTHER_UNITS}"),
+    Row(OWN + "PaddingInShards", "test_tower-w2", "gradient", 0, "layers.1.out_proj", "bias"),
+    Row(PLANTED + "local_norm", "test_clipped-w2", "total norm", 0, "", "", "it equals the norm of what this rank"),
+    Row(OWN + "SkippedUpdate", "test_tied-w2", "parameter after step", 0, "layers.1.first", "weight",
+        "it was updated by: sharded 0, baseline "),
+    Row(OWN + "FlatSkippedUpdate", "test_tower-w2", "parameter after step", 0, "layers.1.in_proj", "bias"),
+    Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "shift"),
+    Row(OWN + "LostCasts", "test_casts-w2", "gathered parameter", 0, "(root)", "gain",
+        "has dtype torch.float32; the baseline has torch.bfloat16"),
+    Row(OWN + "WrongShardOrder", "test_tower-w3", "gathered parameter", 0, "layers.1.in_proj", "weight"),
+    Row(PLANTED + "replaced_gradient", "test_accumulated-w2", "gradient", 0, "out", "bias"),
+    Row(OWN + "SwappedState", "test_tower-w2", "optimizer state", 0, "layers.0.out_proj", "bias",
+        "'layers.2.out_proj.bias: momentum_buffer'"),
     Row(OWN + "WrongModule", "test_tower-w2", "output of a module", 0, "layers.1.in_proj", ""),
     Row(OWN + "ScaledAtTheBorder", "test_tower-w2", "gradient of a module's output", 0, "layers.1", ""),
     Row(PLANTED + "second_gather", "test_counted-w2", "", 0, "", "", "+ forward all_gather float32"),
@@ -97,16 +76,14 @@ def cases(request, tmp_path_factory):
     return explained(names, " or ".join(chosen), tmp_path_factory.mktemp("explained"), "--explain")[0]
 
 
+NIGHTLY = pytest.mark.nightly
 _BY_DAY = ("StaleParameters", "SkippedUpdate", "dropped_reduction")
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, id=last(row.bug), marks=[] if last(row.bug) in _BY_DAY else [pytest.mark.nightly])
-        for row in ROWS
-    ],
-)
+NAMED = [pytest.param(one, id=last(one.bug), marks=() if last(one.bug) in _BY_DAY else NIGHTLY) for one in ROWS]
+
+
+@pytest.mark.parametrize("row", NAMED)
 def test_named(cases, row):
     (case,) = [case for case in cases if case["implementation"] == row.bug]
     found = case["explanation"]
@@ -116,7 +93,8 @@ def test_named(cases, row):
     assert case["failure"]["text"].endswith(found["text"])
     if row.stage:
         first = found["first"]
-        expected = (row.stage, row.step, row.module, row.parameter)
+        parameter = f"{row.module}.{row.parameter}".removeprefix("(root).") if row.parameter else ""
+        expected = (row.stage, row.step, row.module, parameter)
         assert (first["stage"], first["step"], first["module"], first["parameter"]) == expected
     else:
         assert found["first"] is None
@@ -171,9 +149,8 @@ def test_capture_changes_nothing_anywhere(every):
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """The records of failures without a divergence of a second run, and what pytest printed."""
-    return explained(
-        [OWN + "Unsteady", OWN + "Raising"], "test_tower and w2", tmp_path_factory.mktemp("explained"), "--explain"
-    )
+    bugs = [OWN + "Unsteady", OWN + "Raising"]
+    return explained(bugs, "test_tower and w2", tmp_path_factory.mktemp("explained"), "--explain")
 
 
 def record_of(cases, bug):

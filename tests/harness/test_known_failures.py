@@ -80,13 +80,8 @@ def test_an_unexpected_pass_fails_and_names_the_entry(run, expect, pytester):
     result.stdout.fnmatch_lines([f"unexpected-pass: {told}", "reproduce: *"])
     case = verdicts(pytester)["ddp", "test_case[w1-passes]"]
     assert (case["verdict"], case["failure"]["text"], case["expected"]) == ("unexpected-pass", told, "")
-    known = {
-        "source": "ddp.toml entry 2",
-        "case": "test_inner.py::test_case[w1-passes]",
-        "link": "findings",
-        "torch": "",
-    }
-    assert case["known_failure"] == known
+    known = {"case": "test_inner.py::test_case[w1-passes]", "link": "findings", "torch": ""}
+    assert case["known_failure"] == known | {"source": "ddp.toml entry 2"}
     assert verdicts(pytester)["ddp", "test_case[w1-fails]"]["known_failure"]["source"] == "ddp.toml entry 1"
     assert "known_failure" not in verdicts(pytester)["ddp", "test_other[w1]"]
 
@@ -140,15 +135,9 @@ def test_an_entry_without_a_case_fails_a_complete_run(run, expect, pytester, wor
 @pytest.mark.parametrize(
     "options",
     [
-        ("-k", "passes"),
-        ("-m", "not slow"),
-        ("--deselect", "test_inner.py::test_other"),
-        ("test_inner.py::test_other",),
-        ("test_inner.py::test_other", "-n", "1"),
-        ("--world", "1"),
-        ("--collect-only",),
-        ("test_inner.py",),
-        ("--ignore", "test_second.py"),
+        *(("-k", "passes"), ("-m", "not slow"), ("--deselect", "test_inner.py::test_other"), ("--world", "1")),
+        *(("test_inner.py::test_other",), ("test_inner.py::test_other", "-n", "1"), ("test_inner.py",)),
+        *(("--collect-only",), ("--ignore", "test_second.py")),
     ],
     ids="_".join,
 )
@@ -183,25 +172,13 @@ def test_all_chapters_together_are_complete(run, expect, pytester):
     assert last_error(run(SOURCE, "test_inner.py", "test_second.py")) == OUT_OF_DATE
 
 
-@pytest.mark.parametrize("options", [(), ("-k", "fails")], ids="_".join)
-def test_an_expired_entry_fails_every_run(run, expect, options):
-    expect(entry(FAILS), entry("test_inner.py::test_other*", expires="2020-02-29"))
-    result = run(SOURCE, *options)
-    assert result.ret == pytest.ExitCode.TESTS_FAILED
-    assert result.parseoutcomes().get("failed", 0) == 0
-    assert last_error(result) == (
-        "ERROR: expectations/ddp.toml entry 2 expired on 2020-02-29: test_inner.py::test_other* (it is known)"
-    )
-
-
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_file_that_cannot_be_read_is_a_usage_error(run, expect, workers):
     expect(entry(FAILS, verdict="unmet"), entry(STALE))
     result = run(SOURCE, "-n", workers, own_process=workers != "0")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    assert last_error(result) == (
-        "ERROR: expectations/ddp.toml entry 1: verdict = 'unmet' should be one of fail, hang, crash, pass"
-    )
+    line = "ERROR: expectations/ddp.toml entry 1: verdict = 'unmet' should be one of fail, hang, crash, pass"
+    assert last_error(result) == line
     result.assert_outcomes()
 
 
@@ -237,13 +214,9 @@ def test_several_files_of_expectations_come_before_those_beside_the_cases(run, e
     two = beside(pytester, entry("test_inner.py::test_case[w1-passes]"), name="more/ddp.toml")
     result = run(SOURCE, "-v", "--expectations", one, "--expectations", two)
     result.assert_outcomes(xfailed=1, failed=2)
-    result.stdout.fnmatch_lines_random(
-        [
-            "unexpected-pass: passed, but ddp.toml entry 1 expects fail: it is known",
-            "FAILED *test_case[[]ddp-w1-passes] - unexpected-pass: *",
-            "FAILED *test_other[[]ddp-w1] - unexpected-pass: *",
-        ]
-    )
+    lines = [f"FAILED *test_{case}] - unexpected-pass: *" for case in ("case[[]ddp-w1-passes", "other[[]ddp-w1")]
+    told = "unexpected-pass: passed, but ddp.toml entry 1 expects fail: it is known"
+    result.stdout.fnmatch_lines_random([told, *lines])
 
 
 def test_an_entry_of_a_file_of_expectations_that_matches_nothing(run, pytester):
@@ -261,9 +234,8 @@ def test_a_folder_of_the_name_of_the_packaged_suites_has_entries_for_both(run, p
     own, packaged = "suites/test_own.py::test_case[w1-fails]", "suites/test_training.py::test_single_unit*"
     given = beside(pytester, entry(own), entry(packaged), entry("suites/test_own.py::test_gone*"))
     result = run("", "suites", "--expectations", given)
-    assert (
-        last_error(result) == "ERROR: --expectations ddp.toml entry 3 matches no case: suites/test_own.py::test_gone*"
-    )
+    line = "ERROR: --expectations ddp.toml entry 3 matches no case: suites/test_own.py::test_gone*"
+    assert last_error(result) == line
 
 
 @pytest.mark.parametrize(
@@ -274,11 +246,7 @@ def test_a_folder_of_the_name_of_the_packaged_suites_has_entries_for_both(run, p
         ("[[expect]]", "none.toml entry 1: 'case' is missing"),
         ("[", "none.toml: *"),
         ("implementation = 3", "none.toml: implementation = 3 should be a name that --impl takes"),
-        (
-            "",
-            "none.toml: there is no 'none' in --impl ddp; name the file after one of them, or begin it with "
-            'implementation = "..."',
-        ),
+        ("", "none.toml: there is no 'none' in --impl ddp; name the file after one of them, or begin it with *"),
     ],
 )
 def test_a_file_of_expectations_that_cannot_be_used_ends_the_run(refused, pytester, text, told):
@@ -346,19 +314,15 @@ def test_other_cases_are_not_excused(read, other):
 @pytest.mark.parametrize(
     ("condition", "applies"),
     [
-        ('torch = ""', True),
-        ('torch = ">=2.11,<2.14"', True),
-        ('torch = "<2.13"', False),
-        ('torch = "==2.13.*"', True),
-        ('torch = ">=2.14"', False),
-        ('device = "cpu"', True),
-        ('device = "cuda"', False),
-        ('backend = "gloo"', True),
-        ('backend = "nccl"', False),
+        *(('torch = ""', True), ('torch = ">=2.11,<2.14"', True), ('torch = "==2.13.*"', True)),
+        *(('torch = "<2.13"', False), ('torch = ">=2.14"', False), ('device = "cpu"', False)),
+        *(('device = "cuda"', True), ('backend = "gloo"', True), ('backend = "nccl"', False)),
+        ('device = "cuda"\nbackend = "gloo"', True),
     ],
 )
 def test_versions_devices_and_backends(read, condition, applies):
-    expectations = read(AN_ENTRY + condition)
+    """Of ranks that share a GPU: device and backend are told apart."""
+    expectations = read(AN_ENTRY + condition, device="cuda")
     assert (expectations.judge(EMPTY_SHARDS, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL) is applies
     # An entry of another version, device or backend is not out of date.
     assert bool(expectations.problems([], is_complete=True)) is applies
@@ -367,12 +331,6 @@ def test_versions_devices_and_backends(read, condition, applies):
 @pytest.mark.parametrize("verdict", [Verdict.PASS, Verdict.FAIL])
 def test_an_entry_that_expects_a_pass_takes_cases_out_of_later_ones(read, verdict):
     assert read(AN_ENTRY.replace('"fail"', '"pass"') + AN_ENTRY).judge(EMPTY_SHARDS, verdict) == (verdict, "")
-
-
-def test_gloo_on_gpus(read):
-    """Ranks that share a GPU: device and backend are told apart."""
-    expectations = read(AN_ENTRY + 'device = "cuda"\nbackend = "gloo"', device="cuda")
-    assert expectations.judge(EMPTY_SHARDS, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL
 
 
 @pytest.mark.parametrize(
@@ -389,10 +347,8 @@ def test_versions_before_a_release_count_as_the_release(read, version, specifier
 def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
     expectations = read(AN_ENTRY + "expires = 2027-01-30")
     assert expectations.judge(EMPTY_SHARDS, Verdict.FAIL) == (Verdict.FAIL, "")
-    assert expectations.problems([EMPTY_SHARDS], is_complete=False) == [
-        "torch.fully_shard.toml entry 1 expired on 2027-01-30: "
-        "suites/test_clipping.py::test_empty_shards[w4-*] (raises)"
-    ]
+    line = "entry 1 expired on 2027-01-30: suites/test_clipping.py::test_empty_shards[w4-*] (raises)"
+    assert expectations.problems([EMPTY_SHARDS], is_complete=False) == [f"torch.fully_shard.toml {line}"]
     assert read(AN_ENTRY + "expires = 2027-01-31").problems([EMPTY_SHARDS], is_complete=True) == []
 
 
