@@ -2,6 +2,7 @@
 
     python -m benchmarks reference [--device cuda] [--world 2] [--models large,deep,small] [--growth 8,32,128,512]
         [--implementations reference,torch.fully_shard,...] [--rounds 4] [--steps 10] [--seconds 450] [--json FILE]
+        [--profile FOLDER]
 
 Each implementation has processes of its own, which live as long as the run and wait while another is measured. In each
 round all of them train so many steps, in an order that is reversed from round to round. Times are medians over all
@@ -19,6 +20,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,7 @@ sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 from training.implementations import NAMES  # noqa: E402
 from training.models import SPECS, Spec, growing  # noqa: E402
 from training.processes import answer_in, names_in, start  # noqa: E402
+from training.traced import exposed, picture  # noqa: E402
 
 #: What an implementation is compared with.
 PARTNERS = {"reference": "torch.fully_shard", "reference.flat": "torch.fsdp"}
@@ -136,7 +139,7 @@ def main() -> None:
             if time.monotonic() - began > options.seconds:
                 left_out.append(spec.name)
                 continue
-            row = measure(spec, ranks, wanted)
+            row = measure(spec, ranks, wanted, options.profile)
             result["about"]["rows"].append(row)
             print(table(row), flush=True)
         result["left_out"] = left_out
@@ -165,11 +168,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each implementation in a round")
     parser.add_argument("--seconds", type=float, default=450, help="begin no further model after so many")
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--profile", type=pathlib.Path, help="a folder for profiles of each model and a picture")
     return parser.parse_args()
 
 
-def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any]:
-    """One row: all implementations on one model."""
+def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort, folder: pathlib.Path | None = None) -> dict[str, Any]:
+    """One row: all implementations on one model; profiles go into ``folder``."""
     host = "cpu_ms" if all(one.is_fake for one in ranks) else "host_ms"
     row: dict[str, Any] = {"model": spec.name, "units": spec.units, "host": host, "implementations": {}}
     taking_part = []
@@ -195,6 +199,8 @@ def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any
     together(taking_part, do="steps", count=max(effort.compared - trained, 0))
     for one, answers in together([one for one in taking_part if one.has_losses], do="losses"):
         row["implementations"][one.name]["losses"] = answers[0]["losses"]
+    if folder is not None:
+        row["streams"] = profiles(spec, taking_part, folder)
     for one in ranks:
         if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=effort.steps)):
             row["limits"] = {key: max(statistics.median(answer[key]) for answer in answers) for key in answers[0]}
@@ -202,6 +208,18 @@ def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort) -> dict[str, Any
             row["implementations"][one.name] = {"failed": one.failed}
     together(ranks, do="drop")
     return row
+
+
+def profiles(spec: Spec, ranks: Sequence[Ranks], folder: pathlib.Path) -> dict[str, Any]:
+    """Write what the first rank of each implementation spends a step on; milliseconds of its streams."""
+    name, steps = re.sub(r"\W+", "-", spec.name), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in ranks:
+        for answer in one.ask(do="trace")[:1]:
+            (folder / f"{name}-{one.name}.txt").write_text(answer["text"])
+            steps[one.name] = answer["spans"]
+    (folder / f"{name}.svg").write_text(picture(spec.name, steps))
+    return {name: exposed(spans) for name, spans in steps.items() if spans}
 
 
 TIMES = ("ms", "host_ms", "cpu_ms")
@@ -236,6 +254,8 @@ def table(row: dict[str, Any]) -> str:
     if "limits" in row:
         parts = ", ".join(f"{key} {value:.1f}" for key, value in row["limits"].items())
         lines.append(f"limits, ms: {parts}")
+    for name, found in row.get("streams", {}).items():
+        lines.append(f"streams of {name}, ms: " + ", ".join(f"{key} {value:.1f}" for key, value in found.items()))
     lines += differing_losses(row)
     return "\n".join(lines) + "\n"
 

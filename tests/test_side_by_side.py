@@ -27,6 +27,7 @@ def benchmark_of(name: str) -> Any:
 
 
 benchmark, plan = map(benchmark_of, ("reference", "plan"))
+traced = importlib.import_module("training.traced")  # whose folder the benchmark has put on the path
 
 #: In torch 2.11 the fake group leaves the output of a reduce-scatter as it was allocated: losses are what lay there.
 FAKE_REDUCES = Version(torch.__version__) >= Version("2.13")
@@ -188,3 +189,34 @@ def test_rank_of_a_world_that_is_not_there_issues_what_was_planned(tmp_path):
     rows = json.loads((tmp_path / "x").read_text())["rows"]
     assert len(rows) == 2
     assert all(row["plan"]["traffic"] == row["measured"]["traffic"] != [] for row in rows), done.stdout
+
+
+def test_collectives_that_compute_does_not_hide() -> None:
+    class Event:
+        def __init__(self, stream: int, name: str, start: int, end: int, *, marked: bool = False) -> None:
+            self.device_resource_id, self.name, self.start_ns = (
+                (lambda: stream),
+                (lambda: name),
+                (lambda: start * 10**6),
+            )
+            self.duration_ns, self.is_user_annotation = (lambda: (end - start) * 10**6), (lambda: marked)
+
+        def device_type(self) -> Any:
+            return torch.autograd.DeviceType.CUDA
+
+    events = [
+        Event(7, "gemm", 11, 14),
+        Event(20, "cast", 10, 11),
+        Event(20, "ncclDevKernel_AllGather", 11, 15),
+        Event(20, "FSDP::gather", 11, 15, marked=True),
+        Event(21, "ncclDevKernel_ReduceScatter", 14, 16),
+        Event(7, "gemm", 15, 17),
+    ]
+    found = traced.spans(events)
+    kinds = [(0, 1, "copy"), (1, 4, "compute"), (1, 5, "gather"), (4, 6, "reduce"), (5, 7, "compute")]
+    assert sorted((span.start, span.end, span.kind) for span in found) == kinds
+    assert traced.exposed(found) == {"step": 7, "compute": 5, "collectives": 5, "exposed": 1}
+    drawn = traced.picture("a <model>", {"reference": found})
+    assert drawn.count('height="16"') == 5
+    assert "reference: step 7.0 ms, compute 5.0 ms, collectives 5.0 ms, exposed 1.0 ms" in drawn
+    assert "a &lt;model&gt;" in drawn

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.tensors import private
-from training import models
+from training import models, traced
 from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, named, units_of
 from training.models import Spec
 from training.processes import answer
@@ -69,6 +69,18 @@ class Worker:
         for _ in range(count):
             self._step()
         return self._stats("peak")
+
+    def trace(self) -> dict[str, Any]:
+        """Profile steps of one microbatch; see :func:`training.traced.trace`."""
+        spec, trained = self.spec, self.trained
+        assert spec is not None and trained is not None
+        batch = models.batch(spec, 0, 0, dist.get_rank() // spec.tensor_parallel, self.device)
+
+        def finish() -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        return traced.trace(lambda: models.loss(spec, trained.run, batch), finish)
 
     def told_losses(self) -> dict[str, Any]:
         """The losses of all steps since the model was built, averaged over the ranks."""
@@ -225,6 +237,7 @@ def main() -> None:
         "steps": worker.steps,
         "memory": worker.memory,
         "losses": worker.told_losses,
+        "trace": worker.trace,
         "drop": worker.drop,
     }
     for line in sys.stdin:
