@@ -48,15 +48,17 @@ PLACES = (
             "cpu-references-v6-standard.json.gz",
             "cpu-torch-v6-standard.json.gz",
             "cpu-lightning-v7-standard.json.gz",
-            "cpu-torchtitan-v7-standard.json.gz",
-            "cpu-fairscale-v7-standard.json.gz",
         ),
     ),
     Place(
         "CPU, gloo, torch 2.11",
         "CPU",
         "2.11",
-        ("h200-x4-gloo-v11-standard.json.gz", "cpu-deepspeed-v8-standard.json.gz"),
+        (
+            "h200-x4-gloo-v11-standard.json.gz",
+            "cpu-deepspeed-v8-standard.json.gz",
+            "cpu-peers-v9-standard.json.gz",
+        ),
     ),
     Place(
         "Two H100 or H200 GPUs, NCCL, torch 2.11",
