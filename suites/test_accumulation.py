@@ -18,7 +18,7 @@ from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_v
 from shardproof.testing.adapters import Accumulation, WholeParameters
 from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
-from shardproof.testing.checks import Finding, Location, Refusal, Stage, exact_difference, numbers_of, step_label
+from shardproof.testing.checks import Finding, Location, Refusal, Stage, check_bits, numbers_of, step_label
 from shardproof.testing.tensors import Piece
 from shardproof.testing.trained import optim
 
@@ -259,8 +259,7 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
         expected = whole.get_parameter(name).grad
         assert parameter.grad is not None and expected is not None, f"{name} shows no gradient"
         # The same kernels on the same numbers.
-        difference = exact_difference(parameter.grad, expected)
-        assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+        check_bits(f"gradient of {name!r}", parameter.grad, expected)
 
 
 @contract("ACCUMULATION-11")
@@ -290,8 +289,7 @@ def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[st
         other = expected[name]
         assert (piece is None) == (other is None), f"{name} has a gradient: {piece is not None}"
         if piece is not None and other is not None:
-            difference = exact_difference(piece.tensor, other.tensor)
-            assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+            check_bits(f"gradient of {name!r}", piece.tensor, other.tensor)
 
 
 def look(run: Run, *, fails: bool) -> None:
@@ -346,8 +344,7 @@ def test_deferred_all_reduce_without_replicas(rank: Rank) -> None:
         for name, piece in usual.items():
             found = deferred[name]
             assert piece is not None and found is not None, f"{name} has no gradient after {step_label(step)}"
-            difference = exact_difference(found.tensor, piece.tensor)
-            assert difference is None, f"gradient of {name!r}: element, deferred and not: {difference}"
+            check_bits(f"gradient of {name!r}", found.tensor, piece.tensor, sides="deferred and not")
 
 
 ALL_REDUCE_ONCE = Accumulation(skips="all-reduce")

@@ -18,7 +18,7 @@ from shardproof.testing import Capability, Pair, Rank, Run, contract, models, ne
 from shardproof.testing.adapters import Accumulation, Adapter
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
-from shardproof.testing.checks import Census, error_of_all, exact_difference, step_label
+from shardproof.testing.checks import Census, check_bits, error_of_all, step_label
 from shardproof.testing.tensors import local_of, tensors_of
 from shardproof.testing.trained import Stacked, optim, recompute, shapes
 
@@ -273,8 +273,7 @@ def test_post_accumulate_hook_runs_once(rank: Rank) -> None:
         again.clear()
         for name, parameter in named.items():
             assert parameter.grad is not None
-            difference = exact_difference(seen.pop(name), local_of(parameter.grad))
-            assert difference is None, f"the hook of {name!r} saw another gradient: element, seen, final: {difference}"
+            check_bits(f"the hook of {name!r} saw another gradient", seen.pop(name), local_of(parameter.grad))
 
     for name, parameter in named.items():
         parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: note(name, parameter))
@@ -365,10 +364,7 @@ def test_gradient_of_the_input(rank: Rank, reshard_after_forward: bool | int | N
         if pair.adapter.traits.sums_over_ranks:
             gradient = gradient * rank.world_size  # exact: two is a power of two
         # The same kernels on parameters that two ranks, whose sums have one order, keep bitwise equal.
-        difference = exact_difference(gradient, batch.grad)
-        assert difference is None, (
-            f"gradient of the input in {step_label(step)}: element, sharded, baseline: {difference}"
-        )
+        check_bits(f"gradient of the input in {step_label(step)}", gradient, batch.grad, sides="sharded, baseline")
 
 
 @contract("AUTOGRAD-7")
@@ -540,8 +536,7 @@ def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | N
             (found,) = torch.autograd.grad(models.mean_square(pair.adapter.forward(x)), x)
         if step == 0:
             (expected,) = torch.autograd.grad(models.mean_square(plain(x)), x)
-            difference = exact_difference(found, expected)
-            assert difference is None, f"gradient of the input: element, sharded, plain: {difference}"
+            check_bits("gradient of the input", found, expected, sides="sharded, plain")
         with_gradient = [name for name, piece in pair.adapter.gradients().items() if piece is not None]
         assert not with_gradient or step, f"after torch.autograd.grad of the input {with_gradient} have gradients"
         _assert_nothing_gathered(pair.adapter)

@@ -21,7 +21,7 @@ from shardproof.testing import Capability, Hardware, Pair, Rank, contract, model
 from shardproof.testing.adapters import Adapter, NamedDimensions
 from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, with_first
 from shardproof.testing.baselines import backward_of_copies, check_gradients, check_parameters
-from shardproof.testing.checks import Refusal, error_of_all, exact_difference, sharded, step_label
+from shardproof.testing.checks import Refusal, check_bits, error_of_all, sharded, step_label
 from shardproof.testing.tensors import Piece, piece_of, private
 from shardproof.testing.trained import Computations, optim, parallel, recompute
 
@@ -568,8 +568,7 @@ def test_teacher_and_student(rank: Rank, reshard_after_forward: bool | int | Non
         with torch.no_grad(), teaching.recorder.during("teacher"):
             found = teaching.adapter.forward(x.double())
             expected = plain(x.double())
-        difference = exact_difference(found, expected)
-        assert difference is None, f"output of the teacher: element, sharded, plain: {difference}"
+        check_bits("output of the teacher", found, expected, sides="sharded, plain")
         target: torch.Tensor = found.float()
         return target
 

@@ -15,7 +15,7 @@ from torch import nn
 from shardproof.testing import Rank, Run, contract, models, needs, world
 from shardproof.testing.adapters import Accumulation, Clip, Precision, WholeParameters
 from shardproof.testing.casts import CastReplica, check_equal, check_evaluation
-from shardproof.testing.checks import exact_difference
+from shardproof.testing.checks import check_bits
 from shardproof.testing.trained import Means, Stacked, compiler, crossed, optim, recompute
 
 ROWS = crossed.rows_of(pathlib.Path(__file__).with_name("crossed.toml"))
@@ -146,8 +146,7 @@ def prepare_step(rank: Rank, row: crossed.Row, run: Run, replica: CastReplica, n
     elif row["before"] == "read":
         with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
             for name, expected in replica.held_parameters().items():
-                difference = exact_difference(found[name].detach(), expected.detach())
-                assert difference is None, f"full {name!r} before step {number}: element, both values: {difference}"
+                check_bits(f"full {name!r} before step {number}", found[name].detach(), expected.detach())
 
 
 def batch_of(rank: Rank, run: Run, step: int, microbatch: int) -> torch.Tensor:

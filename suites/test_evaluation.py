@@ -15,7 +15,7 @@ from shardproof.testing import Capability, Rank, contract, models, needs, world
 from shardproof.testing.adapters import Accumulation, Adapter, Precision, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS, WHOLE
 from shardproof.testing.baselines import states
-from shardproof.testing.checks import Refusal, exact_difference, step_label
+from shardproof.testing.checks import Refusal, check_bits, step_label
 from shardproof.testing.trained import Stacked, optim, ties
 
 pytestmark = world(2)
@@ -317,8 +317,7 @@ def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) 
         one.adapter.module.train(trains)
     (found,), (expected,) = run.evaluate(batch), twin.evaluate(batch)
     # The same kernels on the same numbers.
-    difference = exact_difference(found, expected)
-    assert difference is None, f"output: element, found and of a model made with the new data: {difference}"
+    check_bits("output", found, expected, sides="found and of a model made with the new data")
 
 
 @contract("EVALUATION-4")

@@ -18,7 +18,7 @@ from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
 from shardproof.testing.adapters import Adapter, Precision
 from shardproof.testing.axes import RESHARD
-from shardproof.testing.checks import Refusal, exact_difference, sharded
+from shardproof.testing.checks import Refusal, check_bits, exact_difference, sharded
 from shardproof.testing.tensors import bytes_of, map_leaves, map_tensors, private, tensors_of
 
 
@@ -214,8 +214,7 @@ def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
     for name, value in full.items():
         local: Any = sharded_weight(adapter.named_parameters()[name])._local_tensor
         assert isinstance(local, Halves), f"the shard of {name} is a {type(local).__name__}"
-        difference = exact_difference(local.held, value.chunk(rank.world_size, dim=1)[rank.index])
-        assert difference is None, f"shard of {name}: element, found and expected: {difference}"
+        check_bits(f"shard of {name}", local.held, value.chunk(rank.world_size, dim=1)[rank.index])
 
 
 @contract("EXTENSION-1")
@@ -259,8 +258,7 @@ def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     for name, piece in runs[1].adapter.gradients().items():
         other = expected[name]
         assert piece is not None and other is not None, f"{name} has no gradient"
-        difference = exact_difference(piece.tensor, other.tensor)
-        assert difference is None, f"gradient of {name!r}: element, with hooks and without: {difference}"
+        check_bits(f"gradient of {name!r}", piece.tensor, other.tensor, sides="with hooks and without")
 
 
 @contract("EXTENSION-3")

@@ -13,7 +13,7 @@ from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
 from shardproof.testing.adapters import Accumulation, Precision
 from shardproof.testing.axes import RESHARD, RESHARD_EXPLICIT, with_first
-from shardproof.testing.checks import Census, Refusal, exact_difference, step_label
+from shardproof.testing.checks import Census, Refusal, check_bits, step_label
 from shardproof.testing.trained import parallel, shapes
 
 pytestmark = world(2)
@@ -85,8 +85,7 @@ def test_frozen_before_sharding(rank: Rank, what: str, reshard_after_forward: bo
         pair.checked_step(rank.batch(step, (4, 9)), set_to_none=step % 2 == 0)
     _assert_requires_grad(pair, what, "after training")
     for name, value in _frozen_values(pair, what).items():
-        difference = exact_difference(before[name], value)
-        assert difference is None, f"{name} is frozen and moved: element, before, after: {difference}"
+        check_bits(f"{name} is frozen and moved", before[name], value, sides="before, after")
 
 
 @contract("FROZEN-1")
@@ -216,8 +215,7 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
     average = (rank.world_size + 1) / 2
     for step in range(2):
         output = run.adapter.forward(inputs)
-        difference = exact_difference(output.detach(), plain(inputs).detach())
-        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        check_bits(f"output of {step_label(step)}", output.detach(), plain(inputs).detach())
         found = {name: piece.tensor.dtype for name, piece in run.adapter.registered().items()}
         assert found == dtypes, f"after the forward of {step_label(step)}"
         run.adapter.backward(output.sum())
@@ -243,8 +241,7 @@ def test_frozen_integers(rank: Rank) -> None:
     for step in range(2):
         batch = rank.batch(step, (4, 6))
         output = run.adapter.forward(batch)
-        difference = exact_difference(output.detach(), plain(batch.bfloat16()).detach())
-        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        check_bits(f"output of {step_label(step)}", output.detach(), plain(batch.bfloat16()).detach())
         found = run.adapter.registered()["order"].tensor.dtype
         assert found == torch.int64, f"order has the dtype {found} after the forward of {step_label(step)}"
         run.adapter.backward(output.sum())
@@ -267,8 +264,7 @@ def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
     for step in range(2):
         batch = rank.batch(step, (4, 6)).to(torch.bfloat16)
         output = run.adapter.forward(batch)
-        difference = exact_difference(output.detach(), plain(batch).detach())
-        assert difference is None, f"output of {step_label(step)}: element, sharded and unsharded: {difference}"
+        check_bits(f"output of {step_label(step)}", output.detach(), plain(batch).detach())
         run.adapter.backward(output.sum())
         found = {name: piece.tensor.dtype for name, piece in run.adapter.registered().items()}
         assert found == dtypes, f"after the backward of {step_label(step)} the parameters have the dtypes {found}"
@@ -384,8 +380,7 @@ def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
         if piece is None or other is None:
             assert FROZEN[what](name) or piece is other, f"{name} has a gradient in one of the runs alone"
             continue
-        difference = exact_difference(piece.tensor, first[name] if FROZEN[what](name) else other.tensor)
-        assert difference is None, f"gradient of {name!r}: element, found and expected: {difference}"
+        check_bits(f"gradient of {name!r}", piece.tensor, first[name] if FROZEN[what](name) else other.tensor)
 
 
 @contract("FROZEN-1")

@@ -17,7 +17,7 @@ from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, simulated, world
 from shardproof.testing.adapters import Clip
 from shardproof.testing.axes import RESHARD
-from shardproof.testing.checks import Refusal, exact_difference, sharded
+from shardproof.testing.checks import Refusal, check_bits, sharded
 from shardproof.testing.tensors import piece_of, private
 from shardproof.testing.trained import Mixture, optim, parallel, shapes
 
@@ -203,8 +203,8 @@ def check_shards(pair: Pair, full: dict[str, torch.Tensor]) -> None:
     """The shards of each parameter together are the full values, bit for bit (collective)."""
     for name, parameter in pair.adapter.named_parameters().items():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
-        found = exact_difference(parameter.full_tensor().detach(), full[name].to(parameter.device))
-        assert found is None, f"the shards of {name} do not make it up: element, found and expected are {found}"
+        found, expected = parameter.full_tensor().detach(), full[name].to(parameter.device)
+        check_bits(f"the shards of {name} do not make it up", found, expected)
 
 
 #: The first are pipeline stages, whose ranks have parameters of their own.
@@ -317,5 +317,4 @@ def check_layout(
         )
         assert parameter.dtype == expected.dtype, f"{name} has dtype {parameter.dtype}"
         if has_values:
-            found = exact_difference(parameter.full_tensor().detach(), expected.to(parameter.device))
-            assert found is None, f"{name}: element, found and expected are {found}"
+            check_bits(name, parameter.full_tensor().detach(), expected.to(parameter.device))

@@ -17,7 +17,7 @@ from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_v
 from shardproof.testing.adapters import Accumulation, Clip, NamedDimensions, Precision, Settings
 from shardproof.testing.axes import RESHARD, SHARDS
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import ROOT, Refusal, exact_difference, step_label
+from shardproof.testing.checks import ROOT, Refusal, check_bits, step_label
 from shardproof.testing.trained import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
@@ -430,9 +430,8 @@ def compare_gradients(
         mine = found[name]
         assert (piece is None) == (mine is None), f"only one of the runs has a gradient of {name!r}"
         if exact and piece is not None and mine is not None:
-            difference = exact_difference(mine.tensor, piece.tensor * (times if name in doubled else 1))
-            where = f"gradient of {name!r} in {step_label(step)}"
-            assert difference is None, f"{where}: element, found and expected: {difference}"
+            expected = piece.tensor * (times if name in doubled else 1)
+            check_bits(f"gradient of {name!r} in {step_label(step)}", mine.tensor, expected)
     for run in runs:
         run.adapter.zero_grad(set_to_none=True)
 

@@ -12,7 +12,7 @@ from shardproof.suites.steps import batches, checked_steps
 from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, world
 from shardproof.testing.adapters import Settings
 from shardproof.testing.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
-from shardproof.testing.checks import exact_difference, step_label
+from shardproof.testing.checks import check_bits, step_label
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 
@@ -232,5 +232,4 @@ def _assert_values(run: Run, original: nn.Module) -> None:
     pieces = run.adapter.registered()
     assert pieces.keys() == full.keys()
     for name, piece in pieces.items():
-        difference = exact_difference(piece.tensor, piece.cut(full[name].detach()))
-        assert difference is None, f"{name}: element, shown and original: {difference}"
+        check_bits(name, piece.tensor, piece.cut(full[name].detach()), sides="shown and original")

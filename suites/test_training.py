@@ -20,7 +20,7 @@ from shardproof.testing.adapters import Accumulation, Adapter, OptimizerFactory,
 from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS, Delay
 from shardproof.testing.baselines import StepPicture, backward_of_copies, check_exact, check_gradients, check_parameters
 from shardproof.testing.casts import run_and_replica, step_and_check
-from shardproof.testing.checks import Collective, Refusal, exact_difference
+from shardproof.testing.checks import Collective, Refusal, check_bits
 from shardproof.testing.tensors import tensors_of
 from shardproof.testing.trained import optim, parallel, shapes
 
@@ -294,8 +294,7 @@ def test_root_called_on_its_output(rank: Rank, precision: Precision) -> None:
     expected = torch.stack([sums[0] for sums in everyone]).mean(0)
     piece = run.settle(step).gradients["weight"]
     assert piece is not None, "there is no gradient"
-    difference = exact_difference(piece.tensor, piece.cut(expected.cpu()))
-    assert difference is None, f"gradient of 'weight': element, value and both contributions: {difference}"
+    check_bits("gradient of 'weight'", piece.tensor, piece.cut(expected.cpu()), sides="value and both contributions")
 
 
 @contract("TRAINING-5")

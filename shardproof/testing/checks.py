@@ -12,6 +12,7 @@ from shardproof.harness.collectives.trace import Collective as Collective
 from shardproof.harness.collectives.trace import Trace as Trace
 from shardproof.harness.collectives.trace import first_difference as first_difference
 from shardproof.harness.collectives.units import ROOT as ROOT
+from shardproof.harness.judging.elements import check_bits as check_bits
 from shardproof.harness.judging.elements import exact_difference as exact_difference
 from shardproof.harness.judging.elements import numbers_of as numbers_of
 from shardproof.harness.tensors.devices import occupy as occupy
