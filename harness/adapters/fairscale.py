@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -94,8 +94,7 @@ class FairscaleSdpAdapter(FairscaleAdapter):
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None
-        norm: torch.Tensor = self._sharded.clip_grad_norm(self.config.clip.max_norm, self.config.clip.norm_type)
-        return norm
+        return cast(torch.Tensor, self._sharded.clip_grad_norm(self.config.clip.max_norm, self.config.clip.norm_type))
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Call the model's ``zero_grad``, as fairscale's examples do: that of the optimizer is findings/F135.py."""
@@ -214,8 +213,7 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
         return wrapper  # type: ignore[no-any-return]
 
     def submodule(self, name: str) -> nn.Module:
-        module: nn.Module = self._wrappers[name] if name in self._wrappers else self._modules[name]
-        return module
+        return cast(nn.Module, self._wrappers[name] if name in self._wrappers else self._modules[name])
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the flat parameters, by the name of the unit's module."""

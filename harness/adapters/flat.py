@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -200,8 +200,7 @@ class WrappingAdapter(Adapter):
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None
-        norm: torch.Tensor = self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type)
-        return norm
+        return cast(torch.Tensor, self.module.clip_grad_norm_(self.config.clip.max_norm, self.config.clip.norm_type))
 
     def gradients(self) -> dict[str, Piece | None]:
         return self._flat_pieces(lambda parameter: parameter.grad)
@@ -507,8 +506,7 @@ class FlatAdapter(WrappingAdapter):
         if form == "sharded":
             return wrapper.sharded_optim_state_dict(self.module, optimizer)  # type: ignore[no-any-return]
         first = form == "first-rank"
-        state: dict[str, Any] = wrapper.full_optim_state_dict(self.module, optimizer, rank0_only=first)
-        return state
+        return cast(dict[str, Any], wrapper.full_optim_state_dict(self.module, optimizer, rank0_only=first))
 
     def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
         wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
@@ -523,8 +521,7 @@ class FlatAdapter(WrappingAdapter):
     def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         wrapper, kinds = self.api.FullyShardedDataParallel, self._key_kinds()
         kind = kinds.PARAM_NAME if by == "name" else kinds.PARAM_ID
-        found: dict[str, Any] = wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer)
-        return found
+        return cast(dict[str, Any], wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer))
 
     def _key_kinds(self) -> Any:
         """Return the enumeration of the kinds of keys."""

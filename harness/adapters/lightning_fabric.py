@@ -6,7 +6,7 @@ import functools
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,7 @@ class FabricAdapter(Packaged):
         self._stepping = self._fabric.setup_optimizers(self.optimizer) if self.optimizer else None
 
     def submodule(self, name: str) -> nn.Module:
-        module: nn.Module = self.module.get_submodule(name) if name else self._wrapped
-        return module
+        return cast(nn.Module, self.module.get_submodule(name) if name else self._wrapped)
 
     def backward(self, loss: torch.Tensor) -> None:
         self._fabric.backward(loss)
@@ -93,8 +92,7 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
             self._wrapped = self._fabric.setup_module(model)
         finally:
             functions.pop()
-        sharded: nn.Module = self._wrapped.module
-        return sharded
+        return cast(nn.Module, self._wrapped.module)
 
     def _parallelize_fn(self, model: nn.Module) -> nn.Module:
         model = self.parallelize(model)

@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -131,8 +131,7 @@ class MegatronFsdpAdapter(MegatronAdapter):
         self._hold()
 
     def submodule(self, name: str) -> nn.Module:
-        module: nn.Module = self.module.module.get_submodule(name) if name else self.module
-        return module
+        return cast(nn.Module, self.module.module.get_submodule(name) if name else self.module)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         super().zero_grad(set_to_none=set_to_none)

@@ -6,7 +6,7 @@ import functools
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -78,8 +78,7 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
     def clip(self) -> torch.Tensor:
         clip = self.config.clip
         assert clip is not None and not clip.raises
-        norm: torch.Tensor = self._train._clip_grad_norm(clip.max_norm, norm_type=clip.norm_type)
-        return norm
+        return cast(torch.Tensor, self._train._clip_grad_norm(clip.max_norm, norm_type=clip.norm_type))
 
     def save_own(self, directory: pathlib.Path) -> None:
         from olmo_core.distributed.checkpoint import save_model_and_optim_state
@@ -112,8 +111,7 @@ def _mesh(device_type: str, shape: tuple[int, ...], world: dist.ProcessGroup) ->
     # A job of olmo-core has one mesh for its life; a rank of ours trains models on several.
     vars(parallel).update(_WORLD_MESH=None)
     world_mesh = parallel.build_world_mesh(dp=_dp_config(shape), device_type=device_type)
-    found: DeviceMesh = parallel.get_dp_model_mesh(world_mesh)
-    return found
+    return cast(DeviceMesh, parallel.get_dp_model_mesh(world_mesh))
 
 
 def _dp_config(shape: tuple[int, ...]) -> Any:

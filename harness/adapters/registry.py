@@ -16,7 +16,7 @@ import sys
 import types
 from collections.abc import Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from shardproof.harness.adapters.capability import Capability
 
@@ -223,8 +223,7 @@ def _adapter_in(module: object, name: str, module_name: str, class_name: str) ->
             f"implementation {name!r}: {class_name!r} is not a complete subclass of "
             "shardproof.harness.adapters.base.Adapter" + (f": it lacks {lacking}" if lacking else "")
         )
-    checked: type[Adapter] = adapter
-    return checked
+    return cast(type[Adapter], adapter)
 
 
 def _suggest(name: str) -> str:

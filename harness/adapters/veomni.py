@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -128,8 +128,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         from veomni.checkpoint import ckpt_to_state_dict
 
-        found: dict[str, torch.Tensor] = ckpt_to_state_dict(str(directory), ckpt_manager="dcp")
-        return found
+        return cast(dict[str, torch.Tensor], ckpt_to_state_dict(str(directory), ckpt_manager="dcp"))
 
     def _checkpointer(self) -> Any:
         from veomni.checkpoint import build_checkpointer

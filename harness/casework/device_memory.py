@@ -8,7 +8,7 @@ the storage or resizes it to nothing. This works on every device, also for memor
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -99,8 +99,7 @@ def bytes_of(reference: StorageWeakRef) -> int:
 
 
 def _storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    storage: torch.UntypedStorage | None = private.need("torch.UntypedStorage._new_with_weak_ptr")(reference.cdata)
-    return storage
+    return cast(torch.UntypedStorage | None, private.need("torch.UntypedStorage._new_with_weak_ptr")(reference.cdata))
 
 
 # Fills memory that an implementation has freed with NaN, at once and again and again while a run trains.

@@ -38,8 +38,7 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
     state = run.adapter.checkpoint(form=form)
     _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
     if form == "first-rank":
-        first: State = member.exchange(state if member.index == 0 else None)[0]
-        return first
+        return cast(State, member.exchange(state if member.index == 0 else None)[0])
     gathered: State = map_leaves(_whole_on_cpu, state, kind=torch.Tensor)
     if form == "full":
         _agree(member, _other_than_first(member, run, gathered), title="whole state dicts differ between ranks")

@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -278,8 +278,7 @@ class Member:
     def exchange_tensors(self, value: Any) -> list[Any]:
         """Gather one container of tensors from every rank, on this rank's device (collective); see :meth:`exchange`."""
         gathered = self.exchange(map_tensors(torch.Tensor.cpu, value))
-        moved: list[Any] = map_tensors(lambda tensor: tensor.to(self.device), gathered)
-        return moved
+        return cast(list[Any], map_tensors(lambda tensor: tensor.to(self.device), gathered))
 
     def agree(self, finding: Finding | None, *, title: str) -> None:
         """Raise on every rank if any rank has a finding (collective); the title states what went wrong.

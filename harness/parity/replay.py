@@ -11,7 +11,7 @@ import marshal
 import pickle
 import types
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -183,13 +183,11 @@ class Replay:
 
     def step(self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int) -> Replayed:
         """Replay a training step (collective)."""
-        replayed: Replayed = self._result(True, microbatches, options, ahead)
-        return replayed
+        return cast(Replayed, self._result(True, microbatches, options, ahead))
 
     def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> Evaluated:
         """Replay a forward without autograd (collective)."""
-        evaluated: Evaluated = self._result(False, inputs, options, 0)
-        return evaluated
+        return cast(Evaluated, self._result(False, inputs, options, 0))
 
     def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int) -> Any:
         cache = self._member.replays

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -292,8 +292,7 @@ class Run:
         norm = picture.norm
         if norm is not None and self.adapter.traits.clips == "call":
             norm = self.adapter.norm_value(norm).detach()
-        settled: StepPicture = on_host(self._rounded(dataclasses.replace(picture, norm=norm)))
-        return settled
+        return cast(StepPicture, on_host(self._rounded(dataclasses.replace(picture, norm=norm))))
 
     def _rounded(self, value: Any) -> Any:
         """Return a container with its floating-point tensors in the dtype in which they are compared."""

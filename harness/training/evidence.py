@@ -113,8 +113,7 @@ class Evidence:
         """
         if ("own", name) not in self._known:
             self._known["own", name] = self._own(name)
-        found: dict[int, list[torch.Tensor]] = self._known["own", name]
-        return found
+        return cast(dict[int, list[torch.Tensor]], self._known["own", name])
 
     def _own(self, name: str) -> dict[int, list[torch.Tensor]]:
         found: dict[int, list[torch.Tensor]] = {}

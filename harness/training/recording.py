@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -591,8 +591,7 @@ class OfRank:
         path = self.folder / f"step{seen.step:03}.safetensors"
         try:
             with safe_open(path, "pt") as file:
-                found: torch.Tensor = file.get_tensor(str(seen.n))
-                return found
+                return cast(torch.Tensor, file.get_tensor(str(seen.n)))
         except (OSError, SafetensorError) as error:
             raise BadRecording(f"{path}: {error}") from error
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,7 @@ class Reference:
             code = self._process.wait()
             why = "it was killed, as for want of memory" if code == -9 else f"it ended with exit code {code}"
             return {"refused": f"check: the process of the reference has no answer for step {step}: {why}"}
-        answer: Answer = json.loads(line)
-        return answer
+        return cast(Answer, json.loads(line))
 
     def close(self) -> None:
         """End the process."""
