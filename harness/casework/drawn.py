@@ -140,68 +140,38 @@ def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
 
 def needs_of(training: Training, *, world_size: int) -> frozenset[Capability]:
     """Return the capabilities without which an implementation cannot run a training on so many ranks."""
-    return frozenset((*_needs_of_plan(training), *_needs_of_policies(training, world_size)))
-
-
-def _needs_of_plan(training: Training) -> Any:
-    plan = training.plan
-    for _, block in plan.blocks():
-        if block.unit == "joined":
-            yield Capability.GROUPED_UNIT
-        if block.calls > 1:
-            yield Capability.MULTIPLE_FORWARD
-        if block.runs != "always":
-            yield Capability.UNUSED_MODULE
-        if block.recomputed:
-            yield Capability.RECOMPUTATION
-        if block.returns == "spare":
-            yield Capability.UNUSED_OUTPUT
-        elif block.returns == "dataclass":
-            yield Capability.DATACLASS_OUTPUT
-        elif block.returns:
-            yield Capability.CONTAINER_OUTPUT
-    if any(len(step.uses) <= len(plan.heads) for step in training.steps):
-        yield Capability.UNUSED_OUTPUT
-    if any(part.kind == "tied" for part in plan.parts()):
-        yield Capability.TIED_PARAMETERS
-
-
-def _needs_of_policies(training: Training, world_size: int) -> Any:
-    accumulation, reshards = training.accumulation, training.reshard_after_forward
-    if training.replicas:
-        yield Capability.HYBRID
-    if training.replicas == world_size:
-        yield Capability.SINGLE_RANK
-    if isinstance(reshards, bool):
-        yield Capability.RESHARD_AFTER_FORWARD
-    elif reshards is not None:
-        yield Capability.RESHARD_TO_SIZE
-    if accumulation is not None:
-        yield Capability.DEFERRED_REDUCTION
-        if accumulation.units != "all":
-            yield Capability.DEFERRED_PER_UNIT
-        if accumulation.skips == "all-reduce":
-            yield Capability.DEFERRED_ALL_REDUCE
-        if accumulation.keeps_gathered:
-            yield Capability.KEEP_AFTER_BACKWARD
-        if accumulation.marks_last:
-            yield Capability.MARKED_LAST_BACKWARD
-    if training.clip:
-        yield Capability.CLIP_BY_CALL
-        yield Capability.CLIP_EMPTY_SHARDS
-    if training.clip not in ("", "2"):
-        yield Capability.CLIP_ANY_NORM
-    if training.offloads:
-        yield Capability.OFFLOAD
-        yield Capability.PAGEABLE_OFFLOAD
-    if training.flat_parameters:
-        yield Capability.FLAT_PARAMETERS
-    if training.prefetches:
-        yield Capability.EXPLICIT_PREFETCH
-    if training.optimizer == "adam":
-        yield Capability.ADAM
-    if any(step.unshards for step in training.steps):
-        yield Capability.ASYNC_UNSHARD
+    plan, steps, reshards = training.plan, training.steps, training.reshard_after_forward
+    blocks, deferred = [block for _, block in plan.blocks()], training.accumulation or Accumulation()
+    returned = {block.returns for block in blocks}
+    needed = {
+        Capability.GROUPED_UNIT: any(block.unit == "joined" for block in blocks),
+        Capability.MULTIPLE_FORWARD: any(block.calls > 1 for block in blocks),
+        Capability.UNUSED_MODULE: any(block.runs != "always" for block in blocks),
+        Capability.RECOMPUTATION: any(block.recomputed for block in blocks),
+        Capability.DATACLASS_OUTPUT: "dataclass" in returned,
+        Capability.CONTAINER_OUTPUT: not returned <= {"", "spare", "dataclass"},
+        Capability.UNUSED_OUTPUT: "spare" in returned or any(len(step.uses) <= len(plan.heads) for step in steps),
+        Capability.TIED_PARAMETERS: any(part.kind == "tied" for part in plan.parts()),
+        Capability.HYBRID: training.replicas,
+        Capability.SINGLE_RANK: training.replicas == world_size,
+        Capability.RESHARD_AFTER_FORWARD: isinstance(reshards, bool),
+        Capability.RESHARD_TO_SIZE: reshards is not None and not isinstance(reshards, bool),
+        Capability.DEFERRED_REDUCTION: training.accumulation is not None,
+        Capability.DEFERRED_PER_UNIT: deferred.units != "all",
+        Capability.DEFERRED_ALL_REDUCE: deferred.skips == "all-reduce",
+        Capability.KEEP_AFTER_BACKWARD: deferred.keeps_gathered,
+        Capability.MARKED_LAST_BACKWARD: deferred.marks_last,
+        Capability.CLIP_BY_CALL: training.clip,
+        Capability.CLIP_EMPTY_SHARDS: training.clip,
+        Capability.CLIP_ANY_NORM: training.clip not in ("", "2"),
+        Capability.OFFLOAD: training.offloads,
+        Capability.PAGEABLE_OFFLOAD: training.offloads,
+        Capability.FLAT_PARAMETERS: training.flat_parameters,
+        Capability.EXPLICIT_PREFETCH: training.prefetches,
+        Capability.ADAM: training.optimizer == "adam",
+        Capability.ASYNC_UNSHARD: any(step.unshards for step in steps),
+    }
+    return frozenset(capability for capability, is_needed in needed.items() if is_needed)
 
 
 def train_drawn(rank: Rank, training: Training) -> Pair:
