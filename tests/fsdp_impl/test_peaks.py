@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_impl
 from fsdp_impl.common import streams
+from tests.allocated import allocated
 
 WORLD = 2
 DIM = 512
@@ -137,17 +138,7 @@ def peaks(shard: Callable[[Any, torch.dtype | None], nn.Module], model: nn.Modul
 
     for _ in range(2):
         step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    most, held, phase = {"forward": 0, "backward": 0, "step": 0}, 0, "forward"
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most[phase] = max(most[phase], held)
-        elif event.name() in most:
-            phase = event.name()
+    most, held = allocated(step)
     assert held == 0, f"a step leaves {held} bytes behind"
     return Peaks(most["forward"], most["backward"])
 

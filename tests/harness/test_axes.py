@@ -124,8 +124,7 @@ def parallelize(
 
 def test_keywords_that_are_on():
     assert of_keywords(parallelize, {}) == {"compiled": False, "tp": 0, "offload": None}
-    assert of_keywords(parallelize, {"style": "ddp", "tp": "1"})["style"] == "ddp"
-    assert of_keywords(parallelize, {"style": "ddp", "tp": "1"})["tp"] == 1
+    assert of_keywords(parallelize, {"style": "ddp", "tp": "1"}).items() >= {"style": "ddp", "tp": 1}.items()
     assert of_keywords(None, {}) == {}
     line = r"^--off-as stile=ddp: parallelize has no keyword-only argument of this name; it has compiled, tp, offload, "
     with pytest.raises(ValueError, match=line):

@@ -170,8 +170,7 @@ def test_a_search_repeats_the_steps_that_it_takes(monkeypatch, capsys):
     ]  # fmt: skip
     command = text.splitlines()[-1].removeprefix("  command: python -m shardproof check ")
     repeated = check._request(check._parser().parse_args(shlex.split(command)))
-    assert repeated == dataclasses.replace(
-        asked, steps=2, param_dtype="float32", microbatches=1, off=("clipping", "foreach")
-    )
+    changes = {"steps": 2, "param_dtype": "float32", "microbatches": 1, "off": ("clipping", "foreach")}
+    assert repeated == dataclasses.replace(asked, **changes)
     assert len(tried) == 5 and all(words[-4:] == ["--device", "cpu", "--deadline", "150"] for words in tried)
     assert capsys.readouterr().err.splitlines()[0] == "bisect: trial 2 without dp: pass"

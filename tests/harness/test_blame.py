@@ -112,21 +112,16 @@ def test_what_a_teardown_breaks_fails_its_own_case(verdicts, body, text):
 
 
 def test_an_exception_in_a_teardown_is_its_cases_failure_and_the_others_are_torn_down(verdicts, pytester):
-    method = (
-        "def teardown(self):\n"
-        "    open(f'teardowns-{dist.get_rank()}', 'a').write('x')\n"
-        "    raise OSError('the disk is gone')"
-    )
+    noted = "open(f'teardowns-{dist.get_rank()}', 'a').write('x')"
+    method = f"def teardown(self):\n    {noted}\n    raise OSError('the disk is gone')"
     _, found = verdicts(method, "-k", "one", pairs=2)
     assert_only_the_untidy_fail(found, "OSError: the disk is gone")
     assert pytester.path.joinpath("teardowns-0").read_text() == "xx"
 
 
 def test_a_teardown_that_raises_after_a_failure_is_told_and_ends_the_world(verdicts, pytester):
-    method = (
-        "def backward(self, loss):\n    (loss * 2).backward()\n"
-        "def teardown(self):\n    raise OSError('the disk is gone')"
-    )
+    wrong = "def backward(self, loss):\n    (loss * 2).backward()"
+    method = f"{wrong}\ndef teardown(self):\n    raise OSError('the disk is gone')"
     _, found = verdicts(method)
     assert_only_the_untidy_fail(found, "afterwards a teardown raised OSError")
     assert "gradient" in found["one", "Untidy"][1]
@@ -151,11 +146,8 @@ def test_a_leak_fails_first_or_second_and_when_it_is_reproduced(verdicts, pytest
 
 
 def test_state_that_is_set_up_once_is_no_leak_and_costs_one_more_run(verdicts, pytester):
-    method = (
-        "def start(self):\n    if not self.kept:\n"
-        "        self.kept.append(threading.Thread(target=time.sleep, args=(600,), name='kept', daemon=True))\n"
-        "        self.kept[0].start()"
-    )
+    thread = "threading.Thread(target=time.sleep, args=(600,), name='kept', daemon=True)"
+    method = f"def start(self):\n    if not self.kept: self.kept.append({thread}); self.kept[0].start()"
     _, found = verdicts(method)
     assert {verdict for verdict, _ in found.values()} == {"pass"}
     processes = pytester.path.joinpath("untidy-0.log").read_text().split()

@@ -66,11 +66,6 @@ def collected(run):
     return collected
 
 
-def test_full_is_the_default_and_leaves_out_nothing(collected):
-    assert len(collected()) == CASES
-    assert collected("--effort", "full") == collected()
-
-
 def test_standard_keeps_every_pair_for_whoever_can_run_it(collected):
     assert sorted(collected("--effort=standard")) == sorted(STANDARD)
     assert collected("--shardproof-effort=standard") == collected("--effort=standard")
@@ -107,11 +102,8 @@ def test_an_item_that_is_named_by_its_node_id_always_runs(collected, pytester, e
 def test_the_effort_is_applied_to_what_other_options_select(collected):
     assert collected("--effort=standard", "-k", "w2-1-1-1") == ["test_product[ddp-w2-1-1-1]"]
     assert collected("--effort=quick", "-k", "w2-1-1-1") == ["test_product[ddp-w2-1-1-1]"]
-    in_large_worlds = collected("--effort=standard", "--world=2")
-    assert [name for name in in_large_worlds if "one_parameter" in name] == [
-        "test_one_parameter[ddp-w2-0]",
-        "test_one_parameter[ddp-w2-1]",
-    ]
+    in_large_worlds = [name for name in collected("--effort=standard", "--world=2") if "one_parameter" in name]
+    assert in_large_worlds == ["test_one_parameter[ddp-w2-0]", "test_one_parameter[ddp-w2-1]"]
 
 
 DIFFERENT_THINGS = """
@@ -192,7 +184,8 @@ def test_xdist_runs_the_same_items_and_counts_the_same(run, pytester, effort):
     assert counts[0][1].name == effort
 
 
-def test_the_run_file_of_a_full_run_has_its_effort(run, pytester):
+def test_a_run_is_full_by_default_and_its_file_says_so(run, pytester, collected):
+    assert len(collected()) == CASES and collected("--effort", "full") == collected()
     result = run(SOURCE, "-k", "without_requirement", "--report", "run.json")
     result.stdout.fnmatch_lines(["effort full: all cases"])
     assert json.loads((pytester.path / "run.json").read_text())["effort"] == {"name": "full", "deselected": {}}
@@ -226,22 +219,17 @@ def test_first(rank):
 @world(1)
 def test_second(rank):
     pass
-
-def test_ordinary():
-    pass
 """
 
 
-def test_worlds_of_an_implementation_are_used_in_one_go(run):
+def test_worlds_of_an_implementation_are_used_in_one_go(collected):
     # Two that have ranks of their own.
     one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
     names = ["ddp", one, "torch.fully_shard", other]
-    result = run(OF_SEVERAL_KINDS, "--device", "cpu", "--collect-only", "-q", "--impl", ",".join(names))
-    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    found = collected("--impl", ",".join(names), source=OF_SEVERAL_KINDS)
     assert found == [
         "test_first[ddp-w1]", "test_first[torch.fully_shard-w1]",
         "test_second[ddp-w1]", "test_second[torch.fully_shard-w1]",
-        "test_ordinary",
         f"test_first[{one}-w1]", f"test_second[{one}-w1]",
         f"test_first[{other}-w1]", f"test_second[{other}-w1]",
         "test_alone[ddp-w1]", "test_alone[torch.fully_shard-w1]", f"test_alone[{one}-w1]", f"test_alone[{other}-w1]",
@@ -266,17 +254,15 @@ def test_second(rank, one):
 """
 
 
-def test_a_function_has_its_first_case_before_another_has_its_second(run):
-    result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", "ddp")
-    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+def test_a_function_has_its_first_case_before_another_has_its_second(collected):
+    found = collected("--impl", "ddp", source=PARAMETERS)
     functions = [name.partition("[")[0] for name in found]
     assert functions == ["test_first", "test_second", *["test_first"] * 15, "test_second"]
     assert len(set(found)) == 18
 
 
-def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of_the_next(run):
+def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of_the_next(collected):
     """Also where a function has a second case: two implementations in turn start a world each."""
     one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.PaddingInShards))
-    result = run(PARAMETERS, "--device", "cpu", "--collect-only", "-q", "--impl", f"{one},{other}", "-k", "test_second")
-    found = [line.partition("::")[2] for line in result.stdout.lines if "::" in line]
+    found = collected("--impl", f"{one},{other}", "-k", "test_second", source=PARAMETERS)
     assert [name.partition("[")[2].partition("-w2")[0] for name in found] == [one, one, other, other]

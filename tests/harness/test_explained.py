@@ -104,33 +104,24 @@ ON_FROZEN = "  the sharded run has a gradient, but the parameter is frozen (requ
 ZERO = f"  it is zero, as when zeros stand for a missing gradient, {TRAIT}"
 EXPLAINED = {
     "zeros for an unused parameter": (
-        UNUSED,
-        "Zeros",
-        [
-            "*diverges from the baseline: gradient of 'head*",
-            "  the sharded run has a gradient, but no rank used the parameter",
-            ZERO,
-        ],
+        UNUSED, "Zeros",
+        ["*diverges from the baseline: gradient of 'head*",
+         "  the sharded run has a gradient, but no rank used the parameter", ZERO],
     ),
     "zeros for a frozen parameter": (FROZEN, "Zeros", [ON_FROZEN, ZERO]),
     "a frozen parameter that is trained": (FROZEN, "Trains", [ON_FROZEN]),
     "untied with names of their own": (TIED, "Unties", [f"*unknown are second.weight, missing are none; {UNTIED}"]),
     "untied with one name": (
-        TIED,
-        "UntiesQuietly",
+        TIED, "UntiesQuietly",
         ["*diverges from the baseline: gradient of 'first.weight' in the first step *", f"  {UNTIED}"],
     ),
     # The size alone would be called a model that is not sharded.
     "untied with more memory than the share": (
-        LARGER,
-        "UntiesQuietly",
-        [
-            "*the model is not sharded: sharding on rank 0",
-            "  holds * bytes of parameters after sharding; its share is *",
-            f"  {UNTIED}",
-        ],
+        LARGER, "UntiesQuietly",
+        ["*the model is not sharded: sharding on rank 0", "  holds * bytes of parameters after sharding; its share *",
+         f"  {UNTIED}"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", EXPLAINED)
@@ -163,6 +154,5 @@ def test_an_implementation_that_refuses_a_mesh_says_so_itself(fails, implementat
     ],
 )
 def test_what_no_implementation_is_asked(fails, options, told):
-    fails(FROZEN.replace("units=model.units()", options), "reference").fnmatch_lines(
-        [f"ValueError: {told}".replace("[", "[[]")]
-    )
+    shown = fails(FROZEN.replace("units=model.units()", options), "reference")
+    shown.fnmatch_lines([f"ValueError: {told}".replace("[", "[[]")])

@@ -22,18 +22,10 @@ from shardproof.runfile import Verdict
 from tests.errors import error_of
 
 VARIABLES = {
-    "TORCHELASTIC_RUN_ID": "job",
-    "TORCHELASTIC_RESTART_COUNT": "1",
-    "TORCHELASTIC_MAX_RESTARTS": "3",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "MASTER_ADDR": "first",
-    "MASTER_PORT": "29400",
-}
+    "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "RANK": "5",
+    "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "first", "MASTER_PORT": "29400",
+}  # fmt: skip
 
 
 def place(**changes):
@@ -280,9 +272,8 @@ def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
 
     monkeypatch.setattr(torchrun.cases, "launch_of", lambda item: SimpleNamespace(size=1))
     item = SimpleNamespace(nodeid="one")
-    running = torchrun.Ahead(
-        [item], SimpleNamespace(size=2), Pool(), run=lambda _: ended.wait(), may_run=lambda _: True
-    )
+    calls = {"run": lambda _: ended.wait(), "may_run": lambda _: True}
+    running = torchrun.Ahead([item], SimpleNamespace(size=2), Pool(), **calls)
     running._start(item)
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()

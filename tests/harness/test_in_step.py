@@ -66,6 +66,14 @@ def note(rank, name):
     pathlib.Path(f"{name}-{rank.index}").write_text(str(os.getpid()))
 """
 
+SEPARATE = """
+import dataclasses
+from shardproof.harness.adapters.reference import ReferenceAdapter
+class Separate(ReferenceAdapter):
+    name = "separate"
+    traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
+"""
+
 CASE = """
 @world(2)
 def test_{name}(rank):
@@ -111,13 +119,7 @@ def test_ranks_that_may_not_be_in_step_are_replaced(processes, what):
 
 def test_an_adapter_with_ranks_of_its_own_gets_others_after_an_exception(processes, pytester):
     pytester.syspathinsert()
-    pytester.path.joinpath("separate.py").write_text(
-        "import dataclasses\n"
-        "from shardproof.harness.adapters.reference import ReferenceAdapter\n"
-        "class Separate(ReferenceAdapter):\n"
-        "    name = 'separate'\n"
-        "    traits = dataclasses.replace(ReferenceAdapter.traits, isolation='adapter')\n"
-    )
+    pytester.makepyfile(separate=SEPARATE)
     pids, verdicts = processes("alike", options=("--impl", "separate:Separate"))
     assert pids[0] != pids[1]
     assert verdicts == ["fail", "pass"]

@@ -92,11 +92,8 @@ def test_an_interrupted_case_keeps_its_results(pytester, owner, name, body, when
     result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", plugins=[interrupter])
     assert interrupter.raised
     result.assert_outcomes(passed=2, failed=2)
-    reports = {
-        report.nodeid.partition("::")[2].partition("[")[0]: report
-        for report in result.reprec.getreports("pytest_runtest_logreport")
-        if report.when == "call"
-    }
+    every = result.reprec.getreports("pytest_runtest_logreport")
+    reports = {one.nodeid.partition("::")[2].partition("[")[0]: one for one in every if one.when == "call"}
     assert f"Interruption: {when} {name}" in reports["test_interrupted"].longreprtext
     assert reports["test_sound"].outcome == "passed"
     assert "a failure of its own" in reports["test_wrong"].longreprtext

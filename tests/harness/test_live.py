@@ -34,16 +34,14 @@ LINE = re.compile(r"(\d)/3 (\d) failed (\S+) left([^\r\n]*)")
 def on_terminal(tmp_path, monkeypatch):
     """Run pytest on the cases in a pseudo terminal of 120 columns, and return what it shows."""
     (tmp_path / "test_inner.py").write_text(CASES)
-    for name in ("CI", "BUILD_NUMBER", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
     environment = {"PYTHONPATH": PYTHONPATH, "TERM": "xterm", "COLUMNS": "120"}
 
     def on_terminal(*options):
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "pytest", *QUIET, "--impl", "ddp", "--device", "cpu", *options]
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env={**os.environ, **environment}, stdin=theirs, stdout=theirs, stderr=theirs
-        )
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **environment}, **streams)
         os.close(theirs)
         shown = b""
         try:
@@ -88,8 +86,6 @@ def registered(*, is_terminal=True, verbose=0, capture="fd", **attributes):
 
 @pytest.fixture
 def without_ci(monkeypatch):
-    for name in ("CI", "BUILD_NUMBER"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
 

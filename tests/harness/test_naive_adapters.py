@@ -13,14 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardproof.harness.adapters import deepspeed_stages
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.deepspeed import DeepSpeedEngineAdapter
-from shardproof.harness.adapters.deepspeed_stages import (
-    DeepSpeedZero1Adapter,
-    DeepSpeedZero2Adapter,
-    DeepSpeedZero3Adapter,
-)
 from shardproof.harness.adapters.megatron_fsdp import MegatronFsdpAdapter
 from shardproof.harness.adapters.torchtitan_simple_fsdp import TorchtitanSimpleFsdpAdapter
 from tests.harness.inner import name_of, run_cases
@@ -34,15 +30,15 @@ class _StepsAtTheBoundary(DeepSpeedEngineAdapter):
         yield
 
 
-class Zero1AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero1Adapter):
+class Zero1AtTheBoundary(_StepsAtTheBoundary, deepspeed_stages.DeepSpeedZero1Adapter):
     name = "zero1-at-the-boundary"
 
 
-class Zero2AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero2Adapter):
+class Zero2AtTheBoundary(_StepsAtTheBoundary, deepspeed_stages.DeepSpeedZero2Adapter):
     name = "zero2-at-the-boundary"
 
 
-class Zero3AtTheBoundary(_StepsAtTheBoundary, DeepSpeedZero3Adapter):
+class Zero3AtTheBoundary(_StepsAtTheBoundary, deepspeed_stages.DeepSpeedZero3Adapter):
     name = "zero3-at-the-boundary"
 
 

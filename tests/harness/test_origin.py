@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 
 import pytest
+import torch
 
 import shardproof
 from shardproof.harness.plugin import origin
@@ -101,13 +102,8 @@ def test_a_hash_is_of_names_and_bytes(tmp_path):
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"2")
     one, other = tmp_path / "a", tmp_path / "b"
-    hashes = [
-        origin.hash_of({"x": one, "y": other}),
-        origin.hash_of({"x": other, "y": one}),
-        origin.hash_of({"x": one}),
-        origin.hash_of({"z": one}),
-        origin.hash_of({"x": tmp_path / "gone"}),
-    ]
+    files = [{"x": one, "y": other}, {"x": other, "y": one}, {"x": one}, {"z": one}, {"x": tmp_path / "gone"}]
+    hashes = [*map(origin.hash_of, files)]
     assert len(set(hashes)) == 5
     assert hashes[0] == origin.hash_of({"y": other, "x": one}), "their order does not matter"
 
@@ -125,8 +121,6 @@ def test_a_run_asks_git_once_and_its_ranks_do_not(run, pytester, monkeypatch, wo
         found.append(json.loads((pytester.path / "run.json").read_text()))
     assert len(log.read_text().splitlines()) == 3
     assert {one["environment"]["shardproof_commit"] for one in found} == {"ab" * 20}
-    import torch
-
     assert {one["environment"]["torch_git_version"] for one in found} == {torch.version.git_version}
     assert found[0]["suites"] == found[1]["suites"] != found[2]["suites"], "the file of the cases has changed"
 

@@ -85,16 +85,9 @@ def candidate(function="f", *requirements, file="a.py", **more):
 
 def candidates_of(function, requirement, **axes):
     """The product of values of parameters, in the order of their lists."""
-    rows = itertools.product(*(enumerate(values) for values in axes.values()))
-    return [
-        candidate(
-            function,
-            requirement,
-            values=dict(zip(axes, (value for _, value in row), strict=True)),
-            places=tuple(place for place, _ in row),
-        )
-        for row in rows
-    ]
+    places = itertools.product(*(range(len(values)) for values in axes.values()))
+    values = (dict(zip(axes, row, strict=True)) for row in itertools.product(*axes.values()))
+    return [candidate(function, requirement, values=one, places=at) for one, at in zip(values, places, strict=True)]
 
 
 def test_each_of_different_things_has_one_item():

@@ -54,18 +54,8 @@ def test_worlds_that_are_no_worlds(refused, worlds):
     [("tmp_path", "use rank.tmp_path"), ("monkeypatch", "use rank.monkeypatch"), ("own", "use a parameter")],
 )
 def test_fixture_that_cannot_cross_processes(refused, fixture, instead):
-    line = refused(
-        f"""
-import pytest
-from shardproof.testing import world
-@pytest.fixture
-def own():
-    return object()
-@world(2)
-def test_case(rank, {fixture}):
-    pass
-"""
-    )
+    source = "import pytest\n@pytest.fixture\ndef own():\n    return object()\n" + PASSES
+    line = refused(source.replace("(rank)", f"(rank, {fixture})"))
     assert f"fixture '{fixture}' cannot cross processes; {instead}" in line
 
 
@@ -140,39 +130,16 @@ def test_what_is_required_and_not_asked_is_told(run, pytester, workers):
 
 
 def test_method_and_unpicklable_parameter_are_refused(refused):
-    line = refused(
-        """
-import pytest
-from shardproof.testing import world
-class TestGroup:
-    @world(2)
-    def test_method(self, rank):
-        pass
-"""
-    )
-    assert "a case is a plain function, not a method" in line
-    line = refused(
-        """
-import pytest
-from shardproof.testing import world
-@world(2)
-@pytest.mark.parametrize("function", [lambda: None])
-def test_case(rank, function):
-    pass
-"""
-    )
-    assert "parameter 'function' = <function <lambda>" in line
+    method = "class TestGroup:\n    @world(2)\n    def test_method(self, rank):\n        pass\n"
+    assert "a case is a plain function, not a method" in refused("from shardproof.testing import world\n" + method)
+    mark = "@pytest.mark.parametrize('function', [lambda: None])\n@world"
+    source = PASSES.replace("@world", mark).replace("(rank)", "(rank, function)")
+    assert "parameter 'function' = <function <lambda>" in refused("import pytest\n" + source)
 
 
 # What is reported
 
-FAILS_ON_ONE_RANK = CASE.format(
-    body="""
-    print("said before", rank.index)
-    numbers = [rank.index]
-    assert numbers == [0]
-"""
-)
+FAILS_ON_ONE_RANK = CASE.format(body="print('said before', rank.index)\n    assert [rank.index] == [0]")
 
 
 def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
@@ -182,7 +149,7 @@ def test_failure_shows_the_rank_its_traceback_and_every_output(run, pytester):
         [
             "fail: rank 1 of 2:",
             "Traceback (most recent call last):",
-            '  File "*test_inner.py", line 8, in test_case',
+            '  File "*test_inner.py", line 6, in test_case',
             "*AssertionError: assert [[]1] == [[]0]",
             "reproduce: (cd * -m pytest * 'test_inner.py::test_case[[]ddp-w2]' --impl ddp --device cpu)",
             "*output of rank 0*",

@@ -80,11 +80,8 @@ def test_a_full_temporary_directory_is_not_the_fault_of_the_implementation(tmp_p
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     cases = {case.parameters["how"]: case for case in load_run(tmp_path / "run.json").cases}
-    assert {how: str(case.verdict) for how, case in cases.items()} == {
-        "write": "harness-error",
-        "die": "harness-error",
-        "pass": "pass",
-    }
+    verdicts = {how: str(case.verdict) for how, case in cases.items()}
+    assert verdicts == {"write": "harness-error", "die": "harness-error", "pass": "pass"}
     for how in ("write", "die"):
         assert cases[how].failure.text.startswith(FULL.format(folder=folder))
         assert "No space left on device" in cases[how].failure.text

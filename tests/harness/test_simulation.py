@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardproof.harness.adapters.base import Config
@@ -24,6 +24,7 @@ from shardproof.harness.simulation.world import check_shape, simulated_world
 from shardproof.suites.places import Place, chunk
 from shardproof.testing import simulated
 from shardproof.testing.tensors import private
+from tests.allocated import allocated
 from tests.errors import error_of
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401
 
@@ -35,9 +36,8 @@ def simulate(world, kind=ReferenceAdapter, *, steps=2, **options):
     """Layers of one square weight, sharded over all ranks and trained."""
     units = tuple((f"layers.{index}",) for index in range(DEPTH))
     config = Config(mesh=world.mesh(), units=units)
-    one = Simulation(
-        world, kind, lambda: shapes.EqualLayers(DIM, DEPTH), config=config, optimizer=optim.sgd(momentum=0.0), **options
-    )
+    options |= {"config": config, "optimizer": optim.sgd(momentum=0.0)}
+    one = Simulation(world, kind, lambda: shapes.EqualLayers(DIM, DEPTH), **options)
     for _ in range(steps):
         one.step(lambda: (torch.zeros(1, DIM),), loss=mean_square)
     return one
@@ -173,31 +173,21 @@ def test_peaks_are_those_that_the_allocator_counts(kind):
     """Of real tensors, in the same order of calls, by torch's profiler; beyond what is held before the step."""
     units = tuple((f"layers.{index}",) for index in range(DEPTH))
     with real_world(kind) as mesh:
-        adapter = kind(
-            shapes.EqualLayers(DIM, DEPTH), optimizer=optim.sgd(momentum=0.0), config=Config(mesh=mesh, units=units)
-        )
-        for step in range(2):
-            with (
-                contextlib.nullcontext()
-                if step == 0
-                else profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler
-            ):
-                loss = mean_square(adapter.forward(torch.zeros(1, DIM)))
-                with record_function("backward"):
-                    adapter.backward(loss)
-                del loss
-                with record_function("step"):
-                    adapter.step()
-                adapter.zero_grad(set_to_none=True)
+        config = Config(mesh=mesh, units=units)
+        adapter = kind(shapes.EqualLayers(DIM, DEPTH), optimizer=optim.sgd(momentum=0.0), config=config)
+
+        def step():
+            loss = mean_square(adapter.forward(torch.zeros(1, DIM)))
+            with record_function("backward"):
+                adapter.backward(loss)
+            del loss
+            with record_function("step"):
+                adapter.step()
+            adapter.zero_grad(set_to_none=True)
+
+        step()
+        real, _ = allocated(step)
         adapter.teardown()
-    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    real, held, phase = {"forward": 0, "backward": 0}, 0, "forward"
-    for event in events:
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            real[phase] = max(real.get(phase, 0), held)
-        elif event.name() in ("backward", "step"):
-            phase = event.name()
     with simulated_world(2) as world:
         one = simulate(world, kind)
         before = one.held().total

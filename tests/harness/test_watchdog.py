@@ -131,13 +131,8 @@ def test_a_rank_that_is_far_ahead_has_entered_what_it_shows_no_more():
 @pytest.mark.parametrize(
     "ranks",
     [
-        (0,),
-        (3, 1),
-        tuple(range(1024)),
-        tuple(range(3, 4096, 8)),
-        (0, 1, 4, 5, 8, 9, 12, 13),
-        (5, 4, 3, 2),
-        (0, 2, 3, 7, 7),
+        *((0,), (3, 1), tuple(range(1024)), tuple(range(3, 4096, 8))),
+        *((0, 1, 4, 5, 8, 9, 12, 13), (5, 4, 3, 2), (0, 2, 3, 7, 7)),
     ],
     ids=lambda ranks: f"{len(ranks)} ranks",
 )
