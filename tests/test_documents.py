@@ -36,8 +36,7 @@ def test_the_cases_are_collected_and_the_first_runs(tmp_path):
         (tmp_path / f"test_example_{number}.py").write_text(example)
     common = ["-m", "pytest", "-p", "no:cacheprovider", "--impl", "reference", "--device", "cpu"]
     listed = run(*common, "--collect-only", "-q", cwd=tmp_path, path=ROOT, code=0)
-    assert {line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line} == {
-        f"test_example_{number}.py" for number in range(len(CASES))
-    }
+    files = {line.partition("::")[0] for line in listed.stdout.splitlines() if "::" in line}
+    assert files == {f"test_example_{number}.py" for number in range(len(CASES))}
     done = run(*common, "test_example_0.py", "--world", "2", "--effort", "quick", cwd=tmp_path, path=ROOT)
     assert done.returncode == 0 and "reference: 1 pass" in done.stdout, done.stdout + done.stderr

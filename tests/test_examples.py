@@ -87,20 +87,16 @@ def test_the_folders_are_the_ones_that_the_documents_name():
 
 SCRIPT = ROOT / "examples/torchrun/slurm.sh"
 
-JOB = {
-    "SLURM_JOB_NODELIST": "node[3-4]",
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURM_GPUS_ON_NODE": "8",
-    "SLURM_JOB_ID": "77",
-    "SLURM_SUBMIT_DIR": "/home/me/my runs",
-}
+JOB = {"JOB_NODELIST": "node[3-4]", "JOB_NUM_NODES": "2", "GPUS_ON_NODE": "8", "JOB_ID": "77"}
+JOB |= {"SUBMIT_DIR": "/home/me/my runs"}
 
 
 def submit(folder: pathlib.Path, *arguments: str, listing: str = "printf 'node3\\nnode4\\n'"):
     for name, body in {"scontrol": listing, "srun": 'printf "%s\\n" "$TMPDIR" "$@"'}.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o700)
-    variables = {**os.environ, **JOB, "PATH": f"{folder}:{os.environ['PATH']}", "SHARED_TMPDIR": "/shared"}
+    variables = os.environ | {f"SLURM_{name}": value for name, value in JOB.items()}
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "SHARED_TMPDIR": "/shared"}
     return subprocess.run(["bash", SCRIPT, *arguments], env=variables, capture_output=True, text=True, check=False)
 
 

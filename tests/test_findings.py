@@ -71,10 +71,8 @@ def test_what_a_header_says_of_a_version(tmp_path):
 # reproduces = ["torch 2.12.1 cpu 2026-11-25", "torch 2.14.1 cuda 2026-11-25"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25"]"""
     finding = read(write(tmp_path, header=header))
-    claims = {
-        version: finding.claim(version) for version in ("2.11.0", "2.12.1+cpu", "2.13.0", "2.14.1", "2.15.0.dev1")
-    }
-    assert claims == {"2.11.0": None, "2.12.1+cpu": True, "2.13.0": False, "2.14.1": True, "2.15.0.dev1": False}
+    claims = {"2.11.0": None, "2.12.1+cpu": True, "2.13.0": False, "2.14.1": True, "2.15.0.dev1": False}
+    assert {version: finding.claim(version) for version in claims} == claims
     assert finding.state == "mended in torch 2.15"
     late = f'{HEADER}\n# since = "2.15"\n# reproduces = ["torch 2.15.0 cpu 2026-11-25"]'
     finding = read(write(tmp_path, header=late))
@@ -176,9 +174,8 @@ def test_results_and_what_differs(tmp_path, run):
 def test_a_reproducer_that_does_not_end(tmp_path, run):
     """Its ranks, which would go on, are ended with it."""
     forever = "while True: time.sleep(1)"
-    code = (
-        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time\\n{forever}'])\n{forever}"
-    )
+    child = f"subprocess.Popen([sys.executable, '-c', 'import time\\n{forever}'])"
+    code = f"import subprocess, sys, time\n{child}\n{forever}"
     write(tmp_path, "F001.py", KNOWN.replace("^wrong$", "^time limit$"), code)
     write(tmp_path, "F002.py", KNOWN, code)
     code, printed = run("--run", "--seconds", "1")

@@ -118,6 +118,7 @@ collectives               11       11
     )
 
 
+RESHARD = ["--reshard-after-forward"]
 BAD = {
     "no mesh": (["--mesh", "64y8"], "--mesh '64y8' is no mesh: give ranks, as 512, or replicas x shards, as 64x8"),
     "dimensions": (["--mesh", "2x2x2"], "--mesh '2x2x2' has 3 dimensions: give ranks, as 512, or replicas x shards"),
@@ -143,13 +144,10 @@ BAD = {
     "unit": (["--unit", "Layer"], "--unit Layer: no module with parameters has this class or name; "),
     "name": (["--impl", "torch.fsdp3"], "unknown implementation 'torch.fsdp3': did you mean torch.fsdp"),
     "ddp": (["--impl", "ddp"], "implementation 'ddp' cannot be simulated: RuntimeError: The tensor has"),
-    "capability": (
-        ["--impl", "torch.fsdp", "--reshard-after-forward", "2"],
-        "torch.fsdp lacks the capability reshard-to-size: --reshard-after-forward with a number cannot be planned",
-    ),
+    "capability": (["--impl", "torch.fsdp", *RESHARD, "2"], "torch.fsdp lacks the capability reshard-to-size: --resh"),
     "groups": (
-        ["--reshard-after-forward", "3"],
-        "cannot be simulated under torch.fully_shard: ValueError: If passing reshard_after_forward as an int, ",
+        [*RESHARD, "3"],
+        "cannot be simulated under torch.fully_shard: ValueError: If passing reshard_after_for",
     ),
     "folder": (["--json", "no/such/plan.json"], "--json no/such/plan.json: there is no folder no/such"),
 }

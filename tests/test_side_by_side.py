@@ -51,11 +51,8 @@ def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
         ours, theirs = row["implementations"]["reference"], row["implementations"]["torch.fully_shard"]
         for one in (ours, theirs):
             assert [len(each["ms"]) for each in one["rounds"]] == [steps, steps]
-            assert all(
-                0 < host < whole
-                for each in one["rounds"]
-                for host, whole in zip(each["host_ms"], each["ms"], strict=True)
-            )
+            times = [pair for each in one["rounds"] for pair in zip(each["host_ms"], each["ms"], strict=True)]
+            assert all(0 < host < whole for host, whole in times)
         assert len(ours["losses"]) == len(theirs["losses"]) == losses
         if FAKE_REDUCES:
             assert ours["losses"] == theirs["losses"]
@@ -89,20 +86,15 @@ def measured(ms: float, host: float, allocated: int, losses: list[float]) -> dic
 
 
 def test_the_table() -> None:
-    row = {
-        "model": "a model",
-        "units": 4,
-        "host": "host_ms",
-        "implementations": {
-            "reference": measured(10, 8, 90, [2.0, 1.0]),
-            "torch.fully_shard": measured(20, 16, 100, [2.0, 1.01]),
-            "ddp": {"failed": "it has no memory left"},
-            "reference.flat": {"unsupported": "it has one shard"},
-        },
-        "limits": {"compute": 8.0, "optimizer": 2.0},
+    implementations = {
+        "reference": measured(10, 8, 90, [2.0, 1.0]),
+        "torch.fully_shard": measured(20, 16, 100, [2.0, 1.01]),
+        "ddp": {"failed": "it has no memory left"},
+        "reference.flat": {"unsupported": "it has one shard"},
     }
+    row = {"model": "a model", "units": 4, "host": "host_ms", "limits": {"compute": 8.0, "optimizer": 2.0}}
     assert_expected_inline(
-        benchmark.table(row),
+        benchmark.table(row | {"implementations": implementations}),
         """\
 a model: 4 units
 implementation                  ms a step    host  us/unit      MiB  reserved              time  host   peak  limit

@@ -50,6 +50,11 @@ def path(request):
     return request.getfixturevalue("installed") if request.param == "wheel" else ROOT
 
 
+ADAPTER = """
+from shardproof.harness.adapters.reference import ReferenceAdapter
+class {name}(ReferenceAdapter):
+    name = "theirs"
+"""
 NEIGHBOUR = {
     "harness/__init__.py": "NAME = 'their harness'\n",
     "suites/__init__.py": "NAME = 'their suites'\n",
@@ -142,10 +147,8 @@ def test_the_suites_of_a_wheel_and_of_a_clone_have_one_hash(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "site/shardproof/suites/expectations/sample.toml").unlink()
-    script = (
-        "from shardproof.harness.plugin.origin import hash_of; "
-        "from shardproof.harness.plugin.selection import packaged_files; print(hash_of(packaged_files()))"
-    )
+    script = "from shardproof.harness.plugin import origin, selection; "
+    script += "print(origin.hash_of(selection.packaged_files()))"
     hashes = {run("-c", script, cwd=tmp_path, path=path).stdout for path in (tmp_path / "site", ROOT)}
     assert len(hashes) == 1 and len(hashes.pop().strip()) == 12
 
@@ -188,11 +191,7 @@ def test_nightly_cases_wait_for_their_night(neighbour, path):
 
 
 def test_adapters_of_the_current_directory_are_found(neighbour, path):
-    source = (
-        "from shardproof.harness.adapters.reference import ReferenceAdapter\n"
-        "class Mine(ReferenceAdapter):\n    name = 'mine'\n"
-    )
-    (neighbour / "mine.py").write_text(source)
+    (neighbour / "mine.py").write_text(ADAPTER.format(name="Mine"))
     script = f"import sys; sys.path[0] = {str(path)!r}; from shardproof.__main__ import main; sys.exit(main())"
     options = ["--impl", "mine:Mine", "--device", "cpu", "--world", "2"]
     done = run("-c", script, "run", "-k", "test_single_unit", *options, cwd=neighbour, path=path, code=0)
@@ -200,11 +199,9 @@ def test_adapters_of_the_current_directory_are_found(neighbour, path):
 
 
 def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
-    source = (
-        "from shardproof.harness.adapters.reference import ReferenceAdapter\n"
-        "class Wrong(ReferenceAdapter):\n    name = 'wrong'\n    def backward(self, loss): (loss * 2).backward()\n"
+    (neighbour / "wrong.py").write_text(
+        f"{ADAPTER.format(name='Wrong')}    def backward(self, loss): loss.mul(2).backward()\n"
     )
-    (neighbour / "wrong.py").write_text(source)
     options = ["-k", "16x15-15x8", "--impl", "wrong:Wrong", "--device", "cpu", "--world", "2"]
     case = "suites/test_training.py::test_single_unit"
     done = run("-m", "shardproof", "run", case, *options, cwd=neighbour, path=path)
