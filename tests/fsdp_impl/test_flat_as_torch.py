@@ -55,23 +55,17 @@ def test_names_shapes_and_values(rank: Rank, policy: Any, dtype: Any, use_orig_p
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = half.FullyShardedDataParallel(
-                rich(),
-                sharding_strategy=half.ShardingStrategy[strategy],
-                mixed_precision=half.MixedPrecision(param_dtype=dtype),
-                auto_wrap_policy=policy,
-                use_orig_params=use_orig_params,
-                device_id=rank.device,
-            )
+            options = {"auto_wrap_policy": policy, "use_orig_params": use_orig_params, "device_id": rank.device}
+            options["sharding_strategy"] = half.ShardingStrategy[strategy]
+            options["mixed_precision"] = half.MixedPrecision(param_dtype=dtype)
+            model = half.FullyShardedDataParallel(rich(), **options)
         sharded = {name: param.detach().clone() for name, param in model.named_parameters()}
         with half.FullyShardedDataParallel.summon_full_params(model):
             whole = {name: param.detach().clone() for name, param in model.named_parameters()}
         found.append((sharded, whole))
-    for one, other in zip(*found, strict=True):
-        assert [(name, tensor.shape, tensor.stride()) for name, tensor in one.items()] == [
-            (name, tensor.shape, tensor.stride()) for name, tensor in other.items()
-        ]
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for pair in zip(*found, strict=True):
+        one, other = ([(name, value.shape, value.stride()) for name, value in each.items()] for each in pair)
+        assert one == other and all(map(torch.equal, pair[0].values(), pair[1].values()))
 
 
 class Nosy(nn.Module):
@@ -108,18 +102,18 @@ def frozen() -> nn.Module:
     return model
 
 
+def hybrid(half: Any, wrap: Any, rank: Rank) -> Any:
+    mesh = rank.mesh((1, 2), ("replicate", "shard"))
+    return wrap(MLP(2), sharding_strategy=half.ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
+
+
+EACH_MLP = policies.ModuleWrapPolicy({MLP})
 #: Those that no case of INIT-5 is about.
 ERRORS: dict[str, Callable[[Any, Any, Rank], Any]] = {
     "scalar": lambda half, wrap, rank: wrap(nn.ParameterList([nn.Parameter(torch.tensor(1.0))])),
-    "frozen in a policy's unit": lambda half, wrap, rank: wrap(
-        frozen(), auto_wrap_policy=policies.ModuleWrapPolicy({MLP})
-    ),
+    "frozen in a policy's unit": lambda half, wrap, rank: wrap(frozen(), auto_wrap_policy=EACH_MLP),
     "hook twice": lambda half, wrap, rank: hooked(wrap(MLP(2))),
-    "hook of hybrid": lambda half, wrap, rank: wrap(
-        MLP(2),
-        sharding_strategy=half.ShardingStrategy.HYBRID_SHARD,
-        device_mesh=rank.mesh((1, 2), ("replicate", "shard")),
-    ).register_comm_hook(None, print),
+    "hook of hybrid": lambda half, wrap, rank: hybrid(half, wrap, rank).register_comm_hook(None, print),
     "rank 0 writes": lambda half, wrap, rank: with_summon(half, wrap(MLP(2)), rank0_only=True),
     "gradients on the CPU": lambda half, wrap, rank: with_summon(
         half, wrap(MLP(2), use_orig_params=True), with_grads=True, offload_to_cpu=True, writeback=False
@@ -150,9 +144,7 @@ WARNINGS: dict[str, Callable[[Any, Any, Rank], Any]] = {
     "container": lambda half, wrap, rank: wrap(nn.ModuleList([nn.Linear(2, 2)])),
     "ignoring all": lambda half, wrap, rank: wrap(model := nn.Linear(2, 2), ignored_modules=[model]),
     "nothing to clip": lambda half, wrap, rank: wrap(MLP(2)).clip_grad_norm_(1.0),
-    "frozen beside trainable": lambda half, wrap, rank: wrap(
-        frozen(), auto_wrap_policy=policies.ModuleWrapPolicy({MLP}), use_orig_params=True
-    ),
+    "frozen beside trainable": lambda half, wrap, rank: wrap(frozen(), auto_wrap_policy=EACH_MLP, use_orig_params=True),
 }
 
 

@@ -27,6 +27,7 @@ def model() -> nn.Module:
     )
 
 
+OTHER_CLASSES: dict[str, Any] = {"force_leaf_modules": {nn.Sequential}, "exclude_wrap_modules": {nn.Linear}}
 POLICIES: dict[str, Any] = {
     "always": lambda half: half.always_wrap_policy,
     "lambda": lambda half: functools.partial(
@@ -40,10 +41,7 @@ POLICIES: dict[str, Any] = {
         for size in (1, 7, 70, 80, 150, 300, 1000, 10**6)
     },
     "size of other classes": lambda half: functools.partial(
-        half.size_based_auto_wrap_policy,
-        min_num_params=70,
-        force_leaf_modules={nn.Sequential},
-        exclude_wrap_modules={nn.Linear},
+        half.size_based_auto_wrap_policy, min_num_params=70, **OTHER_CLASSES
     ),
     "classes": lambda half: half.ModuleWrapPolicy([nn.Linear, nn.LayerNorm]),
     "custom": lambda half: half.CustomPolicy(
@@ -58,13 +56,8 @@ def test_the_same_modules_are_wrapped(rank: Rank, name: str) -> None:
     found = []
     for half in (theirs, ours):
         sharded = wrap(model(), auto_wrap_policy=POLICIES[name](half), device_id=rank.device)
-        found.append(
-            [
-                (path, module.forward_prefetch)
-                for path, module in sharded.named_modules()
-                if isinstance(module, FullyShardedDataParallel)
-            ]
-        )
+        wrappers = [one for one in sharded.named_modules() if isinstance(one[1], FullyShardedDataParallel)]
+        found.append([(path, module.forward_prefetch) for path, module in wrappers])
     assert found[0] == found[1]
 
 

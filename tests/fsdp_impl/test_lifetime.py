@@ -18,16 +18,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdp_impl import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-    validate_order,
-)
+import fsdp_impl
+from fsdp_impl import fully_shard
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors import memory
 from shardproof.testing import world
@@ -115,7 +107,7 @@ def microbatches(rank: Rank, model: Any) -> Any:
 
 def around(rank: Rank, model: Any) -> Any:
     """What happens between steps."""
-    with FullyShardedDataParallel.summon_full_params(model):
+    with fsdp_impl.FullyShardedDataParallel.summon_full_params(model):
         pass
     model.load_state_dict(model.state_dict())
     model.clip_grad_norm_(1.0)
@@ -148,7 +140,7 @@ def unsharded_by_hand(rank: Rank, model: Any) -> Any:
 
 
 def checked(rank: Rank, model: Any) -> Any:
-    validate_order(model)
+    fsdp_impl.validate_order(model)
     return steps(rank, model)
 
 
@@ -158,9 +150,9 @@ FLAT: dict[str, dict[str, Any]] = {
     "full": {"sharding_strategy": FULL},
     "kept": {"sharding_strategy": ZERO2},
     "not sharded": {"sharding_strategy": NONE},
-    "low precision": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
-    "offloaded": {"cpu_offload": CPUOffload(offload_params=True)},
-    "prefetching": {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "low precision": {"mixed_precision": fsdp_impl.MixedPrecision(param_dtype=torch.bfloat16)},
+    "offloaded": {"cpu_offload": fsdp_impl.CPUOffload(offload_params=True)},
+    "prefetching": {"forward_prefetch": True, "backward_prefetch": fsdp_impl.BackwardPrefetch.BACKWARD_POST},
 }
 
 
@@ -203,8 +195,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "freed": {},
     "kept": {"reshard_after_forward": False},
     "in two sizes": {"reshard_after_forward": 2},
-    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    "low precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "offloaded": {"offload_policy": fsdp_impl.CPUOffloadPolicy(pin_memory=False)},
+    "low precision": {"mp_policy": fsdp_impl.MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
 }
 
 

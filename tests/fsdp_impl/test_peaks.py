@@ -84,8 +84,7 @@ class Mixed(nn.Module):
         x = self.before(x)
         for layer in self.layers:
             x = x + layer(x)
-        out: torch.Tensor = self.after(x)
-        return out
+        return self.after(x)
 
 
 class Peaks(NamedTuple):
@@ -100,8 +99,7 @@ def per_parameter(package: Any) -> Callable[[Any, torch.dtype | None], nn.Module
         policy = package.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
         for layer in model.layers:
             package.fully_shard(layer, mp_policy=policy)
-        sharded: nn.Module = package.fully_shard(model, mp_policy=policy)
-        return sharded
+        return package.fully_shard(model, mp_policy=policy)
 
     return shard
 
@@ -110,15 +108,9 @@ def flattened(package: Any, **options: Any) -> Callable[[Any, torch.dtype | None
     def shard(model: Any, dtype: torch.dtype | None) -> nn.Module:
         units = set(model.layers)
         policy = package.MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
-        sharded: nn.Module = package.FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
-            mixed_precision=policy,
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
-            **options,
-        )
-        return sharded
+        own = {"mixed_precision": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
+        own["auto_wrap_policy"] = lambda module, recurse, **_: recurse or module in units
+        return package.FullyShardedDataParallel(model, **own, **options)
 
     return shard
 
@@ -172,6 +164,5 @@ def test_what_units_hold(name: str, dtype: torch.dtype | None) -> None:
         # The last unit but one allocates as much as earlier units, in addition to the shards of their gradients.
         allowed = Peaks(LAYER * forward, LAYER * (backward + (depth - 2) / WORLD))
         for phase, most, expected in zip(Peaks._fields, found, allowed, strict=True):
-            assert abs(most - expected) <= CRUMBS, (
-                f"{phase} of {depth} layers: {most / LAYER:.2f} layers, expected {expected / LAYER:.2f}"
-            )
+            text = f"{phase} of {depth} layers: {most / LAYER:.2f} layers, expected {expected / LAYER:.2f}"
+            assert abs(most - expected) <= CRUMBS, text

@@ -1,6 +1,7 @@
 """Which pieces of several ranks make up a tensor, without any rank."""
 
 import functools
+import re
 import types
 
 import pytest
@@ -77,7 +78,7 @@ def test_what_makes_up_the_tensor(pieces, options):
 @pytest.mark.parametrize(
     ("pieces", "options", "says"),
     [
-        ([rows(NOTHING)] * 2, {}, r"do not cover it: element [0, 0] is on no rank of replica 0 (ranks 0, 1); 24 of 24"),
+        ([rows(NOTHING)] * 2, {}, "do not cover it: element [0, 0] is on no rank of replica 0 (ranks 0, 1); 24 of 24"),
         ([rows(NOTHING)], {}, "element [0, 0] is on no rank of replica 0 (rank 0); 24 of 24"),
         ([rows(range(3)), rows(NOTHING)], {}, "element [3, 0] is on no rank of replica 0 (ranks 0, 1); 12 of 24"),
         ([rows(range(3))] * 2, {}, "element [3, 0] is on no rank"),
@@ -110,9 +111,8 @@ def test_what_makes_up_the_tensor(pieces, options):
     ],
 )  # fmt: skip
 def test_what_does_not(pieces, options, says):
-    with pytest.raises(Divergence) as caught:
+    with pytest.raises(Divergence, match=re.escape(says)):
         judge(pieces, **options)
-    assert says in str(caught.value)
 
 
 def test_gradients_are_named_as_such():

@@ -84,7 +84,10 @@ def policies() -> dict[int, int]:
     return {thread: os.sched_getscheduler(thread) for thread in threads}
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+HAS_BATCH = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+
+
+@HAS_BATCH
 @world(2)
 def test_threads_that_do_not_interrupt(rank: Rank):
     own = os.sched_getscheduler(0)
@@ -102,7 +105,7 @@ def test_threads_that_do_not_interrupt(rank: Rank):
     dist.barrier(group)
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+@HAS_BATCH
 @world(2)
 def test_a_system_that_lets_nobody_choose(rank: Rank):
     def refuse(*arguments: object) -> None:
@@ -112,7 +115,7 @@ def test_a_system_that_lets_nobody_choose(rank: Rank):
     check_sum(dist.new_group(backend="gloo"))
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system has no SCHED_BATCH")
+@HAS_BATCH
 @world(2)
 def test_a_policy_that_somebody_has_chosen(rank: Rank):
     chosen: list[object] = []

@@ -194,9 +194,8 @@ def test_what_is_made_up_for_before_the_step_is_a_note(runs, tmp_path, capsys):
     train(tmp_path / "run", microbatches=2, mistake="scaled by hand")
     code, text = compared(capsys, runs / "ref", tmp_path / "run")
     assert code == 0 and "are compared as 0.25 x the run's" in text, text
-    assert "step 1: 'head.bias', 'head.weight', 'inner.0.bias' and 1 more differ before the reduction, and" in text, (
-        text
-    )
+    line = "step 1: 'head.bias', 'head.weight', 'inner.0.bias' and 1 more differ before the reduction, and"
+    assert line in text, text
 
 
 def test_a_gradient_of_which_a_part_is_noise_is_no_divergence(tmp_path, capsys):
@@ -274,10 +273,7 @@ def rewrite(path, before, after):
     path.write_text(text.replace(before, after, 1))
 
 
-def spoil_events(run, before, after):
-    rewrite(run / "rank00000/events.jsonl", before, after)
-
-
+LINES = "rank00000/events.jsonl"
 EVENTS = "{run}/rank00000/events.jsonl"
 UNREADABLE = {
     "missing": (shutil.rmtree, "{run}: there is no recording: {run}/recording.json: No such file or directory"),
@@ -287,11 +283,10 @@ UNREADABLE = {
              "{run}/recording.json: world: 'one' is not an integer"),
     "rank": (lambda run: rewrite(run / "recording.json", '"world": 1', '"world": 2'),
              "{run}/rank00001 is missing; the recording is of 2 ranks"),
-    "cut": (lambda run: spoil_events(
-        run, '{"end":1}\n', '{"end"'), f"{EVENTS}: its last line is cut off"),
-    "field": (lambda run: spoil_events(run, '"dtype":"float32",', ""), f"{EVENTS}: line 2: KeyError: 'dtype'"),
-    "json": (lambda run: spoil_events(run, '{"n":3', '{"n":'), None),
-    "empty": (lambda run: (run / "rank00000/events.jsonl").write_text(""),
+    "cut": (lambda run: rewrite(run / LINES, '{"end":1}\n', '{"end"'), f"{EVENTS}: its last line is cut off"),
+    "field": (lambda run: rewrite(run / LINES, '"dtype":"float32",', ""), f"{EVENTS}: line 2: KeyError: 'dtype'"),
+    "json": (lambda run: rewrite(run / LINES, '{"n":3', '{"n":'), None),
+    "empty": (lambda run: (run / LINES).write_text(""),
               f"{EVENTS}: it has no step, and {{run}}/rank00000/done says that it is complete"),
 }  # fmt: skip
 

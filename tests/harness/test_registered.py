@@ -53,11 +53,8 @@ def install(tmp_path):
 def start(tmp_path):
     """Run a module of this Python with these packages installed, and return what came of it."""
 
-    def start(*arguments, code=None):
-        path = f"{tmp_path / 'site'}{os.pathsep}{PYTHONPATH}"
-        return python("-m", *arguments, cwd=tmp_path, code=code, PYTHONPATH=path)
-
-    return start
+    path = f"{tmp_path / 'site'}{os.pathsep}{PYTHONPATH}"
+    return lambda *arguments, code=None: python("-m", *arguments, cwd=tmp_path, code=code, PYTHONPATH=path)
 
 
 def test_a_registered_name_is_that_of_impl_and_of_the_reports(install, start, tmp_path):

@@ -37,11 +37,7 @@ NAMES_US = 'pytest_plugins = ["shardproof.plugin"]\n'
 def start(tmp_path):
     """Run a module of this Python in a directory of its own, and return what it printed."""
 
-    def start(*arguments, cwd=None):
-        done = python("-m", *arguments, cwd=cwd or tmp_path, code=1)
-        return done.stdout
-
-    return start
+    return lambda *arguments, cwd=None: python("-m", *arguments, cwd=cwd or tmp_path, code=1).stdout
 
 
 def line_of(printed):
@@ -131,9 +127,7 @@ def test_options_of_pytest_that_decide_what_is_collected(start, tmp_path):
 
 
 def test_a_project_with_options_of_the_same_names(start, tmp_path):
-    theirs = (
-        "def pytest_addoption(parser):\n    for name in ('--device', '--deadline'):\n        parser.addoption(name)\n"
-    )
+    theirs = "def pytest_addoption(parser):\n    for name in ('device', 'deadline'): parser.addoption(f'--{name}')\n"
     (tmp_path / "conftest.py").write_text(NAMES_US + theirs)
     (tmp_path / "test_own.py").write_text(FAILS)
     line = line_of(start("pytest", "--impl", "ddp", "--shardproof-device", "cpu", "--shardproof-deadline", "50"))

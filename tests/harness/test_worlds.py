@@ -74,9 +74,8 @@ class Counted:
 )
 def test_worlds_that_are_used_in_turn_are_kept_within_bounds(monkeypatch, sizes, implementations, started, ranks):
     monkeypatch.setattr(pool, "World", Counted)
-    monkeypatch.setattr(Counted, "started", 0)
-    monkeypatch.setattr(Counted, "alive", 0)
-    monkeypatch.setattr(Counted, "most", 0)
+    for name in ("started", "alive", "most"):
+        monkeypatch.setattr(Counted, name, 0)
     worlds = pool.Pool()
     for size, name in list(itertools.product(sizes, implementations)) * 2:
         worlds.run(WorldKey(size, "cpu"), Job(1, "m", "p", "f", name, b"", 0, 0, "", 1.0))

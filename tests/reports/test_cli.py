@@ -15,14 +15,8 @@ ROOT = Path(__file__).parents[2]
 
 def report(*arguments, **environment):
     """Run the command line in a process of its own, and return what came of it."""
-    return subprocess.run(
-        [sys.executable, "-m", "shardproof", "report", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    command, env = [sys.executable, "-m", "shardproof", "report", *map(str, arguments)], os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8")
 
 
 @pytest.fixture

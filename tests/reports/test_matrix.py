@@ -15,7 +15,7 @@ def summary(*cases, by_case=False, full=False, **environment):
 def mixed_cases():
     """Two requirements on three implementations, with a failure and both kinds of skip."""
     one, two, clip = "suites/a.py::test_one[w2]", "suites/a.py::test_two[w4]", "suites/b.py::test_clip[w2]"
-    failure = samples.whole_case()["failure"] | {"text": "first line\nsecond line"}
+    fails = {"verdict": "fail", "failure": samples.whole_case()["failure"] | {"text": "first line\nsecond line"}}
     needs = {"verdict": "unsupported", "missing": ["reshard_after_forward"]}
     few = {"verdict": "unmet", "missing": ["4 GPUs"], "world": 4}
     return [
@@ -26,9 +26,7 @@ def mixed_cases():
         samples.case(id=two, implementation="torch.fully_shard", **few),
         samples.case(id=two, implementation="torch.fsdp", **needs),
         samples.case(id=clip, requirement="CLIP-1"),
-        samples.case(
-            id=clip, requirement="CLIP-1", implementation="torch.fully_shard", verdict="fail", failure=failure
-        ),
+        samples.case(id=clip, requirement="CLIP-1", implementation="torch.fully_shard", **fails),
     ]
 
 
@@ -232,12 +230,6 @@ def test_what_the_effort_left_out_comes_before_the_verdicts(effort, line):
     journal = samples.journal(samples.case()) | {"effort": effort}
     lines = render_summary(parse_run(journal)).splitlines()
     assert lines[2:5] == ["", line, ""]
-
-
-def test_a_file_without_an_effort_says_nothing_of_it():
-    run = parse_run(samples.journal(samples.case()))
-    assert run.effort is None
-    assert "effort" not in render_summary(run)
 
 
 # What kept implementations from cases

@@ -63,20 +63,6 @@ def test_the_reason_where_no_divergence_is_known(change, reason):
     assert decode(CaseRecord, samples.case(verdict="fail", failure=failure), "").reason == "ValueError: no"
 
 
-def test_an_expected_failure_says_why():
-    record = decode(CaseRecord, samples.case(verdict="expected-fail", expected="fail: it is known (F-1)"), "cases[0]")
-    assert (record.verdict, record.expected) == (Verdict.EXPECTED_FAIL, "fail: it is known (F-1)")
-    assert not record.verdict.fails and not record.verdict.is_skip
-
-
-def test_the_least_case_has_empty_defaults():
-    record = decode(CaseRecord, samples.case(), "cases[0]")
-    assert record.failure is None
-    assert (record.nodeid, record.missing, record.distances, record.collectives) == ("", (), (), ())
-    assert record.expected == ""
-    assert (record.seeds, record.losses) == ({}, {})
-
-
 def test_null_is_as_good_as_missing_for_an_optional_field():
     record = decode(CaseRecord, samples.case(failure=None, losses=None, missing=None, nodeid=None), "cases[0]")
     assert (record.failure, record.losses, record.missing, record.nodeid) == (None, {}, (), "")

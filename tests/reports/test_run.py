@@ -19,6 +19,8 @@ from tests.reports.test_record import EXPLAINED
 PUBLISHED = Path(__file__).parents[2] / "reports/published"
 SCHEMA = PUBLISHED.with_name("run-file.schema.json")
 END = samples.run()["end"]
+QUICK = {"name": "quick", "deselected": {"a": {"b": "c"}}}
+TWICE = [samples.case(), samples.case(implementation="other"), samples.case(verdict="fail")]
 KNOWN = ("source", "case", "link", "torch")
 
 
@@ -44,17 +46,9 @@ def test_a_whole_run_is_read(written):
     assert (env.platform, env.cpu_count, env.device) == ("Linux", 64, "cuda")
     assert env.accelerators == (Accelerator(name="GPU X", memory_bytes=150_000_000_000),) * 4
     assert (env.started, env.command) == ("2026-01-02T03:04:05+00:00", ("pytest", "suites"))
-    assert env.implementations == {
-        "reference": Implementation(version="0.1.0", capabilities=("reshard_after_forward",))
-    }
+    reference = Implementation(version="0.1.0", capabilities=("reshard_after_forward",))
+    assert env.implementations == {"reference": reference}
     assert env.numerics == {"slack_ulps": 8}
-
-
-def test_an_empty_environment_will_do():
-    """Files of earlier versions lack what later ones added."""
-    run = parse_run(samples.run())
-    assert run.environment.nccl is None
-    assert (run.suites, run.environment.shardproof_commit, run.environment.torch_git_version) == ("", "", "")
 
 
 def test_implementations_keep_the_order_of_the_command_and_miss_none():
@@ -76,10 +70,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         (samples.journal() | {"selected": {"a": ["b", 3]}}, "selected.a[1]: 3 is not a string"),
         (samples.journal() | {"effort": "quick"}, "effort: 'quick' is not an object"),
         (samples.journal() | {"effort": {}}, "effort: the field 'name' is missing"),
-        (
-            samples.journal() | {"effort": {"name": "quick", "deselected": {"a": {"b": "c"}}}},
-            "effort.deselected.a.b: 'c' is not an integer",
-        ),
+        (samples.journal() | {"effort": QUICK}, "effort.deselected.a.b: 'c' is not an integer"),
         (
             {"schema_version": 2, "run_id": "x", "end": samples.run()["end"]},
             "the file: the field 'environment' is missing",
@@ -90,10 +81,7 @@ def test_implementations_keep_the_order_of_the_command_and_miss_none():
         (samples.run(cpu_count="2"), "environment.cpu_count: '2' is not an integer"),
         (samples.run(accelerators=[{}]), "environment.accelerators[0]: the field 'name' is missing"),
         (samples.run(implementations={"a": 1}), "environment.implementations.a: 1 is not an object"),
-        (
-            samples.run(samples.case(), samples.case(implementation="other"), samples.case(verdict="fail")),
-            "cases[2].id: 'suites/test_autograd.py::test_unused[w2]' on 'reference' is in the file twice",
-        ),
+        (samples.run(*TWICE), f"cases[2].id: '{TWICE[0]['id']}' on 'reference' is in the file twice"),
         # What was taken out of a file by hand must not look as if it had never been there.
         (
             samples.journal(samples.case(id="a"), selected={"reference": ["a", "b"]}),
@@ -161,10 +149,7 @@ def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
         (b"[" * 100_000, "not a JSON file: .*recursion.*"),
         (b"1" * 5000, "not a JSON file: .*digits.*"),
         (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 2"),
-        (
-            json.dumps(samples.journal(samples.case(seconds=10**400))).encode(),
-            r"cases\[0\].seconds: 10+\.\.\. is not a number",
-        ),
+        (json.dumps(samples.run(samples.case(seconds=10**400))).encode(), r"cases\[0\].seconds: 10+.* is not a number"),
     ],
     ids=["empty", "cut short", "no Unicode", "nested", "long number", "version", "no float"],
 )
@@ -176,13 +161,6 @@ def test_a_bad_file_is_one_line_that_begins_with_its_name(written, content, mess
 def test_a_missing_file_and_a_folder_are_said_so(tmp_path):
     for path, why in ((tmp_path / "none.json", "No such file or directory"), (tmp_path, "Is a directory")):
         assert error_of(load_run, path, kind=RunFileError) == f"{path}: {why}"
-
-
-def test_a_compressed_file_is_read_as_the_plain_one(tmp_path):
-    content = json.dumps(samples.journal(samples.case())).encode()
-    for name, written in (("run.json", content), ("run.json.gz", gzip.compress(content))):
-        tmp_path.joinpath(name).write_bytes(written)
-    assert load_run(tmp_path / "run.json.gz") == load_run(tmp_path / "run.json")
 
 
 @pytest.mark.parametrize(
