@@ -88,6 +88,11 @@ def _watched(
     return done.returncode, done.stdout + done.stderr
 
 
+def _assert_says(text: str, words: Sequence[str]) -> None:
+    missing = [one for one in words if one not in text]
+    assert not missing, f"{missing} is not in:\n{text}"
+
+
 def _findings(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("shardproof doctor: step ")]
 
@@ -98,8 +103,7 @@ def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> 
     script = EXAMPLES / "incidents" / f"{name}.py"
     code, text = _watched(script)
     assert code == 1, text
-    missing = [words for words in SAID[name] if words not in text]
-    assert not missing, f"{missing} is not in:\n{text}"
+    _assert_says(text, SAID[name])
     # What follows from the mistake is no finding of its own.
     assert len([line for line in _findings(text) if line.endswith("]")]) == 1, text
     code, text = _watched(script, "healthy")
@@ -128,8 +132,7 @@ def test_a_check_names_the_mistake_and_agrees_without_it(name: str) -> None:
     mesh = MESHES.get(name, ())
     code, text = _checked(name, functions, *mesh)
     assert code == 1, text
-    missing = [words for words in said if words not in text]
-    assert not missing, f"{missing} is not in:\n{text}"
+    _assert_says(text, said)
     code, text = _checked(name, functions | {wrong: "healthy"}, *mesh)
     assert code == 0 and text.startswith("pass  "), text
 
@@ -159,8 +162,8 @@ def test_a_comparison_with_a_healthy_recording_names_the_mistake(name: str, tmp_
     code, text = _shardproof("compare", tmp_path / "ref", tmp_path / "healthy")
     assert code == 0 and "no divergence" in text, text
     code, text = _shardproof("compare", tmp_path / "ref", tmp_path / "mistake")
-    missing = [words for words in (f"first divergence on rank 0: {first}", *said) if words not in text]
-    assert code == 1 and not missing, f"{missing} is not in:\n{text}"
+    assert code == 1, text
+    _assert_says(text, [f"first divergence on rank 0: {first}", *said])
 
 
 @pytest.mark.nightly

@@ -244,6 +244,15 @@ def test_simulation(rank):
         one.close()
 """
 EVERYONE = ("reference", "reference.flat", "torch.fully_shard")
+#: By a name that the reference lacks, which of its halves stop.
+STOPPED = {
+    "torch._C._autograd._profiler_enabled": set(),  # left out
+    "torch._chunk_cat": set(),  # replaced
+    "torch._compile._disable_dynamo": set(),  # replaced, when the package is imported
+    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": set(),  # of a feature that is not used
+    "torch.distributed._composable_state._State": {"reference"},
+    "torch._C._current_graph_task_id": {"reference", "reference.flat"},
+}
 
 
 def run_without(folder, *options, impl=EVERYONE, torch=None, **environment):
@@ -278,6 +287,7 @@ def check_without(path, folder, *, is_of_the_reference=False):
     for case in cases.values():
         if case["verdict"] == "unmet":
             assert path in "".join(case["missing"]) or "does not import" in case["missing"][0], printed
+    return cases
 
 
 @pytest.mark.nightly
@@ -291,7 +301,13 @@ def test_a_torch_without_a_name(tmp_path, path):
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", [name.path for name in private_of_the_reference.NAMES])
 def test_a_torch_without_a_name_of_the_reference(tmp_path, path):
-    check_without(path, tmp_path, is_of_the_reference=True)
+    """Stopped is what needs the name, and says so."""
+    cases = check_without(path, tmp_path, is_of_the_reference=True)
+    trained = {name: cases[name, "test_training"] for name in EVERYONE[:2]}
+    stopped = {name: case for name, case in trained.items() if case["verdict"] != "pass"}
+    assert stopped.keys() == STOPPED.get(path, stopped.keys())
+    for case in stopped.values():
+        assert path in "".join([*case["missing"], (case["failure"] or {"text": ""})["text"]]), case
 
 
 @pytest.mark.nightly

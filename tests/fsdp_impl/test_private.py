@@ -1,14 +1,12 @@
 """The list of the private names of torch that the reference takes, and what happens without them.
 
-That no other file takes one is in tests/test_private_names.py.
+That no other file takes one, and what trains without one, is in tests/test_private_names.py.
 """
 
 import ast
 import importlib.util
 import itertools
 import pkgutil
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -201,61 +199,3 @@ def test_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     public = without("torch.nn.modules.batchnorm._BatchNorm", monkeypatch).batch_norms
     modules = [nn.BatchNorm1d(1), nn.BatchNorm2d(1), nn.BatchNorm3d(1), nn.SyncBatchNorm(1), nn.LayerNorm(1)]
     assert [isinstance(m, public) for m in modules] == [isinstance(m, private.batch_norms) for m in modules]
-
-
-# Torch is imported once, with what it imports itself when it is used; each path is deleted in a fork of its own.
-TRAIN = """
-import os, sys
-import torch, torch._dynamo, torch.distributed as dist, torch.distributed.fsdp, torch.distributed.tensor
-from torch import nn
-
-def flat():
-    return fsdp_impl.FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
-
-def per_parameter():
-    return fsdp_impl.fully_shard(nn.Linear(3, 2))
-
-for path in sys.argv[1:]:
-    if os.fork():
-        assert os.wait()[1] == 0, path
-        continue
-    module, _, name = path.rpartition(".")
-    delattr(sys.modules[module], name)
-    import fsdp_impl
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for half in (flat, per_parameter):
-        try:
-            model = half()
-            model(torch.ones(1, 3)).sum().backward()
-            print(path, half.__name__, "trains:", *(type(param.grad).__name__ for param in model.parameters()))
-        except RuntimeError as error:
-            print(path, half.__name__, "raises:", error)
-    sys.stdout.flush()
-    os._exit(0)
-"""
-# By a name that is missing: the halves that stop.
-STOPPED = {
-    "torch._C._autograd._profiler_enabled": (),  # left out
-    "torch._chunk_cat": (),  # replaced
-    "torch._compile._disable_dynamo": (),  # replaced, when the package is imported
-    "torch.distributed.tensor._utils.compute_local_shape_and_global_offset": (),  # of a feature that is not used
-    "torch.distributed._composable_state._State": ("per_parameter",),  # of one half
-    "torch._C._current_graph_task_id": ("flat", "per_parameter"),
-}
-
-
-@pytest.mark.nightly
-def test_the_package_without() -> None:
-    """Whatever is missing, the package is imported, and stopped is what needs the name, when it does."""
-    command = [sys.executable, "-c", TRAIN, *STOPPED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT.parent, check=False)
-    assert done.returncode == 0, done.stderr
-    purposes = {name.path: name.purpose for name in private.NAMES}
-    expected = [
-        f"{path} {half} raises: torch {torch.__version__} has no {path}, which {purposes[path]} needs"
-        if half in stopped
-        else f"{path} {half} trains: {kinds}"
-        for path, stopped in STOPPED.items()
-        for half, kinds in (("flat", "Tensor"), ("per_parameter", "DTensor DTensor"))
-    ]
-    assert done.stdout.splitlines() == expected

@@ -115,11 +115,6 @@ def test_a_rank_that_gets_no_interpreter_says_why(monkeypatch):
         World(WorldKey(1, "cpu", own_hash_seeds=True), [0])
 
 
-def test_such_a_world_is_named():
-    assert str(WorldKey(2, "cpu", own_hash_seeds=True)) == "2 ranks on cpu, own hash seeds"
-    assert WorldKey(2, "cpu", own_hash_seeds=True) != WorldKey(2, "cpu")
-
-
 def test_a_rank_leaves_no_file_of_its_start():
     started = World(WorldKey(2, "cpu", own_hash_seeds=True), [0, 0])
     try:

@@ -1,6 +1,7 @@
 """The run file is a journal: nothing that has ended is lost, and an incomplete run never looks like a complete one."""
 
 import fcntl
+import json
 import os
 import pathlib
 import resource
@@ -491,6 +492,14 @@ sys.exit(pytest.main([*{QUIET!r}, "--impl", "ddp", "--report", "run.json"], plug
 """
     python("-c", script, cwd=tmp_path, code=0)
     assert not load_run(tmp_path / "run.json").incomplete
+
+
+def test_a_run_file_is_one_json_document_with_a_record_on_each_line(run, pytester):
+    """For `jq` and `grep` alike."""
+    run(PASSES, "--report", "run.json")
+    text = pytester.path.joinpath("run.json").read_text()
+    assert json.loads(text)["end"]["complete"] is True
+    assert sum(line.lstrip(",").startswith('{"id": ') for line in text.splitlines()) == 1
 
 
 def test_the_handlers_of_signals_are_restored(run):

@@ -98,6 +98,11 @@ STAGES = [
 ]  # fmt: skip
 
 
+def test_stages_order_themselves():
+    assert sorted(STAGES, reverse=True) == STAGES[::-1]
+    assert Stage.SHARDING < Stage.OUTPUT <= Stage.OUTPUT < Stage.COLLECTIVES
+
+
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.value)
 def test_each_stage_is_compared_and_the_element_named(step, stage):
     spoil(step, stage)
