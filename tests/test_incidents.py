@@ -71,13 +71,9 @@ CHECKED = {
     ),
 }  # fmt: skip
 MESHES = {"bf16_norm": ("--mesh", "dp=2,tp=2")}
-LOOPS = {
-    "ddp": ["--accumulate", "2"],
-    "fsdp2": ["--accumulate", "2", "--clip", "torch"],
-    "fsdp2-bf16": ["--bf16", "--clip", "hand"],
-    "fsdp2_tp": ["--accumulate", "2", "--clip", "torch"],
-    "hsdp": ["--clip", "torch"],
-}
+TWO, CLIP = ["--accumulate", "2"], ["--clip", "torch"]
+LOOPS = {"ddp": TWO, "fsdp2": TWO + CLIP, "fsdp2_tp": TWO + CLIP, "hsdp": CLIP}
+LOOPS["fsdp2-bf16"] = ["--bf16", "--clip", "hand"]
 
 
 def _watched(

@@ -164,9 +164,8 @@ def test_the_doctors_score(monkeypatch: pytest.MonkeyPatch) -> None:
     written = dataclasses.replace(_bug("written", item), place="planted.adapters:Written", old=None, new=None)
     bugs = [_bug("found", item), _bug("lives", item), written]
     assert run.unnoticed(bugs, jobs=1) == [bugs[1]]
-    assert runs == [
-        [f"suites/test_x.py::test_x[planted.watched:{name}-w2-two]" for name in ("found", "lives", "Written")]
-    ]
+    names = ("found", "lives", "Written")
+    assert runs == [[f"suites/test_x.py::test_x[planted.watched:{name}-w2-two]" for name in names]]
 
 
 def test_the_table_of_a_requirement() -> None:

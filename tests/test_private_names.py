@@ -121,12 +121,9 @@ def found_outside(trees, table):
     """What stands outside of the table: one line for each private name of torch."""
     lines = [line for path, tree in trees.items() if path != table for line in paths_where(is_private, path, tree)]
     allowed = {*own_names(trees.values()), *(name for names in OF_OBJECTS.values() for name in names)}
-    lines += [
-        f"{path}:{line}: an attribute {name}"
-        for path, tree in trees.items()
-        for line, name in attributes_of_objects(tree)
-        if name not in allowed
-    ]
+    for path, tree in trees.items():
+        found = [one for one in attributes_of_objects(tree) if one[1] not in allowed]
+        lines += [f"{path}:{line}: an attribute {name}" for line, name in found]
     return sorted(set(lines))
 
 

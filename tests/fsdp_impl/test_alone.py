@@ -69,9 +69,8 @@ def test_what_only_the_first_forward_can_see(prepare: Callable[[nn.Sequential], 
 
 def test_the_mesh_of_a_parameter_may_be_of_any_class_and_is_one_to_shard_over() -> None:
     mesh, module = init_device_mesh("cpu", (1,), mesh_dim_names=("alone",)), nn.Linear(4, 4)
-    result = SimpleNamespace(
-        placement=None, mesh_info=SimpleNamespace(mesh=mesh, shard_mesh_dim=0, replicate_mesh_dim=None)
-    )
+    info = SimpleNamespace(mesh=mesh, shard_mesh_dim=0, replicate_mesh_dim=None)
+    result = SimpleNamespace(placement=None, mesh_info=info)
     fully_shard(module, shard_placement_fn=lambda param: result if param is module.bias else None)
     assert [param.device_mesh == mesh for param in module.parameters()] == [False, True]
     wrong = fsdp_impl.ShardPlacementResult(None, fsdp_impl.FSDPMeshInfo(mesh))

@@ -95,10 +95,8 @@ def ignored_in(whole: nn.Module, ignores: bool) -> Ignored:
 @pytest.mark.parametrize("name", theirs.__all__)
 def test_names_and_signatures(name: str) -> None:
     assert name in ours.__all__
-    shapes = [
-        [(p.name, p.kind, p.default) for p in inspect.signature(getattr(half, name)).parameters.values()]
-        for half in (theirs, ours)
-    ]
+    signatures = [inspect.signature(getattr(half, name)).parameters.values() for half in (theirs, ours)]
+    shapes = [[(one.name, one.kind, one.default) for one in parameters] for parameters in signatures]
     assert shapes[0] == shapes[1]
 
 

@@ -80,9 +80,8 @@ def documented_as_lacking(name):
     section = re.search(rf"^### {re.escape(name)}$(.*?)(?=^### |\Z)", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
     assert section, f"docs/adapters.md has no section ### {name}"
     items = re.findall(r"^- (?:before torch (\S+), )?([^:]+):", section[1], flags=re.MULTILINE)
-    applies = [
-        names for before, names in items if not before or torch.__version__ < torch.torch_version.TorchVersion(before)
-    ]
+    version = torch.torch_version.TorchVersion
+    applies = [names for before, names in items if not before or torch.__version__ < version(before)]
     return {found for names in applies for found in re.findall(r"`([^`]+)`", names)}
 
 

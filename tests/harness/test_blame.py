@@ -69,13 +69,11 @@ def verdicts(pytester, run):
         monkey = [*options, "--impl", impl, "--device", "cpu", "--report", "run.json"]
         result = run(CASES.format(pairs=pairs), *monkey)
         cases = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
-        return result, {
-            (case["id"].partition("::test_")[2].partition("[")[0], case["implementation"].rpartition(":")[2]): (
-                case["verdict"],
-                (case["failure"] or {"text": ""})["text"],
-            )
-            for case in cases
-        }
+        found = {}
+        for case in cases:
+            key = case["id"].partition("::test_")[2].partition("[")[0], case["implementation"].rpartition(":")[2]
+            found[key] = case["verdict"], (case["failure"] or {"text": ""})["text"]
+        return result, found
 
     return verdicts
 

@@ -33,32 +33,23 @@ def recorded(function, unit_of=None):
 
 @pytest.mark.filterwarnings("ignore")
 @world(2)
-def test_every_spelling_of_a_gather_is_one_kind(rank: Rank):
-    shard, full = torch.ones(3), torch.empty(6)
+def test_every_spelling_of_a_gather_and_of_a_reduction_is_one_kind(rank: Rank):
+    shard, full = torch.ones(3), torch.ones(6)
     spellings = {
         "into tensor": lambda: dist.all_gather_into_tensor(full, shard),
         "list": lambda: dist.all_gather(list(full.chunk(2)), shard),
         "functional": lambda: functional.all_gather_tensor(shard, 0, dist.group.WORLD).sum(),
     }
-    if hasattr(dist, "all_gather_single"):
-        spellings["single"] = lambda: dist.all_gather_single(full, shard)
-    expected = [Collective("forward", "all_gather", "float32", 24, (0, 1))]
-    for name, spelling in spellings.items():
-        assert recorded(spelling) == expected, name
-
-
-@pytest.mark.filterwarnings("ignore")
-@world(2)
-def test_every_spelling_of_a_reduction_is_one_kind(rank: Rank):
-    shard, full = torch.empty(3), torch.ones(6)
-    spellings = {
+    reductions = {
         "tensor": lambda: dist.reduce_scatter_tensor(shard, full),
         "functional": lambda: functional.reduce_scatter_tensor(full, "sum", 0, dist.group.WORLD).sum(),
     }
-    if hasattr(dist, "reduce_scatter_single"):
-        spellings["single"] = lambda: dist.reduce_scatter_single(shard, full)
-    for name, spelling in spellings.items():
-        assert recorded(spelling) == [Collective("forward", "reduce_scatter", "float32", 24, (0, 1))], name
+    if hasattr(dist, "all_gather_single"):
+        spellings["single"] = lambda: dist.all_gather_single(full, shard)
+        reductions["single"] = lambda: dist.reduce_scatter_single(shard, full)
+    for kind, calls in (("all_gather", spellings), ("reduce_scatter", reductions)):
+        for name, call in calls.items():
+            assert recorded(call) == [Collective("forward", kind, "float32", 24, (0, 1))], f"{kind} {name}"
 
 
 @world(2)
@@ -201,10 +192,8 @@ def test_what_process_groups_issue_is_heard_without_a_dispatch_mode(rank: Rank):
         torch.distributed.all_gather_into_tensor(full, shard)
         dist.all_reduce(shard)
     dist.all_reduce(shard)
-    assert heard == [
-        Collective("forward", "all_gather", "float32", 24, (0, 1)),
-        Collective("forward", "all_reduce", "float32", 12, (0, 1)),
-    ]
+    issued = [("all_gather", 24), ("all_reduce", 12)]
+    assert heard == [Collective("forward", kind, "float32", nbytes, (0, 1)) for kind, nbytes in issued]
 
 
 def test_every_operator_of_the_installed_torch_is_known():

@@ -291,6 +291,14 @@ def test_what_no_optimizer_has_is_judged_in_the_first_step_alone():
     assert len(check_reduction(made.evidence(), [Reduced()])[0]) == 1, "nobody knows of an optimizer"
 
 
+def test_equal_parts_of_a_constant_are_no_replicas():
+    """A weight of a norm is all ones: the halves that two ranks of a replica hold have one shape and the same bits."""
+    bits, start = {"norm.weight": (Box((8,)), (), (0, 0))}, {"replicated": (), "model": "Norm", "shapes": {}}
+    flat = [{"norm.weight": (8, members)} for members in ((0, 1), (0, 1), (2, 3), (2, 3))]
+    held, differ = holders_of([Start(Groups({}, "", ()), bits, **start, flat=one) for one in flat])
+    assert held == {"norm.weight": [(0, 2), (1, 3)]} and not differ
+
+
 def test_of_a_sum_that_is_pending_each_part_counts_once():
     """Ranks 0 and 1 have one part of it, 2 and 3 the other."""
     made = Made()

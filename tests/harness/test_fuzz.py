@@ -166,10 +166,8 @@ def test_drawn_is_what_is_claimed(implementation: str, size: int):
 
 def test_a_description_prints_what_is_not_the_default():
     training = Training(plan=Plan(heads=(Block((Part("wide", 3),), calls=2),)), steps=(Step(), Step(uses=(1,))))
-    assert repr(training) == (
-        "Training(plan=Plan(heads=(Block(parts=(Part(kind='wide', width=3),), calls=2),)), "
-        "steps=(Step(), Step(uses=(1,))))"
-    )
+    plan = "Plan(heads=(Block(parts=(Part(kind='wide', width=3),), calls=2),))"
+    assert repr(training) == f"Training(plan={plan}, steps=(Step(), Step(uses=(1,))))"
     assert source_of((Part(), Part("wide", 7)), used=100) == "(\n    Part(),\n    Part(kind='wide', width=7),\n)"
 
 
@@ -223,9 +221,6 @@ def adapter_of(bug):
     return f"planted.adapters:{bug.replace('-', '_')}"
 
 
-EACH = pytest.mark.parametrize("bug", SHRUNK)
-
-
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory):
     """The records of the drawn case on two ranks, by implementation."""
@@ -236,7 +231,7 @@ def searched(tmp_path_factory):
 
 
 @pytest.mark.nightly
-@EACH
+@pytest.mark.parametrize("bug", SHRUNK)
 def test_bug_is_found_and_shrunk(searched, bug):
     case, expected = searched[adapter_of(bug)], SHRUNK[bug]
     assert case["verdict"] == expected.verdict
@@ -245,7 +240,7 @@ def test_bug_is_found_and_shrunk(searched, bug):
 
 
 @pytest.mark.nightly
-@EACH
+@pytest.mark.parametrize("bug", SHRUNK)
 def test_the_printed_case_fails_alike(searched, bug, tmp_path):
     expected = SHRUNK[bug]
     name = adapter_of(bug)

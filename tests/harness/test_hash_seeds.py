@@ -13,7 +13,7 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.world import World, WorldDied
 from shardproof.testing import world
-from tests.harness.inner import PYTHONPATH, QUIET
+from tests.harness.inner import CASE, PYTHONPATH, QUIET
 from tests.harness.test_chaos import is_alive
 
 pytestmark = pytest.mark.nightly
@@ -96,12 +96,9 @@ def test_such_ranks_have_the_verdicts_of_others(pytester):
 
 
 def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
-    tmp_path.joinpath("test_inner.py").write_text(
-        "from shardproof.testing import world\n"
-        "@world(2, own_hash_seeds=True)\n"
-        "def test_seed(rank):\n"
-        f"    assert hash('name') == {[hash_with('1'), hash_with('2')]}[rank.index]\n"
-    )
+    body = f"assert hash('name') == {[hash_with('1'), hash_with('2')]}[rank.index]"
+    source = CASE.format(body=body).replace("(2)", "(2, own_hash_seeds=True)")
+    tmp_path.joinpath("test_inner.py").write_text(source)
     start = f"import sys; sys.path[:0] = {PYTHONPATH.split(os.pathsep)}; import pytest; sys.exit(pytest.main())"
     command = [sys.executable, "-E", "-c", start, *QUIET, "--impl", "ddp", "--device", "cpu", "test_inner.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -75,10 +75,8 @@ def test_a_terminal_shows_how_far_the_run_is(on_terminal, options):
 def registered(*, is_terminal=True, verbose=0, capture="fd", **attributes):
     """Whether a run with these options has a line."""
     found = []
-    manager = types.SimpleNamespace(
-        getplugin=lambda name: types.SimpleNamespace(isatty=lambda: is_terminal),
-        register=lambda *given: found.append(given),
-    )
+    reporter = types.SimpleNamespace(isatty=lambda: is_terminal)
+    manager = types.SimpleNamespace(getplugin=lambda name: reporter, register=lambda *given: found.append(given))
     option = types.SimpleNamespace(verbose=verbose, capture=capture)
     terminal.register(types.SimpleNamespace(pluginmanager=manager, option=option, **attributes))
     return bool(found)

@@ -92,10 +92,8 @@ def candidates_of(function, requirement, **axes):
 
 def test_each_of_different_things_has_one_item():
     things = ["a", "b", "c"]
-    candidates = [
-        dataclasses.replace(one, apart=(one.values["what"],))
-        for one in candidates_of("f", "A-1", what=things, own=["x", "y"])
-    ]
+    every = candidates_of("f", "A-1", what=things, own=["x", "y"])
+    candidates = [dataclasses.replace(one, apart=(one.values["what"],)) for one in every]
     chosen = [candidates[index].values for index in choose_quick(candidates)]
     assert [values["what"] for values in chosen] == things
     assert {values["own"] for values in chosen} == {"x", "y"}

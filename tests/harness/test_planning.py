@@ -69,12 +69,8 @@ class Real:
             adapter.teardown()
 
 
-CASES = {
-    "gpt": ("gpt", {}),
-    "llama-mixed": ("llama", MIXED),
-    "tied-kept": ("tied", {"reshard_after_forward": False}),
-    "odd-recomputed": ("odd", {"checkpointing": True}),
-}
+CASES = {"gpt": ("gpt", {}), "llama-mixed": ("llama", MIXED), "odd-recomputed": ("odd", {"checkpointing": True})}
+CASES["tied-kept"] = ("tied", {"reshard_after_forward": False})
 #: Of all pairs these run in CI; the others at night.
 IN_CI = {("gpt", "torch.fully_shard"), ("llama-mixed", "reference"), ("odd-recomputed", "reference.flat")}
 

@@ -198,10 +198,8 @@ def test_another_owner_keeps_its_options(pytester, named):
     )
     result.assert_outcomes(passed=1)
     lines = [line for line in result.stdout.lines if line.startswith("shardproof: --")]
-    assert lines == [
-        f"shardproof: --device is an option of {owner}; shardproof's own is --shardproof-device",
-        f"shardproof: --report is an option of {owner}; shardproof's own is --shardproof-report",
-    ]
+    told = "shardproof: --{0} is an option of {1}; shardproof's own is --shardproof-{0}"
+    assert lines == [told.format(name, owner) for name in ("device", "report")]
     result.stdout.fnmatch_lines(["their device is tpu, their report True", "ddp: 1 pass", "run file: run.json"])
     assert (pytester.path / "run.json").exists()
 

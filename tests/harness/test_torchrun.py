@@ -73,10 +73,8 @@ def test_the_verdicts_are_those_of_an_ordinary_run(job, pytester):
     launched = verdicts(report)
     assert launched == ordinary | {"test_sound[w8]": "unmet", "test_place[w2]": "pass", "test_seed[w2]": "pass"}
     assert set(launched.values()) == {"pass", "fail", "crash", "hang", "unmet"}
-    texts = [
-        {case["id"]: case["failure"] for case in json.loads(path.read_text())["cases"]}
-        for path in (pytester.path / "run.json", report)
-    ]
+    runs = [json.loads(path.read_text()) for path in (pytester.path / "run.json", report)]
+    texts = [{case["id"]: case["failure"] for case in run["cases"]} for run in runs]
     one, two = (text["test_inner.py::test_wrong[w2]"] for text in texts)
     assert one["rank"] == two["rank"] == 1
     assert one["text"].replace(str(pytester.path), "") == two["text"].replace(str(report.parent), "")

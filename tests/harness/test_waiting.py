@@ -108,10 +108,8 @@ def test_one_stopped_holder_of_many_slots_is_no_reason_to_give_up(tmp_path, told
     stopped = waiting.Process(1, "python", "T", "0")
     monkeypatch.setattr(Leases, "_try", lambda *_: None)
     monkeypatch.setattr(Leases, "_holder", lambda self, name: stopped if name == "slot.0" else None)
-    leases = Leases(tmp_path)
-    slots = ["slot.0", "slot.1"]
-    assert not leases._holders([(slots, 1)]).need_sigcont
-    assert leases._holders([(slots, 2)]).need_sigcont
+    found = [Leases(tmp_path)._holders([(["slot.0", "slot.1"], count)]).need_sigcont for count in (1, 2)]
+    assert found == [False, True]
 
 
 def test_an_id_in_a_lock_file_that_is_not_the_holders_is_not_believed(holder, tmp_path):

@@ -19,12 +19,16 @@ def report(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8")
 
 
+def written(path, *cases, **fields):
+    """A run file of these cases with these fields; its path."""
+    path.write_text(json.dumps(samples.journal(*cases) | fields) + "\n")
+    return path
+
+
 @pytest.fixture
 def failing(tmp_path):
     """A run file with one failing case, whose text is not ASCII and not even Unicode."""
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(samples.journal(samples.case(verdict="fail", failure={"text": "größer \ud800"}))))
-    return path
+    return written(tmp_path / "run.json", samples.case(verdict="fail", failure={"text": "größer \ud800"}))
 
 
 def test_a_summary_reads_and_does_not_judge(failing):
@@ -35,9 +39,8 @@ def test_a_summary_reads_and_does_not_judge(failing):
 
 
 def test_a_long_text_whole_on_request(tmp_path):
-    path = tmp_path / "run.json"
     text = "\n".join(f"line {i}" for i in range(40))
-    path.write_text(json.dumps(samples.journal(samples.case(verdict="fail", failure={"text": text}))))
+    path = written(tmp_path / "run.json", samples.case(verdict="fail", failure={"text": text}))
     assert "    line 20\n" not in report(path).stdout
     assert "    line 20\n" in report(path, "--full").stdout
 
@@ -70,19 +73,16 @@ def test_the_journal_of_an_incomplete_run_is_printed_with_exit_code_1(tmp_path):
 
 
 def test_what_is_required_and_was_not_asked_is_said(tmp_path):
-    path = tmp_path / "run.json"
     needs = {"ACCUMULATION-1": "4 ranks", "INIT-8": "4 ranks"}
-    path.write_text(json.dumps(samples.journal(samples.case()) | {"unasked": {"reference": needs}}))
+    path = written(tmp_path / "run.json", samples.case(), unasked={"reference": needs})
     line = "required of every implementation, not run: ACCUMULATION-1 (needs 4 ranks), INIT-8 (needs 4 ranks)"
     assert f"\nreference: {line}\n" in report(path).stdout
 
 
 def test_what_ran_again_and_what_pytest_skipped_is_said(tmp_path):
-    path = tmp_path / "run.json"
-    data = samples.journal(samples.case(verdict="fail"), samples.case(attempt=2))
-    data["left_out"] = [{"id": "b", "implementation": "reference", "reason": "Skipped: on a whim"}]
-    path.write_text(json.dumps(data))
-    done = report(path)
+    left_out = [{"id": "b", "implementation": "reference", "reason": "Skipped: on a whim"}]
+    attempts = samples.case(verdict="fail"), samples.case(attempt=2)
+    done = report(written(tmp_path / "run.json", *attempts, left_out=left_out))
     assert done.returncode == 0
     assert "\nskipped by pytest (Skipped: on a whim): reference 1\n" in done.stdout
     assert "\nrun again, only the last attempt counts: reference 1\n" in done.stdout
@@ -98,8 +98,7 @@ def test_an_unknown_option_is_exit_code_2_without_a_traceback():
 @pytest.mark.parametrize("cases", [1, 1000], ids=["at the flush", "while printing"])
 def test_a_reader_that_stops_early_is_no_error(tmp_path, cases):
     """As under `| head`: the other end of the pipe is closed."""
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(samples.journal(*(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))))
+    path = written(tmp_path / "run.json", *(samples.case(id=f"case {i} {'x' * 100}") for i in range(cases)))
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "shardproof", "report", "--cases", str(path)]

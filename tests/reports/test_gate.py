@@ -49,11 +49,8 @@ def worse(result):
     """What got worse by a code and a text, one line each, without the rest."""
     code, printed = result
     assert code == 1
-    return [
-        line.strip()
-        for line in printed.splitlines()
-        if line.startswith(("  ours ", "  ours:", "  theirs")) and "BASE:" not in line
-    ]
+    lines = [line for line in printed.splitlines() if line.startswith(("  ours ", "  ours:", "  theirs"))]
+    return [line.strip() for line in lines if "BASE:" not in line]
 
 
 def test_nothing_got_worse(run):

@@ -20,6 +20,7 @@ PUBLISHED = Path(__file__).parents[2] / "reports/published"
 SCHEMA = PUBLISHED.with_name("run-file.schema.json")
 END = samples.run()["end"]
 QUICK = {"name": "quick", "deselected": {"a": {"b": "c"}}}
+HUGE = json.dumps(samples.journal(samples.case(seconds=10**400))).encode()
 TWICE = [samples.case(), samples.case(implementation="other"), samples.case(verdict="fail")]
 KNOWN = ("source", "case", "link", "torch")
 
@@ -149,7 +150,7 @@ def test_a_huge_file_is_one_line(tmp_path, name, monkeypatch):
         (b"[" * 100_000, "not a JSON file: .*recursion.*"),
         (b"1" * 5000, "not a JSON file: .*digits.*"),
         (b'{"schema_version": 7}', "schema_version: 7 is not supported; supported: 2"),
-        (json.dumps(samples.run(samples.case(seconds=10**400))).encode(), r"cases\[0\].seconds: 10+.* is not a number"),
+        (HUGE, r"cases\[0\].seconds: 10+.* is not a number"),
     ],
     ids=["empty", "cut short", "no Unicode", "nested", "long number", "version", "no float"],
 )
