@@ -18,12 +18,8 @@ pytestmark = pytest.mark.sampled
 TEMPLATE = ROOT / "examples/your-implementation"
 
 #: Names of its packages that shardproof's folders have too.
-RENAMED = {
-    "your_implementation": "harness",
-    "conformance/": "suites/",
-    "conformance ": "suites ",
-    '"conformance"]': '"suites"]',
-}
+RENAMED = {"your_implementation": "harness"}
+RENAMED |= {"conformance/": "suites/", "conformance ": "suites ", '"conformance"]': '"suites"]'}
 
 
 def renamed(text):

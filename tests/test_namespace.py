@@ -2,12 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.harness.inner import ROOT, python
+from tests.harness.inner import PYTHONPATH, ROOT, python
 
 # Run in both: every name in sys.modules whose file is one of ours, by the real file.
 NAMES = """
@@ -50,12 +48,9 @@ def test_one_name_for_each_file(tmp_path, folder):
     (tmp_path / "look.py").write_text(PLUGIN)
     (tmp_path / "test_names.py").write_text(CASE)
     options = ["--impl", "reference", "--device", "cpu", "--world", "2", "-p", "no:cacheprovider", "-p", "look", "-s"]
-    paths = filter(None, [str(ROOT), str(tmp_path), os.environ.get("PYTHONPATH")])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    cases = [str(tmp_path / "test_names.py"), str(ROOT / folder / "test_training.py"), "-k", "ranks or 16x15"]
-    command = [sys.executable, "-m", "pytest", *cases, *options]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    cases = [tmp_path / "test_names.py", ROOT / folder / "test_training.py", "-k", "ranks or 16x15"]
+    path = f"{PYTHONPATH}{os.pathsep}{tmp_path}"
+    done = python("-m", "pytest", *cases, *options, timeout=120, code=0, PYTHONPATH=path)
     assert "controller: {} []\n" in done.stdout
     assert "reference: 2 pass" in done.stdout
 

@@ -19,12 +19,9 @@ DATA = ("contract.json", "run-file.schema.json")
 def sources(folder):
     """The folder's files as git would see them, as paths in a wheel."""
     prefix = "" if folder == "fsdp_impl" else "shardproof/"
-    files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return {
-        f"{prefix}{path.relative_to(ROOT)}"
-        for path in files
-        if path.suffix in (".css", ".html", ".js", ".py", ".toml", ".typed") or path.name in DATA
-    }
+    files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+    kinds = (".css", ".html", ".js", ".py", ".toml", ".typed")
+    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds or path.name in DATA}
 
 
 @pytest.fixture(scope="module")

@@ -25,10 +25,8 @@ def public_methods(cls: type) -> dict[str, Any]:
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
     """Names, kinds and defaults of the parameters; defaults by their type and fields."""
-    return [
-        (parameter.name, parameter.kind, plain(parameter.default))
-        for parameter in inspect.signature(function).parameters.values()
-    ]
+    parameters = inspect.signature(function).parameters.values()
+    return [(one.name, one.kind, plain(one.default)) for one in parameters]
 
 
 def plain(value: Any) -> Any:

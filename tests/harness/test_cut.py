@@ -34,30 +34,24 @@ def rows(length, shape, placements):
     return [cut_like(full, mesh=Mesh(shape, at), placements=placements).tolist() for at in places]
 
 
-def test_tensor_parallelism_cuts_first():
-    """Rank (dp, tp) holds the dp-th part of the tp-th part; a plain Shard holds the tp-th part of the dp-th."""
-    strided = (_StridedShard(0, split_factor=2), Shard(0))
-    assert rows(8, (2, 2), strided) == [[0, 1], [4, 5], [2, 3], [6, 7]]
-    assert rows(8, (2, 2), (Shard(0), Shard(0))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
+CUTS = [
+    # Rank (dp, tp) holds the dp-th part of the tp-th part; a plain Shard holds the tp-th part of the dp-th.
+    (8, STRIDED, [[0, 1], [4, 5], [2, 3], [6, 7]]),
+    (8, (Shard(0), Shard(0)), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    # Nine rows: tensor parallelism makes five and four, and each is cut by its own size.
+    (9, STRIDED, [[0, 1, 2], [5, 6], [3, 4], [7, 8]]),
+    (3, STRIDED, [[0], [2], [1], []]),
+    (1, STRIDED, [[0], [], [], []]),
+    (8, (Replicate(), *STRIDED), [[0, 1], [4, 5], [2, 3], [6, 7]] * 2),
+    # The innermost cuts first, the outermost last.
+    (8, (_StridedShard(0, split_factor=4), *STRIDED), [[0], [4], [2], [6], [1], [5], [3], [7]]),
+]
 
 
-def test_parts_that_do_not_divide():
-    """Nine rows: tensor parallelism makes five and four, and each is cut by its own size."""
-    strided = (_StridedShard(0, split_factor=2), Shard(0))
-    assert rows(9, (2, 2), strided) == [[0, 1, 2], [5, 6], [3, 4], [7, 8]]
-    assert rows(3, (2, 2), strided) == [[0], [2], [1], []]
-    assert rows(1, (2, 2), strided) == [[0], [], [], []]
-
-
-def test_replicas_of_strided_shards():
-    placements = (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
-    assert rows(8, (2, 2, 2), placements) == [[0, 1], [4, 5], [2, 3], [6, 7]] * 2
-
-
-def test_two_strided_dimensions():
-    """The innermost cuts first, the outermost last."""
-    placements = (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0))
-    assert rows(8, (2, 2, 2), placements) == [[0], [4], [2], [6], [1], [5], [3], [7]]
+@pytest.mark.parametrize(("length", "placements", "expected"), CUTS, ids=str)
+def test_rows_that_ranks_hold(length, placements, expected):
+    assert rows(length, (2,) * len(placements), placements) == expected
 
 
 @pytest.mark.parametrize("length", range(1, 20))

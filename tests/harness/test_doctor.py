@@ -18,6 +18,7 @@ from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.training.doctor import Unhealthy, doctor
 from shardproof.harness.worlds import leftovers
 from shardproof.testing import world
+from tests.errors import error_of
 from tests.harness.inner import python
 
 
@@ -184,9 +185,7 @@ def test_what_is_refused_before_anything_is_trained(model, traces, given, line, 
     monkeypatch.setenv("WORLD_SIZE", "1" if given else "2")
     with simulated_world(1) if "data" in given else contextlib.nullcontext() as fake:
         mesh = fake.mesh() if fake else None
-        with pytest.raises(ValueError) as caught, doctor(**{"model": model, "mesh": mesh, **given}):
-            pass
-    assert str(caught.value) == f"doctor: {line}"
+        assert error_of(lambda: doctor(**{"model": model, "mesh": mesh, **given}).__enter__()) == f"doctor: {line}"
 
 
 BAD = [
@@ -226,9 +225,8 @@ def test_a_healthy_loop_of_two_ranks_has_the_same_losses(rank: Rank):
 def test_ranks_with_other_models(rank: Rank):
     model = nn.Sequential(*net(), nn.Linear(2, 2, bias=rank.index == 1))
     traces = Traces(model)
-    with pytest.raises(ValueError) as caught, doctor(model):
-        pass
-    assert str(caught.value) == "doctor: rank 1 has '3.bias' (2,), rank 0 does not: the ranks built different models"
+    line = "doctor: rank 1 has '3.bias' (2,), rank 0 does not: the ranks built different models"
+    assert error_of(doctor(model).__enter__) == line
     traces.assert_none()
 
 

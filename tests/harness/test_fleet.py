@@ -57,18 +57,13 @@ def fleet(nodes, lost=()):
     return made
 
 
-@pytest.mark.parametrize(
-    ("nodes", "lost", "size", "expected"),
-    [
-        ((0, 0, 1, 1), (), 2, (0, 1)),
-        ((0, 0, 1, 1), (), 4, (0, 1, 2, 3)),
-        ((0, 1, 1), (), 2, (1, 2)),
-        ((0, 1, 2), (), 2, (0, 1)),
-        ((0, 0, 1, 1), (1,), 2, (2, 3)),
-        ((0, 0, 1, 1), (2,), 3, (0, 1, 3)),
-    ],
-    ids=str,
-)
+ROOM = [
+    ((0, 0, 1, 1), (), 2, (0, 1)), ((0, 0, 1, 1), (), 4, (0, 1, 2, 3)), ((0, 1, 1), (), 2, (1, 2)),
+    ((0, 1, 2), (), 2, (0, 1)), ((0, 0, 1, 1), (1,), 2, (2, 3)), ((0, 0, 1, 1), (2,), 3, (0, 1, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "lost", "size", "expected"), ROOM, ids=str)
 def test_a_world_lives_on_one_host_if_it_fits(nodes, lost, size, expected):
     assert fleet(nodes, lost).reserve(size) == expected
 

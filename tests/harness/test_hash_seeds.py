@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,7 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.world import World, WorldDied
 from shardproof.testing import world
-from tests.harness.inner import CASE, PYTHONPATH, QUIET
+from tests.harness.inner import CASE, PYTHONPATH, QUIET, python
 from tests.harness.test_chaos import is_alive
 
 pytestmark = pytest.mark.nightly
@@ -23,8 +21,7 @@ NAMES = ("exp_avg", "exp_avg_sq", "step", "weight", "bias", "gain", "offset")
 
 def hash_with(seed: str) -> int:
     """The hash of a string in an interpreter with this seed."""
-    command = [sys.executable, "-S", "-c", "print(hash('name'))"]
-    return int(subprocess.run(command, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout)
+    return int(python("-S", "-c", "print(hash('name'))", PYTHONHASHSEED=seed, code=0).stdout)
 
 
 @world(2, 4, own_hash_seeds=True)
@@ -100,9 +97,7 @@ def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
     source = CASE.format(body=body).replace("(2)", "(2, own_hash_seeds=True)")
     tmp_path.joinpath("test_inner.py").write_text(source)
     start = f"import sys; sys.path[:0] = {PYTHONPATH.split(os.pathsep)}; import pytest; sys.exit(pytest.main())"
-    command = [sys.executable, "-E", "-c", start, *QUIET, "--impl", "ddp", "--device", "cpu", "test_inner.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-E", "-c", start, *QUIET, "--impl", "ddp", "--device", "cpu", "test_inner.py", cwd=tmp_path, code=0)
 
 
 def test_a_rank_that_gets_no_interpreter_says_why(monkeypatch):

@@ -31,9 +31,8 @@ def record(number, **changes):
     return least | changes
 
 
-ENVIRONMENT = Environment(
-    shardproof="0", python="3", torch="2", platform="Linux", device="cpu", started="now", command=["pytest"]
-)
+VERSIONS = {"shardproof": "0", "python": "3", "torch": "2", "platform": "Linux"}
+ENVIRONMENT = Environment(**VERSIONS, device="cpu", started="now", command=["pytest"])
 
 
 def begun(path):

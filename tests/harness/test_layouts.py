@@ -81,12 +81,10 @@ def test_layouts_of_strided_shards(size):
 
 ROWS = (((3, 5),), ((0, 2),))
 PENDING = [
-    ((Partial(), Replicate()), (1, 3), None),
-    ((Replicate(), Partial()), (2, 3), None),
-    ((Partial(), Partial()), (0, 1, 2, 3), None),
-    ((Partial(), Shard(0)), (1, 3), ROWS),
+    ((Partial(), Replicate()), (1, 3), None), ((Replicate(), Partial()), (2, 3), None),
+    ((Partial(), Partial()), (0, 1, 2, 3), None), ((Partial(), Shard(0)), (1, 3), ROWS),
     ((Shard(0), Partial("avg")), (2, 3), ROWS),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("placements", "pending", "dims"), PENDING, ids=str)

@@ -236,10 +236,8 @@ def test_the_command_writes_a_run_file(write, tmp_path, capsys, name):
     out = tmp_path / name
     assert merge_command([str(one), str(two), "--output", str(out)]) == 0
     runs = "runs started 2026-01-02T03:04:05+00:00"
-    assert capsys.readouterr().out == (
-        f"x: 1 case is in several files, of {runs}; the gravest verdict that ran counts\n"
-        f"{out}: 2 implementations, 2 records\n"
-    )
+    told = f"x: 1 case is in several files, of {runs}; the gravest verdict that ran counts"
+    assert capsys.readouterr().out == f"{told}\n{out}: 2 implementations, 2 records\n"
     assert load_run(out).implementations == ["x", "y"]
     assert out.read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
     text = gzip.decompress(out.read_bytes()) if name.endswith(".gz") else out.read_bytes()
