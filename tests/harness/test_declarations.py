@@ -121,11 +121,7 @@ def nothing_imported():
 def module(nothing_imported, tmp_path, monkeypatch):
     """Write the module ``broken``."""
     monkeypatch.syspath_prepend(tmp_path)
-
-    def write(source):
-        tmp_path.joinpath("broken.py").write_text(source)
-
-    return write
+    return (tmp_path / "broken.py").write_text
 
 
 @pytest.mark.sampled

@@ -31,24 +31,12 @@ def record(verdict: Verdict = Verdict.PASS, text: str = "", seconds: float = 0.1
     )  # fmt: skip
 
 
-class Ranks:
-    """Stands for the ranks: remembers what ran, with which deadline, and answers as a function says."""
-
-    def __init__(self, judge: Any) -> None:
-        self._judge = judge
-        self.ran: list[tuple[Any, float | None]] = []
-
-    def __call__(self, example: Any, deadline: float | None) -> MadeRecord:
-        self.ran.append((example, deadline))
-        return self._judge(example)
-
-
 def search(judge: Any, *, strategy: Any = None, shrink_seconds: float = 60.0, **options: Any) -> Any:
-    ranks = Ranks(judge)
-    found = drawing.Search(ranks, shrink_seconds=shrink_seconds).find(
-        st.integers(0, 1000) if strategy is None else strategy, **({"seed": 1, "examples": 50} | options)
-    )
-    return found, ranks
+    """What a search finds, and what ran, with which deadline, where ranks answer as a function says."""
+    ran: list[tuple[Any, float | None]] = []
+    answer = drawing.Search(lambda *call: ran.append(call) or judge(call[0]), shrink_seconds=shrink_seconds)
+    strategy = st.integers(0, 1000) if strategy is None else strategy
+    return answer.find(strategy, **({"seed": 1, "examples": 50} | options)), types.SimpleNamespace(ran=ran)
 
 
 def test_what_passes_is_not_found():

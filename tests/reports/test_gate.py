@@ -251,6 +251,11 @@ def test_a_file_of_what_is_accepted_that_is_refused(accepts, text, message):
     assert printed.count("\n") == 1
 
 
+def test_an_empty_file_accepts_nothing(accepts):
+    code, printed = accepts("")
+    assert code == 1 and "more bytes" in printed
+
+
 def test_a_file_of_what_is_accepted_that_is_not_there(run, tmp_path):
     code, printed = run([of()], [of()], "--accept", str(tmp_path / "none.toml"))
     assert (code, printed) == (2, "shardproof: DIR/none.toml: No such file or directory\n")
