@@ -1,6 +1,7 @@
 """Writes docs/features.md and the table of chapters in README.md from the contract and the collected suites.
 
-It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs.
+It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs, and
+the items of its newest version, those of `--effort standard`; the list of a version with a commit is closed.
 ``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
 check it, the capabilities and the hardware without which none of them runs, and the built-in implementations that
 declare these capabilities. Both ways are checked: every requirement has a case, and every case a requirement.
@@ -17,8 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 from generating import ROOT, between, collect, run
 
+from shardproof import contract as data
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.adapters.registry import load
+from shardproof.harness.plugin import cases, effort
+from shardproof.harness.plugin.selection import Effort
+from shardproof.harness.plugin.state import STATE
 
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
@@ -72,14 +77,27 @@ class Collector:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self.listed: dict[str, data.Item] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        selection = session.config.stash[STATE].selection
+        functions = (item for item in session.items if cases.is_case(item) and not cases.launch_of(item).simulates)
+        real = [item for item in functions if item.get_closest_marker("nightly") is None]
+        self.listed = {cases.case_id(item): _listed(item) for item in effort.choose(real, selection, Effort.STANDARD)}
         # As they are written; a run takes one of each function first.
         for item in sorted(session.items, key=lambda item: (item.path, item.location[1])):
             assert isinstance(item, pytest.Function)
             ids = [name for mark in item.iter_markers("contract") for name in mark.args]
             needs = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
             self.items.append(Item(f"{item.path.name}::{item.originalname}", tuple(ids), frozenset(needs)))
+
+
+def _listed(item: pytest.Function) -> data.Item:
+    needs = {name for mark in item.iter_markers("needs") for name in mark.args}
+    hardware = frozenset(str(name) for name in needs if isinstance(name, Hardware))
+    options = {f"a name for {mark.args[0]}" for mark in item.iter_markers("takes")}
+    others = frozenset(map(str, needs)) - hardware | options
+    return data.Item(cases.requirements(item), cases.launch_of(item).size, others, hardware)
 
 
 def chapters(text: str) -> list[Chapter]:
@@ -105,6 +123,16 @@ def problems(contract: Sequence[Chapter], items: Sequence[Item]) -> list[str]:
         *(f"suites: a case names {name}, which docs/contract.md does not have" for name in sorted(checked - written)),
         *(f"suites: {item.case} names no requirement" for item in items if not item.ids),
     ]
+
+
+def unknown(text: str, contract: Sequence[Chapter]) -> list[str]:
+    """What the profiles name and there is not, one line each."""
+    known = {row.id for chapter in contract for row in chapter.requirements}
+    lines = []
+    for name, (_, has, ids) in profiles(text).items():
+        found = [*sorted(set(has) - set(Capability)), *sorted(set(ids) - known)]
+        lines += [f"docs/contract.md: profile {name} names {one}, which there is not" for one in found]
+    return lines
 
 
 def page(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
@@ -154,23 +182,46 @@ def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def as_json(contract: Sequence[Chapter]) -> str:
-    """Write the contract as a list of chapters: name, subject, and of each requirement id, text and ``of_any``."""
+def versions(text: str) -> dict[str, str]:
+    """Read the commit of each version, the newest first; that of an open one is empty."""
+    return dict(re.findall(r"^\| (\d{4}\.\d+) \| `?(\w*)`? *\|", text, flags=re.MULTILINE))
+
+
+def profiles(text: str) -> dict[str, tuple[str, list[str], list[str]]]:
+    """Read the profiles: what each is for, the capabilities and the requirements."""
+    rows = re.findall(r"^\| `([a-z][\w-]*)` \| (.*) \| (.*) \| (.*) \|$", text, flags=re.MULTILINE)
+    return {name: (said, re.findall(r"[\w-]+", has), re.findall(r"[\w-]+", ids)) for name, said, has, ids in rows}
+
+
+def as_json(text: str) -> str:
+    """Write the contract as JSON, which ``shardproof.contract`` reads."""
     written = [
-        [one.name, one.subject, [[row.id, row.text, row.of_any] for row in one.requirements]] for one in contract
+        [one.name, one.subject, [[row.id, row.text, row.of_any] for row in one.requirements]] for one in chapters(text)
     ]
-    return json.dumps(written, indent=1, ensure_ascii=False) + "\n"
+    whole = {"versions": versions(text), "profiles": profiles(text), "chapters": written}
+    return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def listed(text: str, items: Mapping[str, data.Item]) -> dict[pathlib.Path, str]:
+    """The list of the newest version; ValueError if it is closed and the suites have other items."""
+    newest, commit = next(iter(versions(text).items()))
+    path, written = ROOT / f"shardproof/contract-{newest}.tsv", data.written(items)
+    if commit and path.read_text() != written:
+        raise ValueError(f"docs/contract.md: {newest} is closed, {commit} has its items: begin a version for others")
+    return {path: written}
 
 
 def made() -> dict[pathlib.Path, str]:
     """The contents of each file; ValueError if the contract and the suites disagree."""
     collector = Collector()
     collect(collector)
-    contract, items = chapters(CONTRACT.read_text()), collector.items
-    if found := problems(contract, items):
+    text = CONTRACT.read_text()
+    contract, items = chapters(text), collector.items
+    if found := [*problems(contract, items), *unknown(text, contract)]:
         raise ValueError("\n".join(found))
     readme = between(README.read_text(), BEGIN, END, table(contract, items))
-    return {PAGE: page(contract, items), JSON: as_json(contract), README: readme}
+    files = {PAGE: page(contract, items), JSON: as_json(text), README: readme}
+    return {**files, **listed(text, collector.listed)}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

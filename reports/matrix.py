@@ -71,6 +71,7 @@ def _heading(env: Environment, end: End) -> list[str]:
     """The versions, the host and the time of the run, without those that the run file lacks."""
     versions = [
         ("shardproof", texts.shardproof(env)),
+        ("contract", env.contract),
         ("torch", texts.torch(env)),
         ("Python", env.python),
         ("NCCL", env.nccl),

@@ -240,6 +240,7 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
     return Environment(
         shardproof=_joined(one.shardproof for one in environments),
         shardproof_commit=_joined(one.shardproof_commit for one in environments),
+        contract=_joined(one.contract for one in environments),
         torch_git_version=_joined(one.torch_git_version for one in environments),
         python=_joined(one.python for one in environments),
         torch=_joined(one.torch for one in environments),

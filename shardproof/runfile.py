@@ -322,6 +322,7 @@ class Environment:
     mends: Mapping[str, str] = says("what was left out for a private name that torch lacks, and why", default={})
     shardproof: str = written("the version of shardproof", default="")
     shardproof_commit: Commits = says('its commit, "-dirty" if a tracked file differs, or "unknown"', default="")
+    contract: str = says("the newest version of the contract that it has (docs/contract.md)", default="")
     python: str = written("the version of Python", default="")
     torch: str = written("the version of torch", default="")
     torch_git_version: str = says('the commit from which torch was built; "unknown" if torch does not say', default="")

@@ -47,8 +47,8 @@ def packages_with(folder, imports):
     for package in packages:
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    modules = ("__main__", "commands/page", "commands/run", "plugin", "jsonfiles", "planfile", "runfile", "testing")
-    for module in modules:
+    modules = ("__main__", "commands/page", "commands/run")
+    for module in (*modules, "contract", "jsonfiles", "planfile", "plugin", "runfile", "testing"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")

@@ -3,19 +3,18 @@
 import dataclasses
 import functools
 import inspect
-import json
 import pathlib
 import random
 import re
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import resources
 from typing import Any, TypeGuard
 
 import pytest
 from expecttest import PositionInfo, assert_expected_inline
 
+from shardproof import contract
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
@@ -430,8 +429,7 @@ def lines(found: Unasked) -> list[str]:
 @functools.cache
 def _required() -> frozenset[str]:
     """The ids that the contract marks as required of every implementation that trains."""
-    chapters = json.loads(resources.files("shardproof").joinpath("contract.json").read_text(encoding="utf-8"))
-    return frozenset(id_ for _, _, rows in chapters for id_, _, of_any in rows if of_any)
+    return frozenset(id_ for _, _, rows in contract.chapters() for id_, _, of_any in rows if of_any)
 
 
 def _by_chapter(requirement: str) -> tuple[str, int]:

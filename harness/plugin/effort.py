@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from shardproof import contract
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Effort, Selection
@@ -304,6 +305,8 @@ class Shortening:
 
     def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
         selection = self._state.selection
+        if selection.contract:
+            return {item for item in functions if cases.case_id(item) in contract.items()}
         if selection.effort == Effort.FULL:
             return set(functions)
         kept = set(_named(functions, config))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from packaging.version import InvalidVersion, Version
 
 import shardproof
+from shardproof import contract
 from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.torchrun.fleet import Fleet
@@ -43,6 +44,7 @@ def describe(
         mends=private.mends(),
         shardproof=origin.version(package),
         shardproof_commit=origin.commit(package),
+        contract=contract.version(),
         python=platform.python_version(),
         torch=torch.__version__,
         # A torch that was built without git calls it "Unknown".

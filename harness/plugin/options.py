@@ -48,6 +48,7 @@ _HELP = {
     "isolate": "run each case in new rank processes, which run nothing else",
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
     "every number of ranks) or quick (one item of each test function)",
+    "contract": "run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
     "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
     "(default: 10 examples each, always the same)",
     "expectations": "a file of known failures besides those that are beside the cases; may be given several times",
@@ -66,6 +67,7 @@ _OPTIONS = (
     _Option("check-collectives", {"action": "store_true"}),
     _Option("isolate", {"action": "store_true"}),
     _Option("effort", {"metavar": "NAME", "default": "full"}),
+    _Option("contract", {"metavar": "VERSION"}),
     _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
     _Option("expectations", {"action": "append", "metavar": "FILE"}),
     _Option("explain", {"action": "store_true"}),

@@ -13,6 +13,7 @@ import pytest
 from _pytest.python import importtestmodule
 
 import shardproof
+from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Hardware
 from shardproof.harness.worlds.torchrun.meeting import Place
@@ -90,6 +91,7 @@ class Selection:
         deadline: the seconds that a case may take unless it has a deadline of its own.
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
+        contract: whether the items are those of the newest version of the contract, instead of those of an effort.
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
         explains: whether a case that fails runs once more with capture on.
@@ -108,6 +110,7 @@ class Selection:
     check_collectives: bool = False
     isolate: bool = False
     effort: Effort = Effort.FULL
+    contract: bool = False
     fuzz: float | None = None
     expectations: tuple[pathlib.Path, ...] = ()
     explains: bool = False
@@ -160,6 +163,7 @@ def resolve(
     check_collectives: bool = False,
     isolate: bool = False,
     effort: str = Effort.FULL,
+    contract: str | None = None,
     fuzz: float | None = None,
     expectations: Sequence[str] | None = None,
     explain: bool = False,
@@ -198,6 +202,15 @@ def resolve(
         raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     if effort not in list(Effort):
         raise ValueError(f"--effort {effort}: expected {', '.join(Effort)}")
+    if contract is not None:
+        if effort != Effort.FULL or simulates:
+            other = "--simulate" if simulates else f"--effort {effort}"
+            raise ValueError(f"--contract {contract}: a version has a list of items; leave out {other}")
+        try:
+            contracts.check(contract)
+        except ValueError as error:
+            raise ValueError(f"--contract {contract}: {error}") from None
+        effort = Effort.STANDARD
     adapters, not_imported = _adapters(impl, chosen)
     if fuzz is not None and not 0 < fuzz < math.inf:
         raise ValueError(f"--fuzz {fuzz:g}: expected a positive number of seconds")
@@ -212,6 +225,7 @@ def resolve(
         check_collectives,
         isolate,
         Effort(effort),
+        contract is not None,
         fuzz,
         tuple(map(pathlib.Path, expectations or ())),
         explain,

@@ -90,6 +90,7 @@ def _facts(env: Environment, end: End, devices: str) -> list[tuple[str, str]]:
         ("NCCL", env.nccl or ""),
         ("Python", env.python),
         ("shardproof", texts.shardproof(env)),
+        ("contract", env.contract),
         ("accelerators", devices),
         ("CPU cores", str(env.cpu_count or "")),
         ("platform", env.platform),

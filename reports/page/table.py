@@ -1,11 +1,10 @@
 """What the matrix of a page needs: the contract, and the verdict of each case on each implementation in each run."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
+from shardproof.contract import chapters
 from shardproof.runfile import CaseRecord, Run, Verdict
 
 NO_RECORD = "."
@@ -28,10 +27,9 @@ class Contract:
     """
 
     def __init__(self) -> None:
-        text = resources.files("shardproof").joinpath("contract.json").read_text(encoding="utf-8")
-        chapters: list[tuple[str, str, list[tuple[str, str, bool]]]] = json.loads(text)
-        self._subjects = {name: subject for name, subject, _ in chapters}
-        self._requirements = {id_: Requirement(id_, name, said) for name, _, rows in chapters for id_, said, _ in rows}
+        self._subjects = {name: subject for name, subject, _ in chapters()}
+        rows = ((id_, name, said) for name, _, rows in chapters() for id_, said, _ in rows)
+        self._requirements = {id_: Requirement(id_, name, said) for id_, name, said in rows}
 
     def subject(self, chapter: str) -> str:
         """What a chapter is about; empty if it is unknown."""

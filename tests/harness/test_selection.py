@@ -96,6 +96,9 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
         ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
         ({"deadline": float("inf")}, "--deadline inf: expected a positive number of seconds, at most 1500"),
         ({"deadline": float("nan")}, "--deadline nan: expected a positive number of seconds, at most 1500"),
+        ({"contract": "1"}, "--contract 1: the contract has no version 1; there is 2026.12"),
+        ({"contract": "2026.12", "effort": "quick"}, "has a list of items; leave out --effort quick"),
+        ({"contract": "2026.12", "simulate": "8"}, "has a list of items; leave out --simulate"),
         ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )

@@ -215,6 +215,12 @@ def _refusal(*paths):
     return error_of(merged, *paths, kind=MergeError)
 
 
+def test_a_merged_file_names_all_versions_of_the_contract(write):
+    one = write("one.json", of("x"), run_id="1", contract="1")
+    two = write("two.json", of("y"), run_id="2", contract="2")
+    assert merged(one, two)[1].environment.contract == "1, 2"
+
+
 def test_what_cannot_be_joined(write, tmp_path):
     good = write("good.json", of("x"), run_id="1")
     again = write("again.json", of("x"), run_id="1")
