@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from generating import ROOT, between, collect, run
@@ -125,13 +126,15 @@ def problems(contract: Sequence[Chapter], items: Sequence[Item]) -> list[str]:
     ]
 
 
-def unknown(text: str, contract: Sequence[Chapter]) -> list[str]:
-    """What the profiles name and there is not, one line each."""
-    known = {row.id for chapter in contract for row in chapter.requirements}
+def unused(text: str, listed: Mapping[str, data.Item]) -> list[str]:
+    """The capabilities and requirements that a profile names and none of its items has, one line each."""
     lines = []
-    for name, (_, has, ids) in profiles(text).items():
-        found = [*sorted(set(has) - set(Capability)), *sorted(set(ids) - known)]
-        lines += [f"docs/contract.md: profile {name} names {one}, which there is not" for one in found]
+    for name, (said, *lists) in profiles(text).items():
+        profile = data.Profile(said, *map(frozenset, lists))
+        mine = [item for item in listed.values() if any(profile.has(item, data.CLASSES[one]) for one in lists[0])]
+        used = {one for item in mine for one in (*item.needs, *item.requirements)}
+        found = [one for one in (*lists[-2], *lists[-1]) if one not in used]
+        lines += [f"docs/contract.md: no item of profile {name} has {one}" for one in found]
     return lines
 
 
@@ -187,10 +190,11 @@ def versions(text: str) -> dict[str, str]:
     return dict(re.findall(r"^\| (\d{4}\.\d+) \| `?(\w*)`? *\|", text, flags=re.MULTILINE))
 
 
-def profiles(text: str) -> dict[str, tuple[str, list[str], list[str]]]:
-    """Read the profiles: what each is for, the capabilities and the requirements."""
-    rows = re.findall(r"^\| `([a-z][\w-]*)` \| (.*) \| (.*) \| (.*) \|$", text, flags=re.MULTILINE)
-    return {name: (said, re.findall(r"[\w-]+", has), re.findall(r"[\w-]+", ids)) for name, said, has, ids in rows}
+def profiles(text: str) -> dict[str, tuple[Any, ...]]:
+    """Read the profiles: for whom each is, its classes, what is sharded, the capabilities and the requirements."""
+    rows = re.findall(r"^\| `([a-z][\w-]*)` \| (.*) \|$", text, flags=re.MULTILINE)
+    cells = {name: row.split(" | ") for name, row in rows}
+    return {name: (said, *(re.findall(r"[\w-]+", one) for one in lists)) for name, (said, *lists) in cells.items()}
 
 
 def as_json(text: str) -> str:
@@ -217,7 +221,7 @@ def made() -> dict[pathlib.Path, str]:
     collect(collector)
     text = CONTRACT.read_text()
     contract, items = chapters(text), collector.items
-    if found := [*problems(contract, items), *unknown(text, contract)]:
+    if found := [*problems(contract, items), *unused(text, collector.listed)]:
         raise ValueError("\n".join(found))
     readme = between(README.read_text(), BEGIN, END, table(contract, items))
     files = {PAGE: page(contract, items), JSON: as_json(text), README: readme}

@@ -18,6 +18,7 @@ from generating import ROOT, between
 
 from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
+from shardproof.reports.texts import cause
 from shardproof.runfile import CaseRecord, Run, Verdict, load_run, parse_run, public_version
 
 PAGE, README = ROOT / "docs/matrix.md", ROOT / "README.md"
@@ -181,11 +182,7 @@ def _by_reason(cases: Sequence[CaseRecord]) -> dict[str, list[CaseRecord]]:
     """Group failures by their findings, or by the text of the expectation, or none of both: by the case."""
     found: dict[str, list[CaseRecord]] = {}
     for case in cases:
-        expected = case.verdict is Verdict.EXPECTED_FAIL
-        # Older runs have the number in prose, F-2, and newer ones the name of the file, F002.py.
-        number = re.search(r"\bF-?(\d+)\b", case.expected) if expected else None
-        why = f"F-{int(number[1])}" if number else case.expected if expected else case.id
-        found.setdefault(why, []).append(case)
+        found.setdefault(cause(case), []).append(case)
     return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 

@@ -272,6 +272,7 @@ def _implementations(sources: Sequence[_Source], labels: Mapping[Column, str]) -
             found[labels[column]] = Implementation(
                 version=before.version,
                 capabilities=sorted({*before.capabilities, *told.capabilities}),
+                shards=before.shards or told.shards,
                 reads=before.reads or told.reads,
                 name=column.name,
                 torch=column.torch,

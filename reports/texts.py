@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from shardproof.runfile import UNKNOWN, Environment
+from shardproof.runfile import UNKNOWN, CaseRecord, Environment, Verdict
 
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 
@@ -21,6 +21,14 @@ def printable(text: str) -> str:
     terminal.
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
+
+
+def cause(case: CaseRecord) -> str:
+    """Return what a failure is counted by: its finding, as in ``F-29``, or the text of the expectation, or the case."""
+    expected = case.verdict is Verdict.EXPECTED_FAIL
+    # Older runs have the number in prose, F-2, and newer ones the name of the file, F002.py.
+    number = re.search(r"\bF-?(\d+)\b", case.expected) if expected else None
+    return f"F-{int(number[1])}" if number else case.expected if expected else case.id
 
 
 def counted(count: int, word: str) -> str:

@@ -31,25 +31,6 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Profile:
-    """What a kind of user needs.
-
-    Attributes:
-        subject: whom it is for, in words.
-        capabilities: those that an implementation of the profile has; no item of the profile needs another.
-        requirements: the ids of the requirements whose items these are.
-    """
-
-    subject: str
-    capabilities: frozenset[str]
-    requirements: frozenset[str]
-
-    def has(self, item: Item) -> bool:
-        """Return whether the item belongs to the profile."""
-        return item.needs <= self.capabilities and not self.requirements.isdisjoint(item.requirements)
-
-
-@dataclasses.dataclass(frozen=True)
 class HardwareClass:
     """Hosts on which the same items can run: the most ranks, and what a host has beside them."""
 
@@ -62,11 +43,38 @@ class HardwareClass:
         return item.ranks <= self.ranks and item.hardware <= self.hardware
 
 
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What a kind of user needs.
+
+    Attributes:
+        subject: whom it is for, in words.
+        classes: the hardware classes that can have it.
+        shards: what an implementation of the profile shards: parameters, gradients, optimizer.
+        capabilities: those that an implementation of the profile has; no item of the profile needs another.
+        requirements: the ids of the requirements whose items these are.
+    """
+
+    subject: str
+    classes: frozenset[str]
+    shards: frozenset[str]
+    capabilities: frozenset[str]
+    requirements: frozenset[str]
+
+    def has(self, item: Item, where: HardwareClass) -> bool:
+        """Return whether the item belongs to the profile on hosts of this class."""
+        return where.has(item) and item.needs <= self.capabilities and bool(self.requirements & {*item.requirements})
+
+
 CLASSES = {
     "cpu-4": HardwareClass("CPU, gloo, up to 4 ranks", 4, frozenset()),
     "nccl-2": HardwareClass("2 GPUs, NCCL", 2, frozenset({"accelerator", "streams"})),
 }
 """The hardware classes by name."""
+
+
+SHARDS = ("parameters", "gradients", "optimizer")
+"""What an implementation may shard."""
 
 
 def versions() -> Mapping[str, str]:
@@ -100,8 +108,7 @@ def chapters() -> list[tuple[str, str, list[tuple[str, str, bool]]]]:
 
 def profiles() -> Mapping[str, Profile]:
     """Return the profiles by name, in the order of the contract."""
-    found = _data()["profiles"].items()
-    return {name: Profile(said, frozenset(has), frozenset(ids)) for name, (said, has, ids) in found}
+    return {name: Profile(said, *map(frozenset, lists)) for name, (said, *lists) in _data()["profiles"].items()}
 
 
 @functools.cache

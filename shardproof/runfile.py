@@ -308,6 +308,7 @@ class Implementation:
 
     version: str = written("the version of the implementation; may be empty", default="")
     capabilities: Sequence[str] = written("the capabilities that its adapter declares", default=())
+    shards: Sequence[str] = says("what it shards: gradients, optimizer, parameters", default=())
     reads: Reads = says("how its tensors are read; gathering ones run no cases about streams", default="")
     name: str = says("in a merged run, the name that --impl takes, where the key has more", default="")
     torch: str = says("in a merged run, the version of torch beside it", default="")

@@ -60,6 +60,7 @@ def describe(
             name: Implementation(
                 version=adapter.version(),
                 capabilities=sorted(map(str, adapter.capabilities())),
+                shards=sorted(adapter.traits.shards),
                 reads=adapter.traits.reads,
             )
             for name, adapter in selection.implementations.items()

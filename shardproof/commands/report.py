@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from shardproof import commands
 from shardproof.reports.flakes import render_flakes
 from shardproof.reports.matrix import render_summary
+from shardproof.reports.profiles import render_profiles, standings
 from shardproof.runfile import RunFileError, load_run
 
 _EPILOG = """\
@@ -14,6 +15,7 @@ examples:
   shardproof report run.json --cases    a row for each case
   shardproof report run.json.partial    what a run that ended early has done
   shardproof report out/*.json          cases that do not always end alike, in runs of one commit
+  shardproof report --profiles *.json   which profiles of the contract each implementation reaches, and what is missing
 
 exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 a file cannot be read, or several are not
 of one commit, torch and device"""
@@ -31,7 +33,10 @@ def report(arguments: Sequence[str]) -> int:
     try:
         runs = {file: load_run(file) for file in options.files}
         [run, *others] = runs.values()
-        text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
+        if options.profiles:
+            text = render_profiles([one for each in runs.values() for one in standings(each)])
+        else:
+            text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
     except (RunFileError, ValueError) as error:
         return commands.refuse(error)
     print(text, end="")
@@ -48,5 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("files", nargs="+", metavar="file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
+    parser.add_argument("--profiles", action="store_true", help="print how far each is from each profile")
     parser.add_argument("--full", action="store_true", help="print each failure, and long texts in full")
     return parser
