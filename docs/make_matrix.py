@@ -16,8 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import generating
 from generating import ROOT, between
 
+from shardproof.contract import profiles
 from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
+from shardproof.reports.profiles import standings
 from shardproof.reports.texts import cause
 from shardproof.runfile import CaseRecord, Run, Verdict, load_run, parse_run, public_version
 
@@ -100,18 +102,23 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
 
 
 def table(runs: Mapping[Place, Run]) -> str:
-    """Write the table of README.md: for each implementation, passed of asked with the newest torch of a column."""
-    names = _in_order(case.implementation for run in runs.values() for case in run.cases)
-    columns = list(dict.fromkeys(place.column for place in runs))
-    rows = [f"| implementation | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for name in names:
-        cells = dict.fromkeys(columns, "-")
-        for place, run in runs.items():
+    """Write the table of README.md: for each implementation and column, with its newest torch, the profiles."""
+    found: dict[tuple[str, str], str] = {}
+    for place, run in runs.items():
+        cells = {(one.implementation, one.profile): one.cell for one in standings(run)}
+        for name in _columns(run):
             asked = _passed([case for case in run.cases if case.implementation == name])
-            if asked != "-" and cells[place.column] == "-":
-                cells[place.column] = f"{asked}, torch {place.torch}"
-        rows.append(f"| `{name}` | {' | '.join(cells.values())} |")
-    return "\n".join(rows) + "\n"
+            row = [
+                f"`{name}`",
+                f"{place.column}, torch {place.torch}",
+                *(cells.get((name, one), "-") for one in profiles()),
+            ]
+            if asked != "-":
+                found.setdefault((name, place.column), f"| {' | '.join([*row, asked])} |")
+    names = _in_order(name for name, _ in found)
+    head = ["implementation", "on", *profiles(), "passed of asked"]
+    rows = [row for name in names for (other, _), row in found.items() if other == name]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
 
 def _columns(run: Run) -> list[str]:

@@ -3,10 +3,13 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from shardproof import contract
 from shardproof.reports.texts import cause, printable, table
 from shardproof.runfile import CaseRecord, Implementation, Run, Verdict, public_version
+
+LEGEND = "reached, or items passed of all that the hardware class can have, + those without a record"
 
 UNNAMED = "(the run file does not name what is missing)"
 
@@ -61,12 +64,12 @@ def _listed(word: str, found: Mapping[str, int]) -> str:
 def standings(run: Run) -> list[Standing]:
     """Return the standings of each implementation of a run, in the order of the profiles.
 
-    A run whose hardware is of no class has none, as one on GPUs without NCCL.
+    A run of other cases, or on hardware of no class, such as GPUs without NCCL, has none.
     """
     found = []
     for name in run.implementations:
         records = {case.id: case for case in run.cases if case.implementation == name}
-        hardware = _class_of(run, records.values())
+        hardware = _class_of(run, records.values()) if records.keys() & contract.items().keys() else ""
         for profile, what in contract.profiles().items():
             if hardware in what.classes:
                 ids = [id_ for id_, item in contract.items().items() if what.has(item, contract.CLASSES[hardware])]
@@ -109,20 +112,23 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items(), key=lambda one: (-one[1], one[0])))
 
 
-def render_profiles(found: Sequence[Standing]) -> str:
+def places(runs: Iterable[Run]) -> dict[tuple[str, str], list[list[Standing]]]:
+    """Return the standings of several runs by hardware class and torch: a row for each implementation of each run."""
+    found: dict[tuple[str, str], list[list[Standing]]] = {}
+    for run in runs:
+        for _, row in groupby(standings(run), key=lambda one: one.implementation):
+            first, *others = row
+            found.setdefault((first.hardware, first.torch), []).append([first, *others])
+    return found
+
+
+def render_profiles(runs: Iterable[Run]) -> str:
     """Render standings: for each class and torch a table of implementations by profiles, and what is missing."""
-    lines = [
-        f"contract {contract.version()}: 'reached', or items passed of all that the hardware class can have, "
-        "and + those that the run file lacks"
-    ]
-    for hardware, torch in dict.fromkeys((one.hardware, one.torch) for one in found):
-        here = [one for one in found if (one.hardware, one.torch) == (hardware, torch)]
-        names = list(dict.fromkeys(one.profile for one in here))
-        rows = [
-            [printable(name), *(one.cell for one in here if one.implementation == name)]
-            for name in dict.fromkeys(one.implementation for one in here)
-        ]
+    lines = [f"contract {contract.version()}: {LEGEND}"]
+    for (hardware, torch), rows in places(runs).items():
         lines += ["", printable(f"{hardware} ({contract.CLASSES[hardware].title}), torch {torch}:")]
-        lines += [f"  {line}" for line in table([["", *names], *rows])]
-        lines += [printable(f"  {one.implementation}, {one.profile}: {one.missing}") for one in here if one.missing]
+        cells = [[row[0].implementation, *(one.cell for one in row)] for row in rows]
+        lines += [printable(f"  {line}") for line in table([["", *(one.profile for one in rows[0])], *cells])]
+        standing = [one for row in rows for one in row if one.missing]
+        lines += [printable(f"  {one.implementation}, {one.profile}: {one.missing}") for one in standing]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from planted.table import contract_marks
+from shardproof import contract
 from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
@@ -64,6 +65,28 @@ def test_both_ways(make_features):
     lacking = [f"docs/contract.md: {name} has no case" for name in ("ONE-1", "ONE-2")]
     found = make_features.problems(make_features.chapters(CONTRACT), items)
     assert found == [*lacking, "suites: a case names TWO-1, which docs/contract.md does not have"]
+
+
+def test_a_version_with_a_commit_is_closed(make_features, tmp_path, monkeypatch):
+    monkeypatch.setattr(make_features, "ROOT", tmp_path)
+    (tmp_path / "shardproof").mkdir()
+    path = tmp_path / "shardproof/contract-2030.1.tsv"
+    item = contract.Item(("ONE-1",), 2, frozenset({"clipping"}), frozenset())
+    files = make_features.listed("| 2030.1 | | |\n| 2029.1 | `c0ffee1` | |\n", {"test_one[w2]": item})
+    assert files == {path: "test_one\tONE-1\tclipping\t-\n\tw2\n"}
+    path.write_text(files[path])
+    closed = "| 2030.1 | `c0ffee1` | |\n"
+    assert make_features.listed(closed, {"test_one[w2]": item}) == files
+    with pytest.raises(ValueError, match=r"2030\.1 is closed, c0ffee1 has its items"):
+        make_features.listed(closed, {"test_one[w4]": item})
+
+
+def test_a_profile_names_only_what_its_items_have(make_features):
+    text = "| `core` | us | cpu-4 |  | clipping, hybrid | ONE-1, ONE-2 |"
+    items = {"a": contract.Item(("ONE-1",), 2, frozenset({"clipping"}), frozenset())}
+    items["b"] = contract.Item(("ONE-2",), 8, frozenset({"hybrid"}), frozenset())  # too many ranks for the class
+    names = [line.rpartition(" ")[2] for line in make_features.unused(text, items)]
+    assert names == ["hybrid", "ONE-2"]
 
 
 def test_readme_without_a_place_for_the_table(make_features):

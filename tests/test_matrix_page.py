@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import contract
 from shardproof.findings import Finding
 from tests.harness.inner import python
 from tests.reports import samples
@@ -103,7 +104,14 @@ def test_failures_are_explained_by_their_findings(make_matrix, place, tmp_path):
     ]
 
 
-def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(make_matrix, place, tmp_path):
+def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(
+    make_matrix, place, tmp_path, monkeypatch
+):
+    none = frozenset()
+    few = contract.Profile("us", frozenset({"cpu-4"}), none, none, frozenset({"CLIPPING-1"}))
+    monkeypatch.setattr(contract, "items", lambda: dict.fromkeys("ab", contract.Item(("CLIPPING-1",), 2, none, none)))
+    monkeypatch.setattr(contract, "profiles", lambda: {"few": few})
+    monkeypatch.setattr(make_matrix, "profiles", contract.profiles)
     write_run(tmp_path, record("a"), record("b", verdict="fail", failure=FAILURE), record("a", "reference"))
     newest = make_matrix.run_of(place)
     write_run(tmp_path, record("a"), record("b"), record("a", "older"))
@@ -111,11 +119,13 @@ def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(ma
     older, gpus = (make_matrix.Place("Elsewhere", *there, ("run.json",)) for there in places)
     table = make_matrix.table({place: newest, older: make_matrix.run_of(older), gpus: make_matrix.run_of(gpus)})
     assert table.splitlines() == [
-        "| implementation | CPU | GPUs |",
-        "|---|---|---|",
-        "| `reference` | 1 of 1, torch 2.15 | - |",
-        "| `older` | 1 of 1, torch 2.13 | 1 of 1, torch 2.11 |",
-        "| `theirs` | 1 of 2, torch 2.15 | 2 of 2, torch 2.11 |",
+        "| implementation | on | few | passed of asked |",
+        "|---|---|---|---|",
+        "| `reference` | CPU, torch 2.15 | 1/2 +1 | 1 of 1 |",
+        "| `older` | CPU, torch 2.13 | 1/2 +1 | 1 of 1 |",
+        "| `older` | GPUs, torch 2.11 | 1/2 +1 | 1 of 1 |",
+        "| `theirs` | CPU, torch 2.15 | 1/2 | 1 of 2 |",
+        "| `theirs` | GPUs, torch 2.11 | reached | 2 of 2 |",
     ]
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from shardproof.contract import version
 from shardproof.reports import texts
 from shardproof.reports.page import assets
 from shardproof.reports.page.details import chunks
 from shardproof.reports.page.table import Contract, as_data, table
+from shardproof.reports.profiles import LEGEND, places
 from shardproof.runfile import MIXED, End, Environment, Run, Verdict, public_version
 
 
@@ -44,6 +46,8 @@ def render(sources: Sequence[Source], *, title: str) -> str:
             title=title,
             runs=[_about(source, name) for source, name in zip(sources, names, strict=True)],
             counts=_verdicts(runs),
+            places=[(f"{where}, torch {torch}", rows) for (where, torch), rows in places(runs).items()],
+            legend=f"Contract {version()}: {LEGEND}.",
             chapters=data["chapters"],
             implementations=list(dict.fromkeys(column.implementation for column in cases.columns)),
             cases=len(cases.cases),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shardproof import commands
 from shardproof.reports.flakes import render_flakes
 from shardproof.reports.matrix import render_summary
-from shardproof.reports.profiles import render_profiles, standings
+from shardproof.reports.profiles import render_profiles
 from shardproof.runfile import RunFileError, load_run
 
 _EPILOG = """\
@@ -34,7 +34,7 @@ def report(arguments: Sequence[str]) -> int:
         runs = {file: load_run(file) for file in options.files}
         [run, *others] = runs.values()
         if options.profiles:
-            text = render_profiles([one for each in runs.values() for one in standings(each)])
+            text = render_profiles(runs.values())
         else:
             text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
     except (RunFileError, ValueError) as error:

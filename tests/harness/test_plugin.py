@@ -1,11 +1,14 @@
 """The plugin: what it selects, refuses, and reports. Inner runs share this process's forkserver where they can."""
 
+import datetime
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shardproof import contract
+from shardproof.harness.plugin import environment
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.tensors import devices
 from tests.harness.inner import CASE, PASSES, last_error
@@ -185,6 +188,15 @@ def test_both(rank):
     assert [(case["verdict"], case["missing"]) for case in run_file["cases"]] == missing
     assert [case["requirement"] for case in run_file["cases"]] == ["X-1", "", ""]
     assert run_file["environment"]["implementations"]["ddp"]["version"]
+    assert run_file["environment"]["contract"] == contract.version()
+
+
+def test_the_environment_says_what_is_sharded():
+    chosen = resolve(impl="ddp,torch.zero_optimizer,reference", device="cpu")
+    told = environment.describe(chosen, command=(), started=datetime.datetime.now(datetime.UTC)).implementations
+    assert {name: set(one.shards) for name, one in told.items()} == {
+        "ddp": set(), "torch.zero_optimizer": {"optimizer"}, "reference": {*contract.SHARDS}
+    }  # fmt: skip
 
 
 def test_a_case_outside_of_the_root_directory_has_the_name_of_its_file(run, pytester):

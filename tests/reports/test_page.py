@@ -13,6 +13,8 @@ from tests.reports import samples
 
 pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[page]'")
 
+
+from shardproof import contract
 from shardproof.reports.page import Source, assets, render
 from shardproof.runfile import Verdict, load_run
 from tests.reports.pages import Page, page, told
@@ -47,6 +49,16 @@ def test_a_record_is_whole():
     assert {name: record[name] for name in same} == {name: given[name] for name in same}
     assert (record["failure"], record["reproduce"]) == (given["failure"], given["reproduce"])
     assert record["distances"] == [["gradient", 1, "head0.weight", 4e6, 1, 12.0]]
+
+
+def test_profiles_say_what_is_missing():
+    first = next(id_ for id_, item in contract.items().items() if item.requirements == ("ACCUMULATION-12",))
+    made = page(samples.run(samples.case(id=first, verdict="fail")))
+    assert "Profiles" in made.text
+    assert "cpu-4, torch" in made.text
+    assert re.search(r"0/(\d+) \+\1", made.text)
+    assert re.search(r"\d+ not run", made.text)
+    assert "Profiles" not in page(samples.run(samples.case())).text, "a run of other cases has none"
 
 
 def test_what_a_run_file_lacks_is_left_out():
