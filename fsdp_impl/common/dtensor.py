@@ -26,8 +26,10 @@ def meta_of(spec: DTensorSpec) -> TensorMeta:
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` for the same tensor in ``dtype``."""
+    if (meta := spec.tensor_meta) is not None and meta.dtype == dtype:
+        return spec
     meta = meta_of(spec)
-    return spec if meta.dtype == dtype else replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
+    return replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, dtype))
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

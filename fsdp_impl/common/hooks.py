@@ -108,6 +108,8 @@ def post_accumulate_of(param: torch.Tensor) -> tuple[Callable[[torch.Tensor], No
 
 def run_post_accumulate(param: torch.Tensor) -> None:
     """Autograd accumulates into unsharded parameters; users hook the sharded ones, whose gradient is there now."""
+    if not getattr(param, "_post_accumulate_grad_hooks", None):
+        return  # as for nearly all
     for hook in post_accumulate_of(param):
         hook(param)
 

@@ -20,7 +20,7 @@ from fsdp_impl.common.order import Phase
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import DTensorSpec, foreach_copy_
 from fsdp_impl.common.streams import CommContext, Event, InFlight
-from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_view
+from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_views
 from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
 from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter.param import Cut, ShardedParam
@@ -291,7 +291,7 @@ class SmallerShards:
             [p.size for p in params], [p.compute_dtype for p in params], mesh.size, mesh.rank, [p.dim for p in params]
         )
         self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
-        views = [shard_view(self.buffer, slot) for slot in self.layout.slots]
+        views = shard_views(self.buffer, self.layout.slots)
         foreach_copy_(views, [_part_of(param, mesh) for param in params])
         self.written = streams.record(streams.current(device))
         self._smaller = [

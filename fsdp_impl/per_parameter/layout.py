@@ -11,6 +11,7 @@ in the whole parameter is ``blocks`` pieces with gaps between them.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -35,7 +36,7 @@ class Slot:
     size: torch.Size
     blocks: int = 1
 
-    @property
+    @cached_property
     def stride(self) -> tuple[int, ...]:
         return contiguous_stride(self.size)
 
@@ -55,6 +56,18 @@ class Layout:
     numel: int
     slots: tuple[Slot, ...]
     order: tuple[int, ...]
+
+    @cached_property
+    def extents(self) -> list[int]:
+        """Extents of the slots by rising offset; they add up to ``numel``."""
+        offsets = [self.slots[index].offset for index in self.order]
+        assert all(low <= high for low, high in pairwise(offsets)), offsets
+        return [self.slots[index].extent for index in self.order]
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether the chunks of some parameter consist of several pieces."""
+        return any(slot.blocks != 1 for slot in self.slots)
 
 
 def shard_size(size: torch.Size, world: int, rank: int, dim: int = 0) -> torch.Size:
@@ -91,31 +104,32 @@ def build_layout(
 
 def shard_view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The part of ``buffer`` (1-D, of the layout's dtype) that holds ``slot``'s shard, without its padding."""
-    if buffer.dtype == slot.dtype:
-        # From where the buffer begins: what user code allocates may lie in the midst of a block.
-        return torch.as_strided(buffer, slot.size, slot.stride, int(buffer.storage_offset()) + slot.offset)
-    piece = buffer[slot.offset : slot.offset + slot.extent].view(slot.dtype)
-    return piece[: math.prod(slot.size)].view(slot.size)
+    return shard_views(buffer, (slot,))[0]
 
 
-def copy_out(rows: torch.Tensor, layout: Layout, targets: Sequence[torch.Tensor]) -> None:
+def shard_views(buffer: torch.Tensor, slots: Sequence[Slot]) -> list[torch.Tensor]:
+    """:func:`shard_view` of each of ``slots``."""
+    # From where the buffer begins: what user code allocates may lie in the midst of a block.
+    dtype, start = buffer.dtype, int(buffer.storage_offset())
+    return [
+        torch.as_strided(buffer, slot.size, slot.stride, start + slot.offset)
+        if slot.dtype == dtype
+        else buffer[slot.offset : slot.offset + slot.extent].view(slot.dtype)[: math.prod(slot.size)].view(slot.size)
+        for slot in slots
+    ]
+
+
+def copy_out(rows: torch.Tensor, layout: Layout, targets: list[torch.Tensor]) -> None:
     """Copy ``rows`` (``(world, numel)``, one rank's buffer each) into ``targets``, one for each slot by rising offset.
 
     A target is ``(world, extent)``, or ``(world, blocks, extent / blocks)`` for a slot of several blocks.
     """
-    if all(target.ndim == 2 for target in targets):
-        torch.split_with_sizes_copy(rows, split_sizes(layout), dim=1, out=list(targets))
+    if not layout.has_blocks:
+        torch.split_with_sizes_copy(rows, layout.extents, dim=1, out=targets)
         return
-    pieces = rows.split(split_sizes(layout), dim=1)
+    pieces = rows.split(layout.extents, dim=1)
     for target, piece in zip(targets, pieces, strict=True):
         target.copy_(piece.unflatten(1, target.shape[1:]) if target.ndim == 3 else piece)
-
-
-def split_sizes(layout: Layout) -> list[int]:
-    """Extents of the slots by rising offset; they add up to ``layout.numel``."""
-    offsets = [layout.slots[index].offset for index in layout.order]
-    assert all(low <= high for low, high in pairwise(offsets)), offsets
-    return [layout.slots[index].extent for index in layout.order]
 
 
 # What the CUDA caching allocator aligns a block to. With it, kernels that choose by alignment (cuBLAS, vectorised

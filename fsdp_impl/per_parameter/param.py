@@ -260,7 +260,8 @@ class ShardedParam:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.local.dtype
+        dtype: torch.dtype = self.sharded._local_tensor.dtype  # type: ignore[attr-defined]
+        return dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -333,7 +334,7 @@ class ShardedParam:
             self.register(held)
         elif len(self.owners) > 1:
             self.register(held)  # a load assigns a shared parameter under each of its names
-        local = self.local
+        local = self.sharded._local_tensor  # type: ignore[attr-defined]  # not by the property: asked at each gather
         if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
             return
         self.keep_grad_dtype(held)
@@ -350,6 +351,9 @@ class ShardedParam:
 
     def sync_requires_grad(self, shown: nn.Parameter) -> None:
         """Users freeze and unfreeze the sharded parameter, or ``shown``, which modules hold in its place."""
+        known = self._requires_grad
+        if self.sharded.requires_grad is known and shown.requires_grad is known:
+            return  # as nearly always
         wanted = (self.sharded if shown.requires_grad == self._requires_grad else shown).requires_grad
         for form in (self.sharded, self.unsharded, shown):
             if form is not None and form.requires_grad != wanted:

@@ -17,7 +17,7 @@ from fsdp_impl.common.private import AsyncCollectiveTensor, DTensorSpec, chunk_c
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view
+from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view, shard_views
 from fsdp_impl.per_parameter.param import ShardedParam
 from fsdp_impl.per_parameter.shards import Shards
 
@@ -39,7 +39,7 @@ def take(group: ParamGroup) -> tuple[list[ShardedParam], list[torch.Tensor]]:
     params: list[ShardedParam] = []
     grads: list[torch.Tensor] = []
     for param in group.shards.params:
-        grad = _take_one(param, _reduce_dtype(group, param))
+        grad = _take_one(group, param)
         if grad is None and group.options.reduce_unused and param.sharded.requires_grad:
             grad = torch.zeros(param.size, dtype=param.compute_dtype, device=group.device)
         if grad is not None:
@@ -96,22 +96,24 @@ def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
     param.unsharded.grad = None
 
 
-def _take_one(param: ShardedParam, dtype: torch.dtype | None) -> torch.Tensor | None:
+def _take_one(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
     """Take the gradient of all backwards since the last reduction, ``None`` if there is none.
 
     A plain tensor of ``size``, in the dtype that it has until it is copied in. A tensor-parallel gradient that is a
-    pending sum over its mesh is summed here, in the reduce dtype ``dtype``: a sum in the dtype of compute would lose
-    what the reduce dtype is for.
+    pending sum over its mesh is summed here, in the reduce dtype: a sum in the dtype of compute would lose what the
+    reduce dtype is for.
     """
     if param.accumulated is not None:
-        _accumulate_one(param, dtype)
+        _accumulate_one(param, _reduce_dtype(group, param))
         grad, param.accumulated = param.accumulated, None
     elif param.unsharded is not None and param.unsharded.grad is not None:
         modes.check_plain(param.unsharded.grad, param.fqn)
         grad, param.unsharded.grad = param.unsharded.grad, None
     else:
         return None
-    return grad if param.unsharded_spec is None else _local_grad(param, grad, param.unsharded_spec, dtype)
+    if param.unsharded_spec is None:
+        return grad
+    return _local_grad(param, grad, param.unsharded_spec, _reduce_dtype(group, param))
 
 
 def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
@@ -268,7 +270,7 @@ class Reducer:
         params = tuple(param for param in self._group.shards.params if param in either)
         layout = self._layout(params, torch.promote_types(partial.layout.dtype, summed.layout.dtype))
         shards = torch.zeros(layout.numel, dtype=layout.dtype, device=self._group.device)
-        views = dict(zip(params, (shard_view(shards, slot) for slot in layout.slots), strict=True))
+        views = dict(zip(params, shard_views(shards, layout.slots), strict=True))
         for part in (partial, summed):
             for param, slot in zip(part.params, part.layout.slots, strict=True):
                 views[param].add_(shard_view(part.shards, slot))
@@ -290,14 +292,15 @@ class Reducer:
         if layout.dtype != torch.uint8:
             return layout, total.shards.to(layout.dtype)
         shards = torch.zeros(layout.numel, dtype=layout.dtype, device=total.shards.device)
-        views = [shard_view(shards, slot) for slot in layout.slots]
-        foreach_copy_(views, [shard_view(total.shards, slot) for slot in total.layout.slots])
+        views = shard_views(shards, layout.slots)
+        foreach_copy_(views, shard_views(total.shards, total.layout.slots))
         return layout, shards
 
     def _layout(self, params: Sequence[ShardedParam], *dtypes: torch.dtype) -> Layout:
         """The slots of shards of ``params`` in ``dtypes``, one for each or one for all."""
         # All parameters, as nearly always, need no list of their numbers.
         everyone = len(params) == len(self._group.shards.params)
+        dtypes = dtypes[:1] if len(set(dtypes)) == 1 else dtypes
         key: tuple[Any, ...] = dtypes if everyone else (*dtypes, *(param.serial for param in params))
         if key not in self._layouts:
             mesh, sizes, dims = self._group.mesh, [p.size for p in params], [p.dim for p in params]
@@ -321,7 +324,8 @@ def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequ
     if len({param.dtype for param in params}) > 1:
         found = {param.fqn: param.dtype for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    dtypes = (_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True))
+    # Each once: a promotion for every parameter would add up.
+    dtypes = {_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True)}
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -334,7 +338,11 @@ def _pack(
     gradients': the kernel casts.
     """
     # The kernel refuses empty tensors, which need no room either.
-    filled = [_rows(grad, param.dim, layout.world) for param, grad in zip(params, grads, strict=True) if grad.numel()]
+    filled = [
+        grad if param.dim == 0 else _rows(grad, param.dim, layout.world)
+        for param, grad in zip(params, grads, strict=True)
+        if grad.numel()
+    ]
     if not filled:
         return
     if len({grad.dtype for grad in filled}) > 1:
@@ -345,8 +353,8 @@ def _pack(
 
 
 def _rows(grad: torch.Tensor, dim: int, world: int) -> torch.Tensor:
-    """``grad`` with the chunks along ``dim`` one after the other along dimension 0."""
-    return grad if dim == 0 or world == 1 else torch.cat(torch.chunk(grad, world, dim=dim), dim=0)
+    """``grad`` with the chunks along ``dim``, not 0, one after the other along dimension 0."""
+    return grad if world == 1 else torch.cat(torch.chunk(grad, world, dim=dim), dim=0)
 
 
 # Sharded gradients
@@ -397,7 +405,7 @@ class Accumulator:
         return is_copying
 
     def _add_views(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> None:
-        views = tuple(shard_view(shards, slot) for slot in layout.slots)
+        views = shard_views(shards, layout.slots)
         held = [param.sharded.grad for param in params]
         existing = [(grad, view) for grad, view in zip(held, views, strict=True) if grad is not None]
         if existing:

@@ -9,7 +9,7 @@ from fsdp_impl.common import hooks, modes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import foreach_copy_
-from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view
+from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view, shard_views
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, has_hooks, is_extended
@@ -65,7 +65,7 @@ class Shards:
         """A number that grows whenever sharded parameters are changed in place."""
         # A DTensor counts what is done to it, and not what is done to its local tensor. Neither counts what fused
         # kernels do.
-        counts = sum(param.sharded._version + param.local._version for param in self.params)
+        counts = sum([param.sharded._version + param.local._version for param in self.params])
         return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
     @modes.without_grad
@@ -76,7 +76,7 @@ class Shards:
         """
         for param in self.params:
             param.adopt()
-        left = sum(param.slot is None for param in self.params)
+        left = len([param for param in self.params if param.slot is None])
         if left == 0:
             return False
         layout = self._layout([param.dtype for param in self.params])
@@ -164,7 +164,7 @@ class Shards:
 
     def _cut_into_buffer(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         self._buffer = self._new_buffer(cuts[0].data.device)
-        views = [shard_view(self._buffer, slot) for slot in self.layout.slots]
+        views = shard_views(self._buffer, self.layout.slots)
         for cut, view in zip(cuts, views, strict=True):
             start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
             view.copy_(cut.data.narrow(cut.dim, start, rows))
@@ -221,7 +221,7 @@ class Shards:
 
     def _filled_buffer(self) -> torch.Tensor:
         buffer = self._new_buffer(self.params[0].local.device)
-        views = [shard_view(buffer, slot) for slot in self.layout.slots]
+        views = shard_views(buffer, self.layout.slots)
         if not buffer.is_meta:
             foreach_copy_(views, [param.local for param in self.params])
         return buffer

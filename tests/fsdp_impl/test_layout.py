@@ -18,7 +18,6 @@ from fsdp_impl.per_parameter.layout import (
     copy_out,
     shard_size,
     shard_view,
-    split_sizes,
 )
 from fsdp_impl.per_parameter.param import _parts, _shard
 from tests.fsdp_impl.properties import given, st
@@ -101,7 +100,7 @@ def test_slots_are_aligned_and_fill_the_buffer_alike_on_every_rank(params: Param
             assert (params.dims[index] == 0 and rank > 0) or nbytes == slot.extent * first.dtype.itemsize
     assert taken == [1] * first.numel
     assert {layout.order for layout in layouts} == {first.order}
-    assert sum(split_sizes(first)) == first.numel
+    assert sum(first.extents) == first.numel
 
 
 @given(params=groups(), data=st.data())
