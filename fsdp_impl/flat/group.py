@@ -195,6 +195,7 @@ class FlatGroup:
         self._gathered_from: torch.Tensor | None = None
         self._pending: PendingGather | None = None
         self._views: list[torch.Tensor] = []
+        self._viewed: torch.Tensor | None = None
         self._buffer: FlatBuffer | Alias | None = None
 
     @property
@@ -262,14 +263,20 @@ class FlatGroup:
         self._gathered_version, self._gathered_from = self._version(), flat.detach()
         self.is_unsharded = True
 
-    def wait_for_unshard(self) -> None:
-        """Let the current stream use the unsharded parameter, and the modules hold views of it."""
+    def wait_for_unshard(self, *, again: bool = False) -> None:
+        """Let the current stream use the unsharded parameter, and the modules hold views of it.
+
+        With ``again`` the views of the latest forward will do: a recomputation may differentiate through them too. For
+        each forward they are made anew, because autograd runs first what was made last: through older views gradients
+        would arrive when all others are computed, and nothing would hide their reduction.
+        """
         assert self.is_unsharded
         if self._pending is not None:
             # From here on an optimizer may also write to the source: on the current stream, after the gather.
             streams.wait(streams.current(self.device), self._pending.event)
             self._pending = None
-        self._make_views()
+        if not (again and self._has_views()):
+            self._make_views()
         self.register_unsharded()
 
     def reshard(self) -> None:
@@ -318,7 +325,12 @@ class FlatGroup:
     def _make_views(self) -> None:
         assert self.leaf is not None
         with torch.enable_grad():  # also under no_grad: recomputation may use what was registered there
-            self._views = self.views(self.leaf)
+            self._views, self._viewed = self.views(self.leaf), self.leaf
+
+    def _has_views(self) -> bool:
+        """Whether there are views of the unsharded parameter as it is, also of whether it is frozen."""
+        leaf = self.leaf
+        return leaf is not None and self._viewed is leaf and self._views[0].requires_grad == leaf.requires_grad
 
     def _gather(self, shard: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """Fill ``output`` on the current stream; returns the gather's input, which must live until it has ended."""
@@ -368,7 +380,7 @@ class FlatGroup:
         params = [self.shards.flat, *self.shards.originals]
         # A rank on which an optimizer changes nothing must agree with those on which it does, and fused kernels do not
         # count what they write.
-        return sum(param._version for param in params) + hooks.optimizer_steps()
+        return sum([param._version for param in params]) + hooks.optimizer_steps()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.label})"

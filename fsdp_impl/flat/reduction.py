@@ -186,8 +186,9 @@ class Gradients:
             buffer.add_(reduced)
             return
         given: list[nn.Parameter] = []
+        parts = self._group.shards.parts(reduced) if self._group.shards.use_orig else []
         for param, which in holders:
-            view = self._group.shards.part(which, reduced)
+            view = reduced if which is None else parts[which]
             if param.grad is None:
                 set_grad(param, view)
                 given.append(param)

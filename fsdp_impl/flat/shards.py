@@ -1,6 +1,7 @@
 """A unit's sharded parameters: one flat parameter, and with ``use_orig_params`` the original ones as views of it."""
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +137,20 @@ class FlatShards:
         span = self.spans[index]
         return self.like_part(index, shard[span.offset : span.offset + span.numel])
 
+    def parts(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """:meth:`part` of each original parameter."""
+        pieces = shard.split(self._extents)
+        return [self.like_part(index, pieces[2 * index + 1]) for index in range(len(self.spans))]
+
+    @cached_property
+    def _extents(self) -> list[int]:
+        """Sizes that cut the shard: of what lies before each original parameter's part, and of the part."""
+        extents, end = [], 0
+        for span in self.spans:
+            extents += [span.offset - end if span.numel else 0, span.numel]
+            end += sum(extents[-2:])
+        return [*extents, self.layout.shard_numel - end]
+
     def elements(self, index: int, held: torch.Tensor) -> torch.Tensor:
         """The reverse of :meth:`part`: 1-D, in the order of the shard, of what is laid out like an original parameter.
 
@@ -162,10 +177,11 @@ class FlatShards:
             return
         with torch.no_grad():
             data = self.flat.detach()
+            home = home_of(data)
             for index, (param, span, owners) in enumerate(zip(self.originals, self.spans, self.owners, strict=True)):
                 # A parameter that has no element on any rank is a view of any memory, in its whole shape at first.
                 is_whole = span.numel == 0 and param.ndim != 1 and self.is_sharded
-                if is_whole or not is_view_of(param, data, span):
+                if is_whole or not lies_at(param, home, span):
                     param.data = self.part(index, data)
                 for owner in owners:
                     owner.hold(param)
@@ -188,13 +204,13 @@ class FlatShards:
         if not self.use_orig:
             self.adopt_flat()
             return False
-        wrote = False
+        wrote, home = False, home_of(self.flat)
         for index, span in enumerate(self.spans):
             held = self._held(index)
             if held is None or span.numel == 0:
                 continue
             self.originals[index] = held
-            if is_view_of(held, self.flat, span):
+            if lies_at(held, home, span):
                 continue
             place = self.part(index, self.flat.detach())
             if held.size() != place.size():
@@ -229,44 +245,58 @@ class FlatShards:
         """Whether a user has replaced originals or their data: the same on ranks that hold none of their elements."""
         if not self.use_orig:
             return self.module._parameters.get(FLAT_PARAM, self.flat) is not self.flat
-        held = [self._held(index) for index in range(len(self.spans))]
+        held, home = [self._held(index) for index in range(len(self.spans))], home_of(self.flat)
         return any(
-            param is not None and (param is not original or not is_view_of(param, self.flat, span))
+            param is not None and (param is not original or not lies_at(param, home, span))
             for param, original, span in zip(held, self.originals, self.spans, strict=True)
         )
 
     def _held(self, index: int) -> nn.Parameter | None:
         """What the modules hold instead of an original; ``None`` if unsharded parameters stand there."""
-        held = [owner.module._parameters.get(owner.name) for owner in self.owners[index]]
-        if not isinstance(held[0], nn.Parameter):
+        owner, *others = self.owners[index]
+        held = owner.module._parameters.get(owner.name)
+        if not isinstance(held, nn.Parameter):
             return None
-        if any(other is not held[0] for other in held[1:]):
+        if others and any(other.module._parameters.get(other.name) is not held for other in others):
             raise NotImplementedError(f"Changing shared parameters is not supported yet: {self.names[index]}")
-        return held[0]
+        return held
 
 
 def set_tensor(owner: Owner, tensor: torch.Tensor, *, as_param: bool) -> None:
     """Let ``owner`` hold the plain ``tensor``; ``as_param`` where it stands instead of a registered parameter."""
-    parameters: dict[str, Any] = owner.module._parameters
-    if type(owner.module).__setattr__ is not nn.Module.__setattr__:
+    module = owner.module
+    parameters: dict[str, Any] = module._parameters
+    if type(module).__setattr__ is not nn.Module.__setattr__:
         # The class has to see what is set (recurrent layers keep lists of their weights), and nn.Module takes
         # only a Parameter for what is registered as one.
         parameters.pop(owner.name, None)
-        setattr(owner.module, owner.name, tensor)
+        setattr(module, owner.name, tensor)
     elif as_param:
         parameters[owner.name] = tensor
     else:
-        owner.module.__dict__[owner.name] = tensor
+        module.__dict__[owner.name] = tensor
 
 
-def is_view_of(param: torch.Tensor, flat: torch.Tensor, span: Span) -> bool:
-    """Whether ``param`` lies at ``span`` in ``flat``'s memory."""
+class Home(NamedTuple):
+    """Where a shard lies: its storage's address, where it begins there, and its dtype."""
+
+    storage: int
+    offset: int
+    dtype: torch.dtype
+
+
+def home_of(flat: torch.Tensor) -> Home:
+    return Home(flat.untyped_storage()._cdata, int(flat.storage_offset()), flat.dtype)
+
+
+def lies_at(param: torch.Tensor, home: Home, span: Span) -> bool:
+    """Whether ``param`` lies at ``span`` in the memory of a shard."""
     return (
-        param.untyped_storage()._cdata == flat.untyped_storage()._cdata
+        param.untyped_storage()._cdata == home.storage
         # Where a rank has nothing of a parameter any place does, and its memory tells whether it has new data.
-        and (span.numel == 0 or param.storage_offset() == flat.storage_offset() + span.offset)
+        and (span.numel == 0 or param.storage_offset() == home.offset + span.offset)
         and param.numel() == span.numel
-        and param.dtype == flat.dtype
+        and param.dtype == home.dtype
     )
 
 

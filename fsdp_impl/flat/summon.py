@@ -17,7 +17,7 @@ from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.reduction import Gradients, set_grad
 from fsdp_impl.flat.registry import units_in
-from fsdp_impl.flat.shards import FLAT_PARAM, is_view_of
+from fsdp_impl.flat.shards import FLAT_PARAM, home_of, lies_at
 from fsdp_impl.flat.unit import FlatUnit
 
 
@@ -139,7 +139,7 @@ def _write_back(group: FlatGroup) -> None:
         # Where nothing was copied to make it whole, it was changed in place. To write it onto itself would look to
         # autograd like a change of what an earlier forward saved.
         is_in_order = value.stride() == shards.layout.pieces[index].stride
-        if shards.is_sharded or not is_in_order or not is_view_of(value, shards.flat, shards.spans[index]):
+        if shards.is_sharded or not is_in_order or not lies_at(value, home_of(flat), shards.spans[index]):
             shards.put(index, value, flat)
 
 

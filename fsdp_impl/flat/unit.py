@@ -293,10 +293,10 @@ class FlatUnit:
             self.reducer.reduce_dtype = precision.reduce_dtype or precision.param_dtype
         return True
 
-    def _unshard_now(self) -> None:
+    def _unshard_now(self, *, again: bool = False) -> None:
         if self.group is not None:
             self.group.unshard()
-            self.group.wait_for_unshard()
+            self.group.wait_for_unshard(again=again)
 
     # Backward
 
@@ -309,7 +309,7 @@ class FlatUnit:
             return
         self.group.wanted_in_backward = False
         self._check_kept()
-        self._unshard_now()
+        self._unshard_now(again=True)
         if self.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Also where there is no gather left to issue: the last unit needs no third buffer.
             self.context.release_retired(ahead=True)
@@ -408,8 +408,9 @@ class FlatUnit:
             # Not reached by this backward, but by one that did not reduce.
             self._reduce()
         if self._frees_after_backward():
-            # Pre-backward or a prefetch unsharded it, and no gradient came.
-            self.group.reshard()
+            if self.group.is_unsharded:
+                # By pre-backward or a prefetch, and no gradient came.
+                self.group.reshard()
         else:
             self.group.shards.register()
 
