@@ -325,7 +325,11 @@ class FlatGroup:
     def _make_views(self) -> None:
         assert self.leaf is not None
         with torch.enable_grad():  # also under no_grad: recomputation may use what was registered there
-            self._views, self._viewed = self.views(self.leaf), self.leaf
+            self._views, self._viewed = self._parts(self.leaf), self.leaf
+
+    def _parts(self, leaf: torch.Tensor) -> list[torch.Tensor]:
+        layout = self.shards.layout
+        return self.views(leaf) if any(self.shards.specs) or not layout.is_contiguous else layout.parts(leaf)
 
     def _has_views(self) -> bool:
         """Whether there are views of the unsharded parameter as it is, also of whether it is frozen."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 
@@ -75,6 +76,31 @@ class FlatLayout:
         parts = flat.split(sizes)
         return [shaped(parts[place], piece) for place, piece in zip(places, self.pieces, strict=True)]
 
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """:meth:`split` with one node of autograd, where there would be one for each parameter, and one more.
+
+        Only where :attr:`is_contiguous`.
+        """
+        made: tuple[torch.Tensor, ...] = cast(Any, _Parts).apply(flat, self)
+        return list(made)
+
+    def join(self, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """The reverse of :meth:`split` where :attr:`is_contiguous`, zero where parts are missing; ``None`` of none."""
+        first = next((part for part in parts if part is not None), None)
+        if first is None:
+            return None
+        sizes, places = self._split_sizes
+        pieces = dict(zip(places, parts, strict=True))
+        flat = [
+            first.new_zeros(n) if (part := pieces.get(i)) is None else part.reshape(-1) for i, n in enumerate(sizes)
+        ]
+        return torch.cat(flat)
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether all parameters are, in their shapes."""
+        return all(piece.is_contiguous for piece in self.pieces)
+
     @cached_property
     def _split_sizes(self) -> tuple[list[int], list[int]]:
         """Sizes that cut the flat parameter into parameters and padding, and which of them are parameters."""
@@ -90,6 +116,25 @@ class FlatLayout:
         if self.padded_numel > end:
             sizes.append(self.padded_numel - end)
         return sizes, places
+
+
+class _Parts(torch.autograd.Function):
+    """See :meth:`FlatLayout.parts`."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(flat: torch.Tensor, layout: FlatLayout) -> tuple[torch.Tensor, ...]:
+        return tuple(layout.split(flat))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, FlatLayout], output: Any) -> None:
+        ctx.layout = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.layout.join(grads), None
 
 
 def build_flat_layout(
