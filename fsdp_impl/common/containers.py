@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,10 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, _depth: 
     if isinstance(value, dict):
         return _rebuild_dict(value, {key: recurse(item) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
-        return _rebuild_sequence(value, [recurse(item) for item in value])
+        # A tensor is asked here: a call for each would add up, as each unit walks its inputs twice.
+        return _rebuild_sequence(
+            value, [fn(item) if isinstance(item, torch.Tensor) else recurse(item) for item in value]
+        )
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return _rebuild_dataclass(value, {name: recurse(getattr(value, name)) for name in names})
@@ -40,6 +44,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, _depth: 
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """The tensors in ``value`` that require grad, in the order of :func:`map_tensors`, repeated where they repeat."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
 
     def visit(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +73,7 @@ def _rebuild_dict(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _rebuild_sequence(old: Any, items: list[Any]) -> Any:
-    if all(new is item for new, item in zip(items, old, strict=True)):
+    if all(map(operator.is_, items, old)):
         return old
     if hasattr(old, "_fields"):
         return type(old)._make(items)
