@@ -11,6 +11,13 @@ from fsdp_impl.common.streams import CommContext
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
+def test_the_cpu_has_none() -> None:
+    device = torch.device("cpu")
+    assert streams.create(device) is None and streams.current(device) is None
+    with streams.use(None), streams.use(None):
+        pass
+
+
 @pytest.mark.parametrize("copying", [("first",), ("last",), ()])
 def test_the_host_waits_for_all_reductions_if_any_is_copied_to_it(
     monkeypatch: pytest.MonkeyPatch, copying: tuple[str, ...]

@@ -263,6 +263,13 @@ def test_collecting_alone_writes_nothing(run, pytester):
     assert not pytester.path.joinpath("run.json.partial").exists()
 
 
+def test_the_next_complete_run_takes_the_place_of_a_journal(run, pytester):
+    run(PASSES, "--report", "run.json", "-k", "nothing")
+    assert run(PASSES, "--report", "run.json").ret == 0
+    assert not pytester.path.joinpath("run.json.partial").exists()
+    assert len(load_run(pytester.path / "run.json").cases) == 1
+
+
 def test_a_report_that_cannot_be_written_is_refused_before_the_first_case(refused, pytester, capsys):
     pytester.mkdir("folder")
     line = "ERROR: --report folder: this is a directory; a run file must be a regular file"
