@@ -9,17 +9,17 @@ declare these capabilities. Both ways are checked: every requirement has a case,
 Run as ``python docs/make_features.py`` in the repository's root.
 """
 
-import dataclasses
 import json
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from generating import ROOT, between, collect, run
 
-from shardproof import contract as data
+from shardproof.contract import CLASSES, Chapter, Item, Profile
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.adapters.registry import load
 from shardproof.harness.plugin import cases, effort
@@ -46,142 +46,109 @@ is there; the other implementations are `unsupported`.
 Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Requirement:
-    """A row of the contract; ``of_any``: it is required of every implementation that trains."""
-
-    id: str
-    of_any: bool
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Chapter:
-    """A chapter of the contract; its name is in capitals, as in the ids of its requirements."""
-
-    name: str
-    subject: str
-    requirements: tuple[Requirement, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A collected item of a case, ``test_file.py::test_function``, with the capabilities and hardware that it needs."""
-
-    case: str
-    ids: tuple[str, ...]
-    needs: frozenset[str]
-
-
 class Collector:
-    """A pytest plugin that notes the collected items of the suites."""
+    """A pytest plugin that notes the collected items of the suites, by their ids, and which a version has."""
 
     def __init__(self) -> None:
-        self.items: list[Item] = []
-        self.listed: dict[str, data.Item] = {}
+        self.items: dict[str, Item] = {}
+        self.listed: dict[str, Item] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        selection = session.config.stash[STATE].selection
-        functions = (item for item in session.items if cases.is_case(item) and not cases.launch_of(item).simulates)
-        real = [item for item in functions if item.get_closest_marker("nightly") is None]
-        self.listed = {cases.case_id(item): _listed(item) for item in effort.choose(real, selection, Effort.STANDARD)}
         # As they are written; a run takes one of each function first.
-        for item in sorted(session.items, key=lambda item: (item.path, item.location[1])):
-            assert isinstance(item, pytest.Function)
-            ids = [name for mark in item.iter_markers("contract") for name in mark.args]
-            needs = [str(name) for mark in item.iter_markers("needs") for name in mark.args]
-            self.items.append(Item(f"{item.path.name}::{item.originalname}", tuple(ids), frozenset(needs)))
+        items = sorted(filter(cases.is_case, session.items), key=lambda item: (item.path, item.location[1]))
+        self.items = {cases.case_id(item): _item(item) for item in items}
+        asked = [item for item in items if not any(map(item.get_closest_marker, ("nightly", "simulated")))]
+        kept = effort.choose(asked, session.config.stash[STATE].selection, Effort.STANDARD)
+        self.listed = {id_: self.items[id_] for id_ in map(cases.case_id, kept)}
 
 
-def _listed(item: pytest.Function) -> data.Item:
-    needs = {name for mark in item.iter_markers("needs") for name in mark.args}
-    hardware = frozenset(str(name) for name in needs if isinstance(name, Hardware))
+def _item(item: pytest.Function) -> Item:
+    needs = {str(name) for mark in item.iter_markers("needs") for name in mark.args}
     options = {f"a name for {mark.args[0]}" for mark in item.iter_markers("takes")}
-    others = frozenset(map(str, needs)) - hardware | options
-    return data.Item(cases.requirements(item), cases.launch_of(item).size, others, hardware)
+    hardware = frozenset(needs & set(Hardware))
+    return Item(cases.requirements(item), cases.launch_of(item).size, frozenset(needs | options) - hardware, hardware)
 
 
 def chapters(text: str) -> list[Chapter]:
-    """Read the chapters of the contract."""
+    """Read the chapters of the contract; their names are in capitals, as in the ids of their requirements."""
     found = []
     for part in text.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
         name, colon, subject = title.partition(": ")
         rows = re.findall(r"^\| ([A-Z]+-\d+) \| *(any)? *\| (.*) \|$", body, flags=re.MULTILINE)
         if colon and rows:
-            found.append(
-                Chapter(name, subject, tuple(Requirement(one, bool(of_any), said) for one, of_any, said in rows))
-            )
+            found.append((name, subject, [(id_, said, bool(of_any)) for id_, of_any, said in rows]))
     return found
 
 
-def problems(contract: Sequence[Chapter], items: Sequence[Item]) -> list[str]:
+def problems(contract: Sequence[Chapter], items: Mapping[str, Item]) -> list[str]:
     """What the contract and the suites disagree about, one line each."""
-    written = {requirement.id for chapter in contract for requirement in chapter.requirements}
-    checked = {name for item in items for name in item.ids}
+    written = {id_ for _, _, rows in contract for id_, _, _ in rows}
+    checked = {name for item in items.values() for name in item.requirements}
     return [
         *(f"docs/contract.md: {name} has no case" for name in sorted(written - checked)),
         *(f"suites: a case names {name}, which docs/contract.md does not have" for name in sorted(checked - written)),
-        *(f"suites: {item.case} names no requirement" for item in items if not item.ids),
+        *(f"suites: {id_} names no requirement" for id_, item in items.items() if not item.requirements),
     ]
 
 
-def unused(text: str, listed: Mapping[str, data.Item]) -> list[str]:
+def unused(text: str, listed: Mapping[str, Item]) -> list[str]:
     """The capabilities and requirements that a profile names and none of its items has, one line each."""
     lines = []
     for name, (said, *lists) in profiles(text).items():
-        profile = data.Profile(said, *map(frozenset, lists))
-        mine = [item for item in listed.values() if any(profile.has(item, data.CLASSES[one]) for one in lists[0])]
+        profile = Profile(said, *map(frozenset, lists))
+        mine = [item for item in listed.values() if any(profile.has(item, hardware) for hardware in CLASSES)]
         used = {one for item in mine for one in (*item.needs, *item.requirements)}
-        found = [one for one in (*lists[-2], *lists[-1]) if one not in used]
-        lines += [f"docs/contract.md: no item of profile {name} has {one}" for one in found]
+        named = [*lists[-2], *lists[-1]]
+        lines += [f"docs/contract.md: no item of profile {name} has {one}" for one in named if one not in used]
     return lines
 
 
-def page(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
+def page(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
     """Write docs/features.md."""
-    declared = {name: frozenset(map(str, load(name).capabilities())) for name in IMPLEMENTATIONS}
+    declared = {
+        name: {*map(str, load(name).capabilities()), *(f"a name for {one}" for one in load(name).option_names)}
+        for name in IMPLEMENTATIONS
+    }
     parts = [_HEAD]
-    for chapter in contract:
-        parts.append(f"\n## {chapter.name}: {chapter.subject}\n")
+    for chapter, subject, rows in contract:
+        parts.append(f"\n## {chapter}: {subject}\n")
         parts.append("| requirement | cases | needs | asked |\n|---|---|---|---|")
-        for requirement in chapter.requirements:
-            mine = [item for item in items if requirement.id in item.ids]
-            parts.append(
-                f"| {requirement.id} | {_cases(mine)} | {_needs(requirement, mine)} | {_asked(mine, declared)} |"
-            )
+        for name, _, of_any in rows:
+            mine = {id_: item for id_, item in items.items() if name in item.requirements}
+            parts.append(f"| {name} | {_cases(mine)} | {_needs(of_any, mine)} | {_asked(mine, declared)} |")
     return "\n".join(parts) + "\n"
 
 
-def _cases(items: Sequence[Item]) -> str:
-    counts: dict[str, int] = {}
-    for item in items:
-        counts[item.case] = counts.get(item.case, 0) + 1
-    return ", ".join(f"{case.partition('::')[2]} ({number})" for case, number in counts.items())
+def _cases(items: Mapping[str, Item]) -> str:
+    return ", ".join(f"{case.partition('::')[2]} ({number})" for case, number in Counter(map(_case, items)).items())
 
 
-def _needs(requirement: Requirement, items: Sequence[Item]) -> str:
-    common = frozenset.intersection(*(item.needs for item in items))
+def _case(id_: str) -> str:
+    return id_.partition("[")[0]
+
+
+def _needs(of_any: bool, items: Mapping[str, Item]) -> str:
+    common = frozenset.intersection(*(item.needs | item.hardware for item in items.values()))
     capabilities = [str(name) for name in Capability if str(name) in common]
     hardware = [f"*{name}*" for name in Hardware if str(name) in common]
-    return ", ".join([*(["any"] if requirement.of_any else []), *capabilities, *hardware])
+    return ", ".join([*(["any"] if of_any else []), *capabilities, *hardware])
 
 
-def _asked(items: Sequence[Item], declared: Mapping[str, frozenset[str]]) -> str:
-    hardware = frozenset(map(str, Hardware))
-    able = [name for name in declared if any(item.needs - hardware <= declared[name] for item in items)]
+def _asked(items: Mapping[str, Item], declared: Mapping[str, set[str]]) -> str:
+    able = [name for name in declared if any(item.needs <= declared[name] for item in items.values())]
     return "all" if len(able) == len(declared) else ", ".join(able) or "none"
 
 
-def table(contract: Sequence[Chapter], items: Sequence[Item]) -> str:
+def table(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
     """Write the table of README.md: a row for each chapter."""
     rows = ["| chapter | what is checked | requirements | cases |", "|---|---|---|---|"]
-    for chapter in contract:
-        ids = {requirement.id for requirement in chapter.requirements}
-        cases = {item.case for item in items if ids & set(item.ids)}
-        rows.append(f"| {chapter.name} | {chapter.subject} | {len(ids)} | {len(cases)} |")
-    requirements = sum(len(chapter.requirements) for chapter in contract)
-    rows.append(f"| all | | {requirements} | {len({item.case for item in items})} |")
+    for chapter, subject, requirements in contract:
+        ids = {id_ for id_, _, _ in requirements}
+        cases = {_case(id_) for id_, item in items.items() if ids & set(item.requirements)}
+        rows.append(f"| {chapter} | {subject} | {len(ids)} | {len(cases)} |")
+    count = sum(len(requirements) for _, _, requirements in contract)
+    rows.append(f"| all | | {count} | {len(set(map(_case, items)))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -199,17 +166,20 @@ def profiles(text: str) -> dict[str, tuple[Any, ...]]:
 
 def as_json(text: str) -> str:
     """Write the contract as JSON, which ``shardproof.contract`` reads."""
-    written = [
-        [one.name, one.subject, [[row.id, row.text, row.of_any] for row in one.requirements]] for one in chapters(text)
-    ]
-    whole = {"versions": versions(text), "profiles": profiles(text), "chapters": written}
+    whole = {"versions": versions(text), "profiles": profiles(text), "chapters": chapters(text)}
     return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
 
 
-def listed(text: str, items: Mapping[str, data.Item]) -> dict[pathlib.Path, str]:
+def listed(text: str, items: Mapping[str, Item]) -> dict[pathlib.Path, str]:
     """The list of the newest version; ValueError if it is closed and the suites have other items."""
+    groups: dict[str, list[str]] = {}
+    for id_, item in items.items():
+        case, _, end = id_.removesuffix("]").partition("[")
+        needs = (", ".join(names) or "-" for names in (item.requirements, sorted(item.needs), sorted(item.hardware)))
+        groups.setdefault("\t".join([case, *needs]), []).append(f"\t{end}\n")
+    written = "".join(f"{head}\n{''.join(sorted(groups[head]))}" for head in sorted(groups))
     newest, commit = next(iter(versions(text).items()))
-    path, written = ROOT / f"shardproof/contract-{newest}.tsv", data.written(items)
+    path = ROOT / f"shardproof/contract-{newest}.tsv"
     if commit and path.read_text() != written:
         raise ValueError(f"docs/contract.md: {newest} is closed, {commit} has its items: begin a version for others")
     return {path: written}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import generating
 from generating import ROOT, between
 
-from shardproof.contract import profiles
+from shardproof import contract
 from shardproof.findings import Finding, load, markdown
 from shardproof.reports.merge import merge
 from shardproof.reports.profiles import standings
@@ -111,12 +111,12 @@ def table(runs: Mapping[Place, Run]) -> str:
             row = [
                 f"`{name}`",
                 f"{place.column}, torch {place.torch}",
-                *(cells.get((name, one), "-") for one in profiles()),
+                *(cells.get((name, one), "-") for one in contract.profiles()),
             ]
             if asked != "-":
                 found.setdefault((name, place.column), f"| {' | '.join([*row, asked])} |")
     names = _in_order(name for name, _ in found)
-    head = ["implementation", "on", *profiles(), "passed of asked"]
+    head = ["implementation", "on", *contract.profiles(), "passed of asked"]
     rows = [row for name in names for (other, _), row in found.items() if other == name]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 

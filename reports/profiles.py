@@ -7,24 +7,17 @@ from itertools import groupby
 
 from shardproof import contract
 from shardproof.reports.texts import cause, printable, table
-from shardproof.runfile import CaseRecord, Implementation, Run, Verdict, public_version
+from shardproof.runfile import Implementation, Run, Verdict, public_version
 
 LEGEND = "reached, or items passed of all that the hardware class can have, + those without a record"
-
-UNNAMED = "(the run file does not name what is missing)"
 
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
     """How far an implementation is from a profile, by the items of the newest version of the contract.
 
-    Attributes:
-        items: how many items the profile has on this class of hardware.
-        passed: how many of them passed. An expected failure did not.
-        lacks: the capabilities and whatever else was missing, with the number of items that were skipped for each.
-        fails: the findings, or else the cases, with the number of items that failed.
-        not_run: how many items the run file does not have, as one of other cases or of a part.
-        unsharded: what the profile wants sharded and the implementation, as far as the run file says, does not shard.
+    ``lacks`` counts skipped items by what was missing, ``fails`` those that ran and did not pass by their findings or
+    ids. ``not_run`` are the items without a record; ``unsharded`` is to be sharded and not known to be so.
     """
 
     profile: str
@@ -36,29 +29,21 @@ class Standing:
     lacks: Mapping[str, int]
     fails: Mapping[str, int]
     not_run: int
-    unsharded: tuple[str, ...]
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether nothing is missing."""
-        return self.passed == self.items and not self.unsharded
+    unsharded: Sequence[str]
 
     @property
     def cell(self) -> str:
         """``reached``, or passed of all, and behind a plus what did not run: ``70/83 +13``."""
         absent = f" +{self.not_run}" if self.not_run else ""
-        return "reached" if self.is_reached else f"{self.passed}/{self.items}{absent}"
+        return f"{self.passed}/{self.items}{absent}" if self.missing else "reached"
 
     @property
     def missing(self) -> str:
-        """What is missing, in one line; empty if it is reached."""
-        shards = f"not known to shard {', '.join(self.unsharded)}" if self.unsharded else ""
-        absent = f"{self.not_run} not run" if self.not_run else ""
-        return "; ".join(filter(None, [shards, _listed("fails", self.fails), _listed("lacks", self.lacks), absent]))
-
-
-def _listed(word: str, found: Mapping[str, int]) -> str:
-    return f"{word} {', '.join(f'{what} ({count})' for what, count in found.items())}" if found else ""
+        """What is missing, in one line; empty if the profile is reached."""
+        fails, lacks = (", ".join(f"{what} ({n})" for what, n in found.items()) for found in (self.fails, self.lacks))
+        parts = {"not known to shard": ", ".join(self.unsharded), "fails": fails, "lacks": lacks}
+        parts["not run:"] = str(self.not_run or "")
+        return "; ".join(f"{word} {what}" for word, what in parts.items() if what)
 
 
 def standings(run: Run) -> list[Standing]:
@@ -67,48 +52,31 @@ def standings(run: Run) -> list[Standing]:
     A run of other cases, or on hardware of no class, such as GPUs without NCCL, has none.
     """
     found = []
+    environments = [run.environment, *(part.environment for part in run.merged)]
     for name in run.implementations:
+        told = run.environment.implementations.get(name, Implementation())
+        # Files of earlier versions do not say what is sharded; who shards parameters shards what belongs to them.
+        shards = told.shards or (contract.SHARDS if "sharded" in told.capabilities else ())
         records = {case.id: case for case in run.cases if case.implementation == name}
-        hardware = _class_of(run, records.values()) if records.keys() & contract.items().keys() else ""
-        for profile, what in contract.profiles().items():
-            if hardware in what.classes:
-                ids = [id_ for id_, item in contract.items().items() if what.has(item, contract.CLASSES[hardware])]
-                found.append(_standing(profile, hardware, name, run, [records.get(id_) for id_ in ids]))
+        devices = {case.device for case in records.values()}
+        gpus = "nccl-2" if devices == {"cuda"} and any(one.nccl for one in environments) else ""
+        torch = public_version(told.torch or run.environment.torch)
+        hardware = "cpu-4" if devices == {"cpu"} else gpus
+        for profile, what in contract.profiles().items() if records.keys() & contract.items().keys() else ():
+            ids = [id_ for id_, item in contract.items().items() if what.has(item, hardware)]
+            ran = [records[id_] for id_ in ids if id_ in records]
+            others = [case for case in ran if case.verdict is not Verdict.PASS]
+            skipped = [case for case in others if case.verdict.is_skip]
+            if ids:
+                lacks = _counts(one for case in skipped for one in case.missing or ["what it does not name"])
+                fails = _counts(cause(case) for case in others if not case.verdict.is_skip)
+                counts = (len(ids), len(ran) - len(others), lacks, fails, len(ids) - len(ran))
+                unsharded = [one for one in contract.SHARDS if one in what.shards - {*shards}]
+                found.append(Standing(profile, hardware, name, torch, *counts, unsharded))
     return found
 
 
-def _standing(profile: str, hardware: str, name: str, run: Run, cases: Sequence[CaseRecord | None]) -> Standing:
-    """The standing by the records of all items of a profile; None is an item that did not run."""
-    told = run.environment.implementations.get(name, Implementation())
-    # Files of earlier versions do not say what is sharded; who shards parameters shards what belongs to them.
-    shards = told.shards or (contract.SHARDS if "sharded" in told.capabilities else ())
-    ran = [case for case in cases if case is not None]
-    lacks = _counts(one for case in ran if case.verdict.is_skip for one in case.missing or [UNNAMED])
-    fails = _counts(cause(case) for case in ran if not case.verdict.is_skip and case.verdict is not Verdict.PASS)
-    return Standing(
-        profile=profile,
-        hardware=hardware,
-        implementation=name,
-        torch=public_version(told.torch or run.environment.torch),
-        items=len(cases),
-        passed=sum(case.verdict is Verdict.PASS for case in ran),
-        lacks=lacks,
-        fails=fails,
-        not_run=len(cases) - len(ran),
-        unsharded=tuple(one for one in contract.SHARDS if one in contract.profiles()[profile].shards - {*shards}),
-    )
-
-
-def _class_of(run: Run, cases: Iterable[CaseRecord]) -> str:
-    devices = {case.device for case in cases}
-    environments = [part.environment for part in run.merged] or [run.environment]
-    if devices == {"cpu"}:
-        return "cpu-4"
-    return "nccl-2" if devices == {"cuda"} and any(one.nccl for one in environments) else ""
-
-
 def _counts(names: Iterable[str]) -> dict[str, int]:
-    """Count names, the most frequent first."""
     return dict(sorted(Counter(names).items(), key=lambda one: (-one[1], one[0])))
 
 
@@ -126,9 +94,7 @@ def render_profiles(runs: Iterable[Run]) -> str:
     """Render standings: for each class and torch a table of implementations by profiles, and what is missing."""
     lines = [f"contract {contract.version()}: {LEGEND}"]
     for (hardware, torch), rows in places(runs).items():
-        lines += ["", printable(f"{hardware} ({contract.CLASSES[hardware].title}), torch {torch}:")]
         cells = [[row[0].implementation, *(one.cell for one in row)] for row in rows]
-        lines += [printable(f"  {line}") for line in table([["", *(one.profile for one in rows[0])], *cells])]
-        standing = [one for row in rows for one in row if one.missing]
-        lines += [printable(f"  {one.implementation}, {one.profile}: {one.missing}") for one in standing]
-    return "\n".join(lines) + "\n"
+        lines += ["", f"{hardware}, torch {torch}:", *table([["", *(one.profile for one in rows[0])], *cells])]
+        lines += [f"{one.implementation}, {one.profile}: {one.missing}" for row in rows for one in row if one.missing]
+    return "\n".join(map(printable, lines)) + "\n"

@@ -46,45 +46,46 @@ def test_every_case_names_a_requirement_of_its_chapter():
         assert all(name.startswith(f"{chapter}-") for name in ids), f"{case} names {ids}"
 
 
+def item(ids, *needs, ranks=2, hardware=()):
+    return contract.Item(tuple(ids.split()), ranks, frozenset(needs), frozenset(hardware))
+
+
 def test_rows(make_features):
-    contract = make_features.chapters(CONTRACT)
-    items = [
-        make_features.Item("test_one.py::test_trains", ("ONE-1",), frozenset()),
-        make_features.Item("test_one.py::test_trains", ("ONE-1",), frozenset({"grouped-unit"})),
-        make_features.Item("test_one.py::test_clips", ("ONE-2",), frozenset({"clipping", "grouped-unit", "streams"})),
-    ]
-    assert make_features.problems(contract, items) == []
-    page = make_features.page(contract, items)
+    chapters = make_features.chapters(CONTRACT)
+    items = {
+        "suites/test_one.py::test_trains[w2]": item("ONE-1"),
+        "suites/test_one.py::test_trains[w4]": item("ONE-1", "grouped-unit"),
+        "suites/test_one.py::test_clips[w2]": item("ONE-2", "clipping", "grouped-unit", hardware=["streams"]),
+    }
+    assert make_features.problems(chapters, items) == []
+    page = make_features.page(chapters, items)
     assert "| ONE-1 | test_trains (2) | any | all |" in page
     assert "| ONE-2 | test_clips (1) | grouped-unit, clipping, *streams* | reference, torch.fully_shard |" in page
-    assert "| ONE | the first | 2 | 2 |" in make_features.table(contract, items)
+    assert "| ONE | the first | 2 | 2 |" in make_features.table(chapters, items)
 
 
 def test_both_ways(make_features):
-    items = [make_features.Item("test_one.py::test_other", ("TWO-1",), frozenset())]
     lacking = [f"docs/contract.md: {name} has no case" for name in ("ONE-1", "ONE-2")]
-    found = make_features.problems(make_features.chapters(CONTRACT), items)
+    found = make_features.problems(make_features.chapters(CONTRACT), {"test_one.py::test_other[w2]": item("TWO-1")})
     assert found == [*lacking, "suites: a case names TWO-1, which docs/contract.md does not have"]
 
 
 def test_a_version_with_a_commit_is_closed(make_features, tmp_path, monkeypatch):
     monkeypatch.setattr(make_features, "ROOT", tmp_path)
-    (tmp_path / "shardproof").mkdir()
-    path = tmp_path / "shardproof/contract-2030.1.tsv"
-    item = contract.Item(("ONE-1",), 2, frozenset({"clipping"}), frozenset())
-    files = make_features.listed("| 2030.1 | | |\n| 2029.1 | `c0ffee1` | |\n", {"test_one[w2]": item})
-    assert files == {path: "test_one\tONE-1\tclipping\t-\n\tw2\n"}
-    path.write_text(files[path])
+    files = make_features.listed("| 2030.1 | | |\n| 2029.1 | `c0ffee1` | |\n", {"a[w2]": item("ONE-1", "clipping")})
+    [(path, text)] = files.items()
+    assert (path, text) == (tmp_path / "shardproof/contract-2030.1.tsv", "a\tONE-1\tclipping\t-\n\tw2\n")
+    path.parent.mkdir()
+    path.write_text(text)
     closed = "| 2030.1 | `c0ffee1` | |\n"
-    assert make_features.listed(closed, {"test_one[w2]": item}) == files
+    assert make_features.listed(closed, {"a[w2]": item("ONE-1", "clipping")}) == files
     with pytest.raises(ValueError, match=r"2030\.1 is closed, c0ffee1 has its items"):
-        make_features.listed(closed, {"test_one[w4]": item})
+        make_features.listed(closed, {"a[w4]": item("ONE-1", "clipping")})
 
 
 def test_a_profile_names_only_what_its_items_have(make_features):
     text = "| `core` | us | cpu-4 |  | clipping, hybrid | ONE-1, ONE-2 |"
-    items = {"a": contract.Item(("ONE-1",), 2, frozenset({"clipping"}), frozenset())}
-    items["b"] = contract.Item(("ONE-2",), 8, frozenset({"hybrid"}), frozenset())  # too many ranks for the class
+    items = {"a": item("ONE-1", "clipping"), "too many ranks": item("ONE-2", "hybrid", ranks=8)}
     names = [line.rpartition(" ")[2] for line in make_features.unused(text, items)]
     assert names == ["hybrid", "ONE-2"]
 

@@ -111,7 +111,6 @@ def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(
     few = contract.Profile("us", frozenset({"cpu-4"}), none, none, frozenset({"CLIPPING-1"}))
     monkeypatch.setattr(contract, "items", lambda: dict.fromkeys("ab", contract.Item(("CLIPPING-1",), 2, none, none)))
     monkeypatch.setattr(contract, "profiles", lambda: {"few": few})
-    monkeypatch.setattr(make_matrix, "profiles", contract.profiles)
     write_run(tmp_path, record("a"), record("b", verdict="fail", failure=FAILURE), record("a", "reference"))
     newest = make_matrix.run_of(place)
     write_run(tmp_path, record("a"), record("b"), record("a", "older"))

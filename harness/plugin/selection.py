@@ -206,10 +206,10 @@ def resolve(
         if effort != Effort.FULL or simulates:
             other = "--simulate" if simulates else f"--effort {effort}"
             raise ValueError(f"--contract {contract}: a version has a list of items; leave out {other}")
-        try:
-            contracts.check(contract)
-        except ValueError as error:
-            raise ValueError(f"--contract {contract}: {error}") from None
+        newest, *_ = known = contracts.versions()
+        if contract != newest:
+            where = f"commit {known[contract]} has it" if contract in known else f"known are {', '.join(known)}"
+            raise ValueError(f"--contract {contract}: this is version {newest}; {where}")
         effort = Effort.STANDARD
     adapters, not_imported = _adapters(impl, chosen)
     if fuzz is not None and not 0 < fuzz < math.inf:

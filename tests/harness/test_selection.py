@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardproof import contract
 from shardproof.harness.plugin.records import combine
 from shardproof.harness.plugin.selection import resolve
 from shardproof.runfile import Verdict
@@ -96,13 +97,15 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
         ({"deadline": -1.0}, "--deadline -1: expected a positive number of seconds"),
         ({"deadline": float("inf")}, "--deadline inf: expected a positive number of seconds, at most 1500"),
         ({"deadline": float("nan")}, "--deadline nan: expected a positive number of seconds, at most 1500"),
-        ({"contract": "1"}, "--contract 1: the contract has no version 1; there is 2026.12"),
+        ({"contract": "1"}, "--contract 1: this is version 2026.12; known are 2026.12, 2025.6"),
+        ({"contract": "2025.6"}, "--contract 2025.6: this is version 2026.12; commit c0ffee1 has it"),
         ({"contract": "2026.12", "effort": "quick"}, "has a list of items; leave out --effort quick"),
         ({"contract": "2026.12", "simulate": "8"}, "has a list of items; leave out --simulate"),
         ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )
-def test_one_line_names_what_is_wrong(options, told):
+def test_one_line_names_what_is_wrong(options, told, monkeypatch):
+    monkeypatch.setattr(contract, "versions", lambda: {"2026.12": "", "2025.6": "c0ffee1"})
     assert told in error_of(ask, device="cpu", **options)
 
 

@@ -96,14 +96,14 @@ def test_versions_of_torch_and_devices_stay_apart(write):
     files = [
         write("a.json", of("reference"), run_id="a", torch="2.13.0+cpu", device="cpu"),
         write("b.json", of("reference", id="other"), run_id="b", torch="2.13.0", device="cpu"),
-        write("c.json", of("reference"), run_id="c", torch="2.11.0", device="cpu"),
-        write("d.json", of("reference"), run_id="d", torch="2.13.0", device="cuda"),
+        write("c.json", of("reference"), run_id="c", torch="2.11.0", device="cpu", contract="1"),
+        write("d.json", of("reference"), run_id="d", torch="2.13.0", device="cuda", contract="2"),
     ]
     _, run = merged(*files)
     labels = ["reference (torch 2.13.0, cpu)", "reference (torch 2.11.0, cpu)", "reference (torch 2.13.0, cuda)"]
     assert run.implementations == labels
     assert [case.id for case in run.cases if case.implementation == labels[0]] == [run.cases[0].id, "other"]
-    assert run.environment.device == "mixed"
+    assert (run.environment.device, run.environment.contract) == ("mixed", "1, 2")
 
 
 def test_versions_of_an_implementation_stay_apart(write):
@@ -213,12 +213,6 @@ def test_no_verdict_is_chosen_out_of_two_commits(write, tmp_path, what, field, f
 
 def _refusal(*paths):
     return error_of(merged, *paths, kind=MergeError)
-
-
-def test_a_merged_file_names_all_versions_of_the_contract(write):
-    one = write("one.json", of("x"), run_id="1", contract="1")
-    two = write("two.json", of("y"), run_id="2", contract="2")
-    assert merged(one, two)[1].environment.contract == "1, 2"
 
 
 def test_what_cannot_be_joined(write, tmp_path):
