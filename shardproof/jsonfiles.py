@@ -84,6 +84,16 @@ def encode(value: Any) -> Any:
     return getattr(value, "__qualname__", None) or repr(value)
 
 
+def mapped(value: Any, change: Callable[[str, str], str], where: str = "") -> Any:
+    """Return JSON values with each string, keys too, as ``change`` makes it of the string and its path in the file."""
+    if isinstance(value, str):
+        return change(value, where)
+    if isinstance(value, Mapping):
+        places = {key: f"{where}.{key}" if where else key for key in value}
+        return {change(key, f"a key of {where}"): mapped(value[key], change, places[key]) for key in value}
+    return [mapped(one, change, f"{where}[{i}]") for i, one in enumerate(value)] if isinstance(value, list) else value
+
+
 # Decoding: JSON values to dataclasses.
 
 _KINDS: dict[type, str] = {

@@ -6,6 +6,7 @@ the fields. ``python -m shardproof.runfile > reports/run-file.schema.json`` writ
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +51,7 @@ EffortName = Annotated[str, ("enum", EFFORTS)]
 Reads = Annotated[str, ("enum", ("in-place", "gathering"))]
 Version = Annotated[int, ("const", VERSION)]
 RunId = Annotated[str, ("pattern", "^[0-9a-f]{32}$")]
+Digest = Annotated[str, ("pattern", "^[0-9a-f]{64}$")]
 Hashes = Annotated[str, ("pattern", "^[0-9a-f]{12}(, [0-9a-f]{12})*$")]
 _COMMIT = f"([0-9a-f]{{40}}(-dirty)?|{UNKNOWN})"
 Commits = Annotated[str, ("pattern", f"^{_COMMIT}(, {_COMMIT})*$")]
@@ -394,6 +396,7 @@ class Run:
     selected: Mapping[str, Sequence[str]] = says("the ids of the selected cases, by implementation", default={})
     cases: Sequence[CaseRecord] = says("one record for each attempt of a case, in the order of their ends", default=())
     left_out: Sequence[LeftOut] = says("selected cases that pytest itself skipped", default=(), is_written=True)
+    digest: Digest = says("of a complete run, a digest of its records (docs/results.md)", default="")
     end: End = written("how the run ended; missing if its process was killed", default=_KILLED)
     merged: Annotated[Sequence[Part], ("minItems", 1)] = says("the runs of which it was merged, if it was", default=())
     earlier: Sequence[CaseRecord] = field(default=(), metadata=ASIDE)
@@ -472,6 +475,16 @@ def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...],
             earlier.append(before)
         last[key] = case
     return tuple(last.values()), tuple(earlier)
+
+
+def fingerprint(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a record, given as JSON values, as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def digest_of(fingerprints: Iterable[str]) -> str:
+    """Return the digest of records by their fingerprints; it is the same in whatever order the cases ended."""
+    return hashlib.sha256("\n".join(sorted(fingerprints)).encode()).hexdigest()
 
 
 def public_version(version: str) -> str:

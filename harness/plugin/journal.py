@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 import stat
 import time
 import uuid
@@ -21,8 +22,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardproof.jsonfiles import PARTIAL, encode
-from shardproof.runfile import VERSION, Effort, End, Environment
+from shardproof.jsonfiles import PARTIAL, encode, mapped
+from shardproof.runfile import VERSION, Effort, End, Environment, digest_of, fingerprint
 
 _GZIP = 16 + zlib.MAX_WBITS
 
@@ -59,6 +60,9 @@ class Journal:
         self._compressor = zlib.compressobj(wbits=_GZIP) if self.path.suffix == ".gz" else None
         self._fields = 0
         self._cases = -1
+        self._fingerprints: list[str] = []
+        home = os.path.expanduser("~")
+        self._home = re.compile(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])" if len(home) > 1 else "(?!)")
         self._field("schema_version", VERSION)
         self._field("run_id", uuid.uuid4().hex)
         if self.error:
@@ -108,8 +112,13 @@ class Journal:
         """
         if self._cases < 0:  # nobody has told which cases were selected
             self.select({})
+        if "reproduce" in record:  # a shell expands no ~ within quotes
+            command = re.sub("'[^']*'", lambda found: self._home.sub("'\"$HOME\"'", found[0]), record["reproduce"])
+            record = {**record, "reproduce": command}
+        record = self._without_home(record)
         self._append(f"{',' * (self._cases > 0)}{_json(record)}\n")
         self._cases += 1
+        self._fingerprints.append(fingerprint(record))
 
     def finish(
         self, *, reason: str, exit_code: int, left_out: Sequence[Mapping[str, str]] = (), problems: Sequence[str] = ()
@@ -128,6 +137,8 @@ class Journal:
         if self._cases >= 0:
             self._append("]\n")
         self._field("left_out", list(left_out))
+        if not reason:
+            self._field("digest", digest_of(self._fingerprints))
         before_the_end = self._written
         seconds = round(time.monotonic() - self._clock, 3)
         end = End(complete=not reason, reason=reason, exit_code=exit_code, seconds=seconds, problems=problems)
@@ -151,8 +162,12 @@ class Journal:
         return True
 
     def _field(self, name: str, value: Any) -> None:
-        self._append(f"{',' if self._fields else '{'}{_json(name)}: {_json(encode(value))}\n")
+        self._append(f"{',' if self._fields else '{'}{_json(name)}: {_json(self._without_home(encode(value)))}\n")
         self._fields += 1
+
+    def _without_home(self, value: Any) -> Any:
+        """Return JSON values with ~ for the home directory, which often has the name of the user."""
+        return mapped(value, lambda text, _: self._home.sub("~", text))
 
     def _append(self, text: str, *, last: bool = False) -> None:
         """Write a line after everything that is pending; a failure leaves the file as it was."""

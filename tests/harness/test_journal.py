@@ -7,13 +7,14 @@ import pathlib
 import resource
 import signal
 import stat
+import subprocess
 import time
 
 import pytest
 
 from shardproof.harness.plugin import hooks
 from shardproof.harness.plugin.journal import Journal
-from shardproof.runfile import Environment, RunFileError, load_run
+from shardproof.runfile import Environment, RunFileError, digest_of, fingerprint, load_run
 from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
 from tests.harness.test_chaos import is_alive, started
 
@@ -96,6 +97,22 @@ def test_an_incomplete_run_leaves_the_older_file_and_the_reader_refuses_it(tmp_p
     path.unlink()
     with pytest.raises(RunFileError, match=r"there is no such file, but an incomplete run has left run.json.partial"):
         load_run(path)
+
+
+def test_the_file_has_a_digest_of_its_records_and_no_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "alice"))
+    (tmp_path / "alice/my runs").mkdir(parents=True)
+    journal = begun(tmp_path / "run.json")
+    journal.add(record(1, reproduce=f"(cd '{tmp_path}/alice/my runs' && pwd && cd {tmp_path}/alice && pwd)"))
+    journal.add(record(0, parameters={"text": f"at\n{tmp_path}/alice/a.py, {tmp_path}/alice-b and {tmp_path}/alice"}))
+    assert journal.finish(reason="", exit_code=0)
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["cases"][1]["parameters"] == {"text": f"at\n~/a.py, {tmp_path}/alice-b and ~"}
+    done = subprocess.run(["bash", "-c", data["cases"][0]["reproduce"]], capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path}/alice/my runs\n{tmp_path}/alice\n", data["cases"][0]["reproduce"]
+    digests = [digest_of(map(fingerprint, cases)) for cases in (data["cases"], data["cases"][::-1], data["cases"][:1])]
+    assert [data["digest"] == one for one in digests] == [True, True, False], "in whatever order they ended"
+    assert load_run(tmp_path / "run.json").digest == data["digest"]
 
 
 def test_a_link_is_followed(tmp_path):
