@@ -2,18 +2,21 @@
 
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
-names them, as in a record that was too large. A file of that form has at most 120 kB for each implementation.
+names them, as in a record that was too large. A file of that form has at most 120 kB for each implementation. The
+directories of users become ``~``, as in files that a run writes today, and the digest is that of what is left.
 """
 
 import gzip
 import json
+import re
 import sys
 from typing import Any
 
 from generating import ROOT
 
-from shardproof.jsonfiles import load
-from shardproof.runfile import RunFileError, parse_run
+from shardproof.jsonfiles import load, mapped
+from shardproof.reports.results import HOMES
+from shardproof.runfile import RunFileError, digest_of, fingerprint, parse_run
 
 _MEASURED = ("collectives", "distances", "losses", "spent")
 _EXPECTED = ("pass", "unsupported", "unmet", "expected-fail")
@@ -34,7 +37,12 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Write one file."""
     source, name = sys.argv[1:]
-    data = slim(load(source, lambda data: data, RunFileError))
+    given = load(source, lambda data: data, RunFileError)
+    data = mapped(slim(given), lambda text, _: re.sub(HOMES, "~", text))
+    if written := given.get("digest"):
+        found, data["digest"] = (digest_of(map(fingerprint, one["cases"])) for one in (given, data))
+        if written != found:
+            sys.exit(f"{source}: the digest is not that of the records")
     parse_run(data)
     target = ROOT / "reports/published" / name
     # Without the time of writing, so that equal runs are equal files.
