@@ -25,6 +25,7 @@ commands:
   findings
            list the known errors of other implementations, or run the program that shows each
   merge    join the run files of several environments into one
+  submit   check a run file and put its summary into a repository of results
   doctor   run your own training script and report what no right training does; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
   compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
@@ -55,12 +56,13 @@ NEEDS = {
     "compare": ("torch",),
     "check": ("torch", "pytest"),
     "implementations": ("torch",),
+    "submit": ("jinja2", "plotly"),
     "torch-names": ("torch",),
 }
 
 COMMANDS = (
-    "run", "report", "page", "gate", "expectations", "findings", "merge", "doctor", "record", "compare", "check",
-    "plan", "implementations", "torch-names",
+    "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
+    "check", "plan", "implementations", "torch-names",
 )  # fmt: skip
 
 BAD_USAGE = 2

@@ -47,7 +47,7 @@ def packages_with(folder, imports):
     for package in packages:
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
-    modules = ("__main__", "commands/page", "commands/run")
+    modules = ("__main__", "commands/page", "commands/run", "commands/submit")
     for module in (*modules, "contract", "jsonfiles", "planfile", "plugin", "runfile", "testing"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):

@@ -20,7 +20,7 @@ def sources(folder):
     """The folder's files as git would see them, as paths in a wheel."""
     prefix = "" if folder == "fsdp_impl" else "shardproof/"
     files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
-    kinds = (".css", ".html", ".js", ".py", ".toml", ".tsv", ".typed")
+    kinds = (".css", ".html", ".js", ".py", ".svg", ".toml", ".tsv", ".typed")
     return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds or path.name in DATA}
 
 

@@ -37,9 +37,9 @@ def environment() -> jinja2.Environment:
     )
 
 
-def style() -> str:
-    """The style sheet of the page."""
-    return "\n".join(_text(f"style/{name}.css") for name in STYLES)
+def style(names: Sequence[str] = STYLES) -> str:
+    """The style sheet of a page."""
+    return "\n".join(_text(f"style/{name}.css") for name in names)
 
 
 def script(names: Sequence[str] = SCRIPTS) -> str:

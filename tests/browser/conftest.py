@@ -1,5 +1,8 @@
 """One Chromium for all tests; a test fails if its page leaves an error in the console."""
 
+import os
+import pathlib
+
 import pytest
 
 from shardproof.reports.page import Source, render
@@ -40,3 +43,10 @@ def written(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small(written):
     return written(*runs.small())
+
+
+@pytest.fixture(scope="session")
+def axe():
+    """The source of axe-core, the accessibility checker."""
+    path = pathlib.Path(os.environ["AXE"])
+    return path.read_text()

@@ -1,8 +1,6 @@
 """The page for a keyboard, a screen reader, dark systems, narrow windows and paper."""
 
 import base64
-import os
-import pathlib
 
 import pytest
 from selenium.webdriver.common.keys import Keys
@@ -18,13 +16,6 @@ VIEWS = {
     "skipped": "#case=suites/test_autograd.py::test_unused%5Bw2-True%5D&of=other",
     "gone": "#case=gone",
 }
-
-
-@pytest.fixture(scope="session")
-def axe():
-    """The source of axe-core, the accessibility checker."""
-    path = pathlib.Path(os.environ["AXE"])
-    return path.read_text()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
