@@ -60,7 +60,8 @@ PLACES = (
         (
             "h200-x4-gloo-v11-standard.json.gz",
             "cpu-deepspeed-v8-standard.json.gz",
-            "cpu-peers-v9-standard.json.gz",
+            "cpu-torchtitan-fairscale-v9-standard.json.gz",
+            "cpu-olmo-core-v9-standard.json.gz",
         ),
     ),
     Place(

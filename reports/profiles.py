@@ -59,7 +59,7 @@ def standings(run: Run) -> list[Standing]:
         shards = told.shards or (contract.SHARDS if "sharded" in told.capabilities else ())
         records = {case.id: case for case in run.cases if case.implementation == name}
         devices = {case.device for case in records.values()}
-        gpus = "nccl-2" if devices == {"cuda"} and any(one.nccl for one in environments) else ""
+        gpus = "nccl-2" if "cpu" not in devices and any(one.nccl for one in environments) else ""
         torch = public_version(told.torch or run.environment.torch)
         hardware = "cpu-4" if devices == {"cpu"} else gpus
         for profile, what in contract.profiles().items() if records.keys() & contract.items().keys() else ():
