@@ -325,7 +325,9 @@ def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequ
         found = {param.fqn: param.dtype for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
     # Each once: a promotion for every parameter would add up.
-    dtypes = {_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True)}
+    dtypes = dict.fromkeys(
+        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True)]
+    )
     return functools.reduce(torch.promote_types, dtypes)
 
 
