@@ -2,7 +2,9 @@
 
 import configparser
 import itertools
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,6 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shardproof.harness.adapters.registry import BUILT_IN
+from tests.harness.inner import CASE, PYTHONPATH, QUIET
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fsdp_impl", "harness", "reports", "suites", "shardproof")
@@ -205,3 +208,22 @@ def test_the_peers_run_at_night():
     reports += [name.replace("{env_name}", f"torch{torch}") for name in others for torch in ("211", "214", "215")]
     assert len(reports) == 10 and [name for name in reports if name not in script.partition("report out")[0]] == []
     assert "tox -m nightly" in script
+
+
+def test_the_canary_runs_all_that_torch_has():
+    (names,) = re.findall(r"IMPL:=(\S+)}", (ROOT / ".ci/canary").read_text())
+    assert names.split(",") == sorted(name for name in BUILT_IN if name == "ddp" or name.startswith("torch."))
+    assert "run: .ci/canary suites" in (ROOT / ".github/workflows/canary.yml").read_text()
+
+
+@pytest.mark.nightly
+def test_the_canary_reports_what_is_new_once(tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/canary", tmp_path / ".ci")
+    variables = {"PYTHON": sys.executable, "IMPL": "ddp", "FINDINGS": "F-0", "PYTHONPATH": PYTHONPATH}
+    for body, code, drafts in (("pass", 0, []), ("assert 0", 1, ["ddp.toml"]), ("assert 0", 0, ["ddp.toml"])):
+        (tmp_path / "test_inner.py").write_text(CASE.format(body=body))
+        command = [".ci/canary", "test_inner.py", *QUIET]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
+        drafted = [path.name for path in (tmp_path / "out/canary").glob("*.toml")]
+        assert (done.returncode, drafted) == (code, drafts), done.stdout + done.stderr

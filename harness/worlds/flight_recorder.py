@@ -34,24 +34,18 @@ def enable(directory: str) -> None:
 
 def dumps(directory: pathlib.Path, ranks: Collection[int]) -> dict[int, bytes]:
     """Have ranks write what is recorded, all at once; return the dumps of those that do so in time, if they can."""
-    asked = [rank for rank in ranks if _asks(directory / f"{_PREFIX}{rank}.pipe")]
+    asked = {}
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # there is no pipe, or nobody reads it
+            with open(os.open(directory / f"{_PREFIX}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK), "wb") as pipe:
+                pipe.write(b"1")
+            asked[rank] = directory / f"{_PREFIX}{rank}"
     until = time.monotonic() + _DUMP_SECONDS
     while True:
-        paths = {rank: directory / f"{_PREFIX}{rank}" for rank in asked}
-        found = {rank: data for rank, path in paths.items() if (data := _complete(path))}
+        found = {rank: data for rank, path in asked.items() if (data := _complete(path))}
         if len(found) == len(asked) or time.monotonic() >= until:
             return found
         time.sleep(0.05)
-
-
-def _asks(pipe: pathlib.Path) -> bool:
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # there is none, or nobody reads it
-        return False
-    with open(descriptor, "wb", buffering=0) as opened:
-        opened.write(b"1")
-    return True
 
 
 def _complete(path: pathlib.Path) -> bytes:
