@@ -26,18 +26,11 @@ from shardproof.harness.verdicts.texts import ranks_of
 #: Methods of ``ProcessGroup`` across torch versions, by the kind of collective that they issue.
 METHODS = {
     "all_gather": (
-        "allgather",
-        "_allgather_base",
-        "all_gather_single",
-        "allgather_coalesced",
-        "allgather_into_tensor_coalesced",
+        "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced", "allgather_into_tensor_coalesced",
         "all_gather_single_coalesced",
     ),
     "reduce_scatter": (
-        "reduce_scatter",
-        "_reduce_scatter_base",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_tensor_coalesced",
         "reduce_scatter_single_coalesced",
     ),
     "all_reduce": ("allreduce", "allreduce_coalesced"),
@@ -49,7 +42,7 @@ METHODS = {
     "send": ("send",),
     "recv": ("recv", "recv_anysource"),
     "barrier": ("barrier", "monitored_barrier"),
-}
+}  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
 
 #: Kinds that combine the values of the ranks with an operator, and how a kind with a root is named with it.

@@ -22,28 +22,15 @@ from shardproof.harness.tensors.trees import tensors_of
 #: The operators of each kind of collective, without their namespaces: c10d's, then the functional collectives.
 _OPERATORS = {
     "all_gather": (
-        "_allgather_base_",
-        "allgather_",
-        "allgather_coalesced_",
-        "allgather_into_tensor_coalesced_",
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_out",
-        "all_gather_into_tensor_coalesced",
+        "_allgather_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
+        "all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced",
     ),
     "reduce_scatter": (
-        "_reduce_scatter_base_",
-        "reduce_scatter_",
-        "reduce_scatter_tensor_coalesced_",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_out",
-        "reduce_scatter_tensor_coalesced",
+        "_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "reduce_scatter_tensor",
+        "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced",
     ),
     "all_reduce": (
-        "allreduce_",
-        "allreduce_coalesced_",
-        "all_reduce",
-        "all_reduce_",
-        "all_reduce_coalesced",
+        "allreduce_", "allreduce_coalesced_", "all_reduce", "all_reduce_", "all_reduce_coalesced",
         "all_reduce_coalesced_",
     ),
     "broadcast": ("broadcast_", "broadcast"),
@@ -54,7 +41,7 @@ _OPERATORS = {
     "send": ("send", "isend", "batch_p2p_ops"),  # the last are sends and receives, issued together
     "recv": ("recv_", "recv_any_source_", "irecv"),
     "barrier": ("barrier", "monitored_barrier_"),
-}
+}  # fmt: skip
 _KINDS = {name: kind for kind, names in _OPERATORS.items() for name in names}
 #: Operators in the same namespaces that are no collectives.
 _NO_COLLECTIVES = frozenset(

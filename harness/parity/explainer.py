@@ -113,15 +113,8 @@ class Explainer:
             also.extend(place for place in places if place.finding.location.stage == stage)
         names = dict.fromkeys(place.finding.location.name or "" for place in also)
         found.first = Divergent(
-            order=(number, *first.order),
-            title=compared.title,
-            location=first.finding.location,
-            module=first.module,
-            parameter=first.parameter,
-            where=first.where,
-            text=first.finding.text,
-            guess=first.finding.guess,
-            numbers=first.finding.numbers,
-            also=tuple(filter(None, names)),
-        )
+            order=(number, *first.order), title=compared.title, location=first.finding.location, module=first.module,
+            parameter=first.parameter, where=first.where, text=first.finding.text, guess=first.finding.guess,
+            numbers=first.finding.numbers, also=tuple(filter(None, names)),
+        )  # fmt: skip
         found.units = compared.lacking(first.parameter) if first.parameter else []

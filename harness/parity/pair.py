@@ -334,17 +334,12 @@ class Pair:
         )
         config = self.adapter.config
         return Context(
-            step=step,
-            rank=self._member.index,
-            member=self._position,
-            size=len(config.data_ranks),
+            step=step, rank=self._member.index, member=self._position, size=len(config.data_ranks),
             norm_type=config.clip.norm_type if config.clip else 2.0,
-            unused_is_zero=self.adapter.traits.unused_gradient != "none",
-            adaptive=self._replay.is_adaptive,
-            frozen=self._replay.frozen(),
-            draws_random_numbers=self._replay.draws_random_numbers,
+            unused_is_zero=self.adapter.traits.unused_gradient != "none", adaptive=self._replay.is_adaptive,
+            frozen=self._replay.frozen(), draws_random_numbers=self._replay.draws_random_numbers,
             untied={name: f"untied: {tie}" for tie in self.sharded.untied for name in tie.names},
-        )
+        )  # fmt: skip
 
     def _assert_clipped(self, oracle: OracleStep) -> None:
         clip, norm = self.adapter.config.clip, oracle.norm

@@ -87,14 +87,9 @@ class Rank(Member):
         observes is observed in this case. By rank of the other world, ``ranks`` has the rank of this one that it is.
         """
         state = RankState(
-            index=ranks.index(self.index),
-            size=len(ranks),
-            device=self.device,
-            directory=self._state.directory,
-            exchange=_Part(self, ranks),
-            announcer=self.announcer,
-            nodes=tuple(self.nodes[rank] for rank in ranks),
-        )
+            index=ranks.index(self.index), size=len(ranks), device=self.device, directory=self._state.directory,
+            exchange=_Part(self, ranks), announcer=self.announcer, nodes=tuple(self.nodes[rank] for rank in ranks),
+        )  # fmt: skip
         options: dict[str, Any] = {"tmp_path": self._tmp_path, "monkeypatch": self.monkeypatch}
         other = Rank(state, implementation=self.implementation, seeds=self.seeds, **options)
         other.record, other.explainer, other.driven = self.record, self.explainer, self.driven

@@ -52,20 +52,11 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
     classes = collections.Counter(known.classes.values())
     own = {"root": 1} if known.shapes[""] else {}
     return Plan(
-        model=request.model,
-        about=subject.about,
-        numel=known.numel,
-        units={**classes, **own},
-        implementation=request.implementation,
-        version=adapter.version(),
-        settings=_settings(request, subject, adapter),
-        rank=request.rank,
-        node_size=node_size,
-        worlds=tuple(worlds),
-        kinds={str(kind): text for kind, text in _KINDS.items()},
-        assumptions=_ASSUMPTIONS,
-        torch=torch.__version__,
-    )
+        model=request.model, about=subject.about, numel=known.numel, units={**classes, **own},
+        implementation=request.implementation, version=adapter.version(), settings=_settings(request, subject, adapter),
+        rank=request.rank, node_size=node_size, worlds=tuple(worlds),
+        kinds={str(kind): text for kind, text in _KINDS.items()}, assumptions=_ASSUMPTIONS, torch=torch.__version__,
+    )  # fmt: skip
 
 
 def _adapter(request: Request, *, dimensions: int) -> type[Adapter]:
@@ -167,13 +158,9 @@ def simulate(
     with _in_one_line(request), simulated_world(math.prod(mesh), rank=request.rank) as world:
         device_mesh = world.mesh(mesh, names_of(mesh))
         one = Simulation(
-            world,
-            adapter,
-            script.build,
-            config=anatomy.config_of(request, known, device_mesh),
-            optimizer=request.make_optimizer,
-            as_on_a_device=as_on_a_device,
-        )
+            world, adapter, script.build, config=anatomy.config_of(request, known, device_mesh),
+            optimizer=request.make_optimizer, as_on_a_device=as_on_a_device,
+        )  # fmt: skip
         one.step(script.inputs, loss=script.loss)
         between = one.held()
         trace = one.step(script.inputs, loss=script.loss)

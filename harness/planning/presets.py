@@ -70,13 +70,9 @@ class Gpt(nn.Module):
 
     #: The fused layer's output is gathered, because a rank's part of it is not its heads of each of the three.
     tp_plan: ClassVar[dict[str, str]] = {
-        "tokens": "embedding_rowwise",
-        "layers.*.qkv": "colwise_gather_output",
-        "layers.*.out": "rowwise_split_input",
-        "layers.*.up": "colwise",
-        "layers.*.down": "rowwise",
-        "head": "colwise_gather_output",
-    }
+        "tokens": "embedding_rowwise", "layers.*.qkv": "colwise_gather_output", "layers.*.out": "rowwise_split_input",
+        "layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output",
+    }  # fmt: skip
 
     def __init__(self, shape: Shape, length: int) -> None:
         super().__init__()

@@ -8,15 +8,11 @@ from torch import nn
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "_FabricModule": "_forward_module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module", "DataParallel": "module", "DeepSpeedEngine": "module",
+    "_FabricModule": "_forward_module", "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
-}
+}  # fmt: skip
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:

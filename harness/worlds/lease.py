@@ -91,12 +91,9 @@ class Leases:
 
     def _wait(self, what: str, blockers: Callable[[], Blockers]) -> Wait:
         return Wait(
-            f"{what} (lock files in {self._directory})",
-            bound=LEASE_SECONDS,
-            blockers=blockers,
-            given_up=self._given_up,
-            advice=_ADVICE,
-        )
+            f"{what} (lock files in {self._directory})", bound=LEASE_SECONDS, blockers=blockers,
+            given_up=self._given_up, advice=_ADVICE,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _head_of_queue(self, what: str) -> Iterator[None]:

@@ -40,34 +40,14 @@ _COMPILER = pathlib.Path(torch.__file__).parent / "_dynamo"
 
 #: The modules and classes of torch that a training loop and the baseline use, whose functions an adapter may replace.
 _NAMESPACES = (
-    torch,
-    torch.Tensor,
-    torch.nn,
-    torch.nn.functional,
-    torch.nn.init,
-    torch.nn.utils,
-    torch.nn.utils.clip_grad,
-    torch.nn.Parameter,
-    *dict.fromkeys(kind for kind in vars(torch.nn.modules).values() if isinstance(kind, type)),
-    torch.nn.parallel.distributed,
-    torch.nn.parallel.DistributedDataParallel,
-    torch.autograd,
-    torch.autograd.graph,
-    torch.autograd.Function,
-    torch.utils.checkpoint,
-    torch.optim,
-    torch.optim.Optimizer,
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.distributed,
-    torch.distributed.distributed_c10d,
-    torch.distributed.ProcessGroup,
-    torch.distributed.device_mesh.DeviceMesh,
-    torch.distributed.tensor,
-    torch.distributed.tensor.DTensor,
-    *filter(None, [private.find("torch.distributed._functional_collectives")]),
-)
+    torch, torch.Tensor, torch.nn, torch.nn.functional, torch.nn.init, torch.nn.utils, torch.nn.utils.clip_grad,
+    torch.nn.Parameter, *dict.fromkeys(kind for kind in vars(torch.nn.modules).values() if isinstance(kind, type)),
+    torch.nn.parallel.distributed, torch.nn.parallel.DistributedDataParallel, torch.autograd, torch.autograd.graph,
+    torch.autograd.Function, torch.utils.checkpoint, torch.optim, torch.optim.Optimizer, torch.optim.SGD,
+    torch.optim.Adam, torch.optim.AdamW, torch.distributed, torch.distributed.distributed_c10d,
+    torch.distributed.ProcessGroup, torch.distributed.device_mesh.DeviceMesh, torch.distributed.tensor,
+    torch.distributed.tensor.DTensor, *filter(None, [private.find("torch.distributed._functional_collectives")]),
+)  # fmt: skip
 
 #: Names that torch rebinds by itself: ``Storage`` follows the default dtype, which the picture has.
 _REBOUND = ("torch.Storage",)

@@ -187,14 +187,9 @@ def _start(spec: RankSpec) -> RankState:
     announcer = Announcer(Board(pathlib.Path(spec.directory, BOARD), key.size), rank=spec.index)
     announcer.watch_process_groups()
     state = RankState(
-        index=spec.index,
-        size=key.size,
-        device=device,
-        directory=spec.directory,
-        exchange=within if store is None else meeting.across(spec, within, store),
-        announcer=announcer,
-        nodes=nodes,
-    )
+        index=spec.index, size=key.size, device=device, directory=spec.directory,
+        exchange=within if store is None else meeting.across(spec, within, store), announcer=announcer, nodes=nodes,
+    )  # fmt: skip
     state.mesh((key.size,), ("dp",))
     dist.barrier()
     within.connect()

@@ -28,14 +28,9 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 
 _STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "uninterruptible sleep",
-    "T": "stopped",
-    "t": "stopped by a debugger",
-    "Z": "ended, not yet reaped",
-    "X": "ended",
-}
+    "R": "running", "S": "sleeping", "D": "uninterruptible sleep", "T": "stopped", "t": "stopped by a debugger",
+    "Z": "ended, not yet reaped", "X": "ended",
+}  # fmt: skip
 
 _T = TypeVar("_T")
 

@@ -301,13 +301,10 @@ class Fleet:
         place = seats[index].place
         nodes = nodes_of(seats)
         return {
-            "RANK": str(index),
-            "WORLD_SIZE": str(len(seats)),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[index])),
-            "GROUP_RANK": str(nodes[index]),
+            "RANK": str(index), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[index])), "GROUP_RANK": str(nodes[index]),
             "GROUP_WORLD_SIZE": str(len(set(nodes))),
-        }
+        }  # fmt: skip
 
     def directory(self, seat: Seat) -> pathlib.Path:
         """Make a directory for a world on the host of a seat; raises ``Lost`` if its supervisor cannot be reached."""

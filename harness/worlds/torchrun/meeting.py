@@ -68,20 +68,13 @@ def place(environment: Mapping[str, str] = os.environ) -> Place | None:
     if not all(name in environment for name in _MARKS):
         return None
     return Place(
-        rank=int(environment["RANK"]),
-        size=int(environment["WORLD_SIZE"]),
-        local_rank=int(environment["LOCAL_RANK"]),
-        node=int(environment["GROUP_RANK"]),
-        nodes=int(environment["GROUP_WORLD_SIZE"]),
-        master=environment["MASTER_ADDR"],
-        port=int(environment["MASTER_PORT"]),
-        run_id=environment["TORCHELASTIC_RUN_ID"],
-        attempt=int(environment["TORCHELASTIC_RESTART_COUNT"]),
-        most_attempts=int(environment["TORCHELASTIC_MAX_RESTARTS"]),
-        host=socket.gethostname(),
-        local_size=int(environment["LOCAL_WORLD_SIZE"]),
-        agent=_identity(os.getppid()),
-    )
+        rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), local_rank=int(environment["LOCAL_RANK"]),
+        node=int(environment["GROUP_RANK"]), nodes=int(environment["GROUP_WORLD_SIZE"]),
+        master=environment["MASTER_ADDR"], port=int(environment["MASTER_PORT"]),
+        run_id=environment["TORCHELASTIC_RUN_ID"], attempt=int(environment["TORCHELASTIC_RESTART_COUNT"]),
+        most_attempts=int(environment["TORCHELASTIC_MAX_RESTARTS"]), host=socket.gethostname(),
+        local_size=int(environment["LOCAL_WORLD_SIZE"]), agent=_identity(os.getppid()),
+    )  # fmt: skip
 
 
 def _identity(pid: int) -> str:

@@ -98,17 +98,11 @@ class Supervisor:
     def answer(self, command: str, *arguments: Any) -> Any:
         """Answer one command of the controller."""
         answers: dict[str, Callable[..., Any]] = {
-            "directory": self._directory,
-            "spawn": self._spawn,
-            "output": lambda number: self._held[number].rank.new_output(),
-            "announced": self._announced,
-            "flight": self._flight,
-            "stacks": self._stacks,
-            "ending": self._ending,
-            "abort": self._abort,
-            "kill": self._kill,
-            "end": lambda exit_code: None,
-        }
+            "directory": self._directory, "spawn": self._spawn,
+            "output": lambda number: self._held[number].rank.new_output(), "announced": self._announced,
+            "flight": self._flight, "stacks": self._stacks, "ending": self._ending, "abort": self._abort,
+            "kill": self._kill, "end": lambda exit_code: None,
+        }  # fmt: skip
         return answers[command](*arguments)
 
     def close(self) -> None:
