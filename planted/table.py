@@ -37,17 +37,9 @@ WATCHED = ("training", "accumulation", "hybrid")
 UNHEALTHY = "Unhealthy: step"
 
 _KEYS = {
-    "id": str,
-    "requirement": str,
-    "in": str,
-    "old": str,
-    "new": str,
-    "found_by": str,
-    "says": (str, list),
-    "ranks": str,
-    "gpus": int,
-    "simulate": int,
-}
+    "id": str, "requirement": str, "in": str, "old": str, "new": str, "found_by": str, "says": (str, list),
+    "ranks": str, "gpus": int, "simulate": int,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,14 +203,7 @@ def _bug(row: dict[str, Any], chapter: str) -> Bug:
     if row.get("ranks", "own") != "own":
         raise ValueError(f'{where}: ranks = {row["ranks"]!r}; it is "own", or left out')
     return Bug(
-        id=row["id"],
-        requirement=row["requirement"],
-        place=row["in"],
-        old=row.get("old"),
-        new=row.get("new"),
-        item=f"suites/test_{chapter}.py::{row['found_by']}",
-        says=tuple(says),
-        own_ranks="ranks" in row,
-        gpus=row.get("gpus", 0),
-        simulate=row.get("simulate", 0),
-    )
+        id=row["id"], requirement=row["requirement"], place=row["in"], old=row.get("old"), new=row.get("new"),
+        item=f"suites/test_{chapter}.py::{row['found_by']}", says=tuple(says), own_ranks="ranks" in row,
+        gpus=row.get("gpus", 0), simulate=row.get("simulate", 0),
+    )  # fmt: skip

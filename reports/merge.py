@@ -129,21 +129,16 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
         for item in source.run.left_out
     }
     run = Run(
-        run_id=uuid.uuid4().hex,
-        environment=_environment(sources, labels, command),
-        effort=_effort(sources, labels),
-        suites=_joined(source.run.suites for source in sources),
-        selected=_selected(sources, labels),
-        unasked=_unasked(sources, labels),
-        cases=[record for records in chosen.values() for record in records],
+        run_id=uuid.uuid4().hex, environment=_environment(sources, labels, command), effort=_effort(sources, labels),
+        suites=_joined(source.run.suites for source in sources), selected=_selected(sources, labels),
+        unasked=_unasked(sources, labels), cases=[record for records in chosen.values() for record in records],
         left_out=[
             LeftOut(id=id_, implementation=label, reason=reason)
             for (label, id_), reason in left_out.items()
             if (label, id_) not in chosen
         ],
-        end=_end(sources),
-        merged=[part for source in sources for part in source.parts],
-    )
+        end=_end(sources), merged=[part for source in sources for part in source.parts],
+    )  # fmt: skip
     return Merged(encode(run), repeated)
 
 
@@ -242,19 +237,13 @@ def _environment(sources: Sequence[_Source], labels: Mapping[Column, str], comma
         shardproof_commit=_joined(one.shardproof_commit for one in environments),
         contract=_joined(one.contract for one in environments),
         torch_git_version=_joined(one.torch_git_version for one in environments),
-        python=_joined(one.python for one in environments),
-        torch=_joined(one.torch for one in environments),
-        platform=_joined(one.platform for one in environments),
-        cpu_count=first.cpu_count if alone else None,
-        device=devices[0] if len(devices) == 1 else MIXED,
-        accelerators=first.accelerators if alone else [],
-        nccl=first.nccl if alone else None,
-        started=min(one.started for one in environments),
-        command=command,
-        implementations=_implementations(sources, labels),
-        numerics=first.numerics,
+        python=_joined(one.python for one in environments), torch=_joined(one.torch for one in environments),
+        platform=_joined(one.platform for one in environments), cpu_count=first.cpu_count if alone else None,
+        device=devices[0] if len(devices) == 1 else MIXED, accelerators=first.accelerators if alone else [],
+        nccl=first.nccl if alone else None, started=min(one.started for one in environments), command=command,
+        implementations=_implementations(sources, labels), numerics=first.numerics,
         mends={part: what for one in environments for part, what in one.mends.items()},
-    )
+    )  # fmt: skip
 
 
 def _joined(values: Iterable[str]) -> str:
@@ -270,14 +259,10 @@ def _implementations(sources: Sequence[_Source], labels: Mapping[Column, str]) -
             told = source.run.environment.implementations.get(name, Implementation())
             before = found.get(labels[column], told)
             found[labels[column]] = Implementation(
-                version=before.version,
-                capabilities=sorted({*before.capabilities, *told.capabilities}),
-                shards=before.shards or told.shards,
-                reads=before.reads or told.reads,
-                name=column.name,
-                torch=column.torch,
-                device=column.device,
-            )
+                version=before.version, capabilities=sorted({*before.capabilities, *told.capabilities}),
+                shards=before.shards or told.shards, reads=before.reads or told.reads, name=column.name,
+                torch=column.torch, device=column.device,
+            )  # fmt: skip
     return found
 
 

@@ -49,16 +49,10 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 
 #: The commands that do more than read files, with the packages that they import first.
 NEEDS = {
-    "run": ("torch", "pytest"),
-    "plan": ("torch",),
-    "doctor": ("torch",),
-    "record": ("torch",),
-    "compare": ("torch",),
-    "check": ("torch", "pytest"),
-    "implementations": ("torch",),
-    "submit": ("jinja2", "plotly"),
+    "run": ("torch", "pytest"), "plan": ("torch",), "doctor": ("torch",), "record": ("torch",), "compare": ("torch",),
+    "check": ("torch", "pytest"), "implementations": ("torch",), "submit": ("jinja2", "plotly"),
     "torch-names": ("torch",),
-}
+}  # fmt: skip
 
 COMMANDS = (
     "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",

@@ -37,26 +37,17 @@ class _Writer:
     def record(self, case: CaseRecord) -> dict[str, Any]:
         """Write a record, without empty fields."""
         fields = {
-            "verdict": str(case.verdict),
-            "world": case.world,
-            "device": case.device,
-            "parameters": dict(case.parameters),
-            "seconds": case.seconds,
-            "seeds": dict(case.seeds),
-            "missing": case.missing,
-            "expected": case.expected,
+            "verdict": str(case.verdict), "world": case.world, "device": case.device,
+            "parameters": dict(case.parameters), "seconds": case.seconds, "seeds": dict(case.seeds),
+            "missing": case.missing, "expected": case.expected,
             "failure": None if case.failure is None else {name: vars(case.failure)[name] for name in ("text", *_PLACE)},
             "explanation": None if case.explanation is None else _explanation(case.explanation),
-            "peak_bytes": case.peak_bytes,
-            "reproduce": case.reproduction,
-            "losses": dict(case.losses),
+            "peak_bytes": case.peak_bytes, "reproduce": case.reproduction, "losses": dict(case.losses),
             "distances": [_distance(one) for one in case.distances],
             "own": None if case.own is None else _own(case.own),
-            "collectives": [[one.ranks, self._trace(one)] for one in case.collectives],
-            "spent": dict(case.spent),
-            "attempt": case.attempt if case.attempt > 1 else None,
-            "shortened": case.shortened,
-        }
+            "collectives": [[one.ranks, self._trace(one)] for one in case.collectives], "spent": dict(case.spent),
+            "attempt": case.attempt if case.attempt > 1 else None, "shortened": case.shortened,
+        }  # fmt: skip
         return {name: value for name, value in fields.items() if value not in (None, "", (), [], {})}
 
     def _trace(self, trace: Trace) -> int:

@@ -75,14 +75,11 @@ def _drawn(plan: Plan) -> dict[str, Any]:
     kinds = plan_text.shown_kinds(plan)
     first, worlds = plan.worlds[0], plan_text.by_size(plan)
     return {
-        "name": f"{plan.model} under {plan.implementation}",
-        "unit": unit[0],
-        "kinds": kinds,
-        "ranks": first.ranks,
+        "name": f"{plan.model} under {plan.implementation}", "unit": unit[0], "kinds": kinds, "ranks": first.ranks,
         "phases": [phase.name for phase in first.phases],
         "memory": [[scaled(phase.at_peak.get(kind, 0)) for phase in first.phases] for kind in kinds],
         "worlds": [world.ranks for world in worlds],
         "peaks": [[scaled(world.peak.at_peak.get(kind, 0)) for world in worlds] for kind in kinds],
         "sent": [scaled(sum(one.sent for one in world.traffic)) for world in worlds],
         "across": [scaled(sum(one.across for one in world.traffic)) for world in worlds],
-    }
+    }  # fmt: skip
