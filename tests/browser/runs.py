@@ -17,16 +17,12 @@ def record(name="test_unused[w2-True]", **changes):
     """A passing case with losses, distances, and two ranks with the same collectives."""
     distances = [
         {
-            "stage": stage,
-            "step": step,
-            "name": "head.weight",
-            "sharded_ulps": 1.5,
-            "baseline_ulps": 1.5,
+            "stage": stage, "step": step, "name": "head.weight", "sharded_ulps": 1.5, "baseline_ulps": 1.5,
             "allowed_ulps": 14,
         }
         for step in range(3)
         for stage in STAGES
-    ]
+    ]  # fmt: skip
     return samples.case(
         **{
             "id": f"suites/test_autograd.py::{name}",
@@ -53,12 +49,8 @@ def small():
     """Two runs, with torch 2.11 on GPUs and 2.13 on the CPU, of three implementations."""
     other = {"implementation": "other"}
     missing = {
-        "verdict": "unsupported",
-        "missing": ["tensor-parallel"],
-        "losses": {},
-        "distances": [],
-        "collectives": [],
-    }
+        "verdict": "unsupported", "missing": ["tensor-parallel"], "losses": {}, "distances": [], "collectives": [],
+    }  # fmt: skip
     shared = [
         record("test_unused[w2-True]"),
         record("test_unused[w2-False]"),

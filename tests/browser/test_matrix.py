@@ -103,13 +103,10 @@ def test_implementations_are_columns(browser, small):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("TEST_UNUSED false", ["AUTOGRAD-1"]),
-        ("clipping-1", ["AUTOGRAD-2", "CLIPPING-1"]),
-        ("tensor-parallel", ["AUTOGRAD-1"]),
-        ("head0.weight diverges", ["CLIPPING-1"]),
-        ("nothing of it", []),
+        ("TEST_UNUSED false", ["AUTOGRAD-1"]), ("clipping-1", ["AUTOGRAD-2", "CLIPPING-1"]),
+        ("tensor-parallel", ["AUTOGRAD-1"]), ("head0.weight diverges", ["CLIPPING-1"]), ("nothing of it", []),
     ],
-)
+)  # fmt: skip
 def test_texts_are_found_in_names_requirements_and_reasons(browser, small, text, expected):
     browser.open(small)
     browser.one("input[name=text]").send_keys(text)

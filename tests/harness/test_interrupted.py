@@ -72,16 +72,10 @@ class Interrupter:
 
 CONNECTION = multiprocessing.connection.Connection
 POINTS = [
-    (CONNECTION, "send", FAILS),
-    (world, "wait", FAILS),
-    (CONNECTION, "recv", FAILS),
-    (world.RankProcess, "new_output", FAILS),
-    (world.World, "_collect", FAILS),
-    (Board, "entries", HANGS),
-    (world, "dump_stacks", HANGS),
-    (world, "stacks", HANGS),
-    (world, "diagnose", HANGS),
-]
+    (CONNECTION, "send", FAILS), (world, "wait", FAILS), (CONNECTION, "recv", FAILS),
+    (world.RankProcess, "new_output", FAILS), (world.World, "_collect", FAILS), (Board, "entries", HANGS),
+    (world, "dump_stacks", HANGS), (world, "stacks", HANGS), (world, "diagnose", HANGS),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -14,15 +14,11 @@ from shardproof.harness.parity.oracle import Oracle, total_norm
 @pytest.mark.parametrize(
     ("magnitude", "dtype", "expected"),
     [
-        (1.0, torch.float32, 2.0**-23),
-        (1.99, torch.float32, 2.0**-23),
-        (2.0, torch.float32, 2.0**-22),
-        (0.75, torch.float32, 2.0**-24),
-        (1.0, torch.bfloat16, 2.0**-7),
-        (1.0, torch.float64, 2.0**-52),
+        (1.0, torch.float32, 2.0**-23), (1.99, torch.float32, 2.0**-23), (2.0, torch.float32, 2.0**-22),
+        (0.75, torch.float32, 2.0**-24), (1.0, torch.bfloat16, 2.0**-7), (1.0, torch.float64, 2.0**-52),
         (0.0, torch.float32, 2.0**-126 * 2.0**-23),
     ],
-)
+)  # fmt: skip
 def test_ulp_is_the_spacing_of_the_dtype(magnitude, dtype, expected):
     """Of nothing, that of the smallest normal number."""
     assert ulp(magnitude, dtype) == expected
@@ -60,13 +56,10 @@ def test_a_perfect_baseline_leaves_the_slack(ulps, too_far):
 @pytest.mark.parametrize(
     ("value", "oracle", "too_far"),
     [
-        (math.nan, 1.0, True),
-        (math.inf, 1.0, True),
-        (1.0, math.nan, True),
-        (math.nan, math.nan, False),
+        (math.nan, 1.0, True), (math.inf, 1.0, True), (1.0, math.nan, True), (math.nan, math.nan, False),
         (math.inf, math.inf, False),
     ],
-)
+)  # fmt: skip
 def test_not_finite_agrees_only_with_itself(value, oracle, too_far):
     (sharded,), (expected,) = tensors([value]), tensors([oracle], dtype=torch.float64)
     assert distance(sharded, expected.float(), expected, magnitude=1.0).is_too_far is too_far

@@ -39,14 +39,11 @@ def step():
             return {name: whole(tensor.float().clone()) for name, tensor in tensors.items()}
 
         return StepPicture(
-            outputs=[[computed.outputs[1][0].float()]],
-            losses=[computed.losses[1][0].float()],
-            gradients=pieces(computed.gradients),
-            norm=computed.norm.float(),
-            clipped=pieces(computed.clipped),
+            outputs=[[computed.outputs[1][0].float()]], losses=[computed.losses[1][0].float()],
+            gradients=pieces(computed.gradients), norm=computed.norm.float(), clipped=pieces(computed.clipped),
             parameters=pieces(computed.parameters),
             state={name: pieces(state) for name, state in computed.state.items()},
-        )
+        )  # fmt: skip
 
     return picture(), picture(), computed
 

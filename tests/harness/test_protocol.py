@@ -91,10 +91,7 @@ class Unfinished(Plain):
 @pytest.mark.parametrize(
     ("adapter", "says"),
     [
-        (
-            OtherArguments,
-            r"^adapter 'plain': __init__\(model, optimizer=.*\) raised TypeError: .*'optimizer'",
-        ),
+        (OtherArguments, r"^adapter 'plain': __init__\(model, optimizer=.*\) raised TypeError: .*'optimizer'"),
         (Half, "^adapter 'plain': there is no attribute 'module'; __init__ sets it to the module that a training loop"),
         (ListOfModules, "^adapter 'plain': the attribute 'module' is a list; __init__ sets it to the module"),
         (Unfinished, "^adapter 'plain': there is no attribute 'config'; super"),

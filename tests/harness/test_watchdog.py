@@ -110,13 +110,10 @@ def announced(*texts, ranks=(0, 1)):
 def test_collectives_that_ranks_share_take_one_line():
     entries = {0: announced("a", "b", "c"), 1: announced("a", "x"), 2: []}
     assert watchdog.collectives(entries) == [
-        "last collectives, and the ranks that entered them:",
-        "  1 on ranks 0-1: a, all",
-        "  2 on ranks 0-1: b, rank 0 only",
-        "  2 on ranks 0-1: x, rank 1 only",
-        "  3 on ranks 0-1: c, rank 0 only",
+        "last collectives, and the ranks that entered them:", "  1 on ranks 0-1: a, all",
+        "  2 on ranks 0-1: b, rank 0 only", "  2 on ranks 0-1: x, rank 1 only", "  3 on ranks 0-1: c, rank 0 only",
         watchdog.ADVICE,
-    ]
+    ]  # fmt: skip
     assert watchdog.collectives({0: [], 1: []}) == []
 
 
