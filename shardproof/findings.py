@@ -64,19 +64,12 @@ class FindingError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One finding; the module describes the fields of its header.
+    """One finding; the module describes the fields of its header."""
 
-    Attributes:
-        path: of its file.
-        title: in one line, in Markdown.
-        text: below the title, in Markdown.
-        has_code: whether a reproducer follows.
-    """
-
-    path: Path
-    title: str
-    text: str
-    has_code: bool
+    path: Path  # of its file
+    title: str  # in one line, in Markdown
+    text: str  # below the title, in Markdown
+    has_code: bool  # whether a reproducer follows
     implementations: tuple[str, ...]
     requirements: tuple[str, ...] = ()
     since: str | None = None

@@ -11,23 +11,14 @@ from shardproof.harness.verdicts.finding import Finding, Location, Stage
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective as one rank issued it.
+    """One collective as one rank issued it."""
 
-    Attributes:
-        phase: the phase of the step, for example "forward", "backward", "clip" or "step".
-        kind: for example "all_gather".
-        dtype: without its "torch." prefix.
-        nbytes: what the whole group gathers, reduces or moves: the output of a gather, the input of anything else.
-        group: global ranks.
-        unit: the label of the unit whose parameters have that many bytes; "a|b" where several units do, "" where none
-            does.
-    """
-
-    phase: str
-    kind: str
-    dtype: str
-    nbytes: int
-    group: tuple[int, ...]
+    phase: str  # the phase of the step, for example "forward", "backward", "clip" or "step"
+    kind: str  # for example "all_gather"
+    dtype: str  # without its "torch." prefix
+    nbytes: int  # what the whole group gathers, reduces or moves: the output of a gather, the input of anything else
+    group: tuple[int, ...]  # global ranks
+    # The label of the unit whose parameters have that many bytes; "a|b" where several units do, "" where none does.
     unit: str = ""
 
     def __str__(self) -> str:

@@ -30,47 +30,34 @@ _DRAWS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-    """Parameters that all comparisons of one step share.
+    """Parameters that all comparisons of one step share."""
 
-    Attributes:
-        step: the training step, counted from 0.
-        member: this rank's position among the data-parallel ranks, from 0 to ``size`` - 1.
-        unused_is_zero: whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
-        adaptive: whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are
-            left out of the comparison of parameters.
-        evaluates: whether this is a forward without autograd before the step, and not the step.
-        untied: why the values of a parameter may differ whose places the model shares and the sharded one does not, by
-            its name.
-    """
-
-    step: int
+    step: int  # the training step, counted from 0
     rank: int
-    member: int
+    member: int  # this rank's position among the data-parallel ranks, from 0 to ``size`` - 1
     size: int
     norm_type: float = 2.0
+    # Whether the implementation gives a parameter that no rank used a gradient of zeros, not None.
     unused_is_zero: bool = False
+    # Whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are left out of the
+    # comparison of parameters.
     adaptive: bool = False
-    evaluates: bool = False
+    evaluates: bool = False  # whether this is a forward without autograd before the step, and not the step
     frozen: frozenset[str] = frozenset()
     draws_random_numbers: bool = False
+    # Why the values of a parameter may differ whose places the model shares and the sharded one does not, by its name.
     untied: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False)
 class StepComparison:
-    """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank.
+    """Compares one step of the sharded run with the same step of the baseline and of the oracle, on one rank."""
 
-    Attributes:
-        sharded: the sharded run's step, as local shards; all tensors of the three are on the host.
-        baseline: the baseline's step, as full tensors.
-        oracle: the oracle's step, as full float64 tensors.
-        measured: the distances measured so far, one entry per compared tensor, in order of comparison.
-    """
-
-    sharded: StepPicture
-    baseline: StepPicture
-    oracle: OracleStep
+    sharded: StepPicture  # the sharded run's step, as local shards; all tensors of the three are on the host
+    baseline: StepPicture  # the baseline's step, as full tensors
+    oracle: OracleStep  # the oracle's step, as full float64 tensors
     context: Context
+    # The distances measured so far, one entry per compared tensor, in order of comparison.
     measured: list[Measured] = dataclasses.field(default_factory=list)
 
     def first_finding(self) -> Finding | None:

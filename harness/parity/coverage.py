@@ -31,20 +31,13 @@ NOT_SHARDED = "the model is not sharded"
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What one rank may hold of a model's parameters, by what its adapter declares.
-
-    Attributes:
-        share: the most elements of the model's parameters that are this rank's share, with padding.
-        padding: the elements of the share by which units are padded.
-        byte_share: the bytes of that share, with everything else that is declared as held from the start.
-        byte_limit: the most bytes that a rank may hold once the model is sharded.
-    """
+    """What one rank may hold of a model's parameters, by what its adapter declares."""
 
     numel: int
-    share: int
-    padding: int
-    byte_share: int
-    byte_limit: int
+    share: int  # the most elements of the model's parameters that are this rank's share, with padding
+    padding: int  # the elements of the share by which units are padded
+    byte_share: int  # the bytes of that share, with everything else that is declared as held from the start
+    byte_limit: int  # the most bytes that a rank may hold once the model is sharded
 
     @property
     def can_tell(self) -> bool:
@@ -170,21 +163,15 @@ _PARAMETER = Stage.PARAMETER
 
 @dataclasses.dataclass
 class Shown:
-    """What one rank shows of the tensors that it has not shown before.
+    """What one rank shows of the tensors that it has not shown before."""
 
-    Attributes:
-        group: the global ranks among which this rank's parameters are divided, this rank included.
-        replica: the number of that group on the mesh.
-        parts: by parameter name, the positions of the tensor-parallel part that the group divides, where it is one.
-        wrong: the first piece that makes no sense by itself, with the reason.
-        counts: by member of ``traits.shards``, the elements that the rank holds.
-    """
-
-    group: tuple[int, ...]
-    replica: int
+    group: tuple[int, ...]  # the global ranks among which this rank's parameters are divided, this rank included
+    replica: int  # the number of that group on the mesh
     spans: dict[Key, Spans] = dataclasses.field(default_factory=dict)
+    # By parameter name, the positions of the tensor-parallel part that the group divides, where it is one.
     parts: dict[str, Spans] = dataclasses.field(default_factory=dict)
-    wrong: tuple[Location, str] | None = None
+    wrong: tuple[Location, str] | None = None  # the first piece that makes no sense by itself, with the reason
+    # By member of ``traits.shards``, the elements that the rank holds.
     counts: dict[str, Counts] = dataclasses.field(default_factory=dict)
 
     @property

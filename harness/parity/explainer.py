@@ -18,20 +18,13 @@ from shardproof.harness.watching.capture import Capture
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A tensor that diverges, and the part of the model to which it belongs.
-
-    Attributes:
-        module: the name of the module; "(root)" is the root, and empty what belongs to none.
-        parameter: the full name of the parameter or buffer, where the tensor is one's.
-        where: the microbatch and the call of the module, where they are not the first.
-        order: the place of the tensor among all of the comparison, the same on all ranks.
-    """
+    """A tensor that diverges, and the part of the model to which it belongs."""
 
     finding: Finding
-    order: tuple[int, ...]
-    module: str
-    parameter: str = ""
-    where: str = ""
+    order: tuple[int, ...]  # the place of the tensor among all of the comparison, the same on all ranks
+    module: str  # the name of the module; "(root)" is the root, and empty what belongs to none
+    parameter: str = ""  # the full name of the parameter or buffer, where the tensor is one's
+    where: str = ""  # the microbatch and the call of the module, where they are not the first
 
 
 class Compared(Protocol):

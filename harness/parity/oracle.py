@@ -19,28 +19,23 @@ class OracleStep:
     """The results of one step of the oracle, as full float64 tensors. An evaluation has outputs alone.
 
     Gradients and parameters are keyed by parameter name. The gradient of an unused parameter is None.
-
-    Attributes:
-        outputs: the forward outputs, indexed ``[rank][microbatch]`` by data-parallel rank.
-        losses: the scalar losses, indexed the same way.
-        own_gradients: each data-parallel rank's gradients, summed over its microbatches, before the average.
-        gradients: the average of ``own_gradients`` over the ranks, added to what the last ``zero_grad`` left: after
-            ``set_to_none=False``, an unused parameter that has been used before has zeros here.
-        norm: the total norm of ``gradients``, or None without clipping.
-        clipped: the gradients after clipping; equal to ``gradients`` without clipping.
-        state: the tensors of the optimizer's state after the step, by parameter and key.
-        captured: what the modules computed, in order, by data-parallel rank; empty unless the case runs with capture
-            on.
     """
 
-    outputs: list[list[Any]]
+    outputs: list[list[Any]]  # the forward outputs, indexed ``[rank][microbatch]`` by data-parallel rank
+    # The scalar losses, indexed the same way.
     losses: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
+    # Each data-parallel rank's gradients, summed over its microbatches, before the average.
     own_gradients: list[dict[str, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    # The average of ``own_gradients`` over the ranks, added to what the last ``zero_grad`` left: after
+    # ``set_to_none=False``, an unused parameter that has been used before has zeros here.
     gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
-    norm: torch.Tensor | None = None
+    norm: torch.Tensor | None = None  # the total norm of ``gradients``, or None without clipping
+    # The gradients after clipping; equal to ``gradients`` without clipping.
     clipped: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    # The tensors of the optimizer's state after the step, by parameter and key.
     state: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
+    # What the modules computed, in order, by data-parallel rank; empty unless the case runs with capture on.
     captured: Sequence[Sequence[Event]] = ()
 
 

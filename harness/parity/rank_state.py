@@ -170,13 +170,7 @@ def process_groups() -> set[dist.ProcessGroup]:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RankState:
-    """One rank process of a world, from its start to its end.
-
-    Attributes:
-        nodes: the host of each rank, numbered from 0.
-        used: the names of the implementations that have run in this process.
-        replays: the results of baselines and oracles that later cases may need again.
-    """
+    """One rank process of a world, from its start to its end."""
 
     index: int
     size: int
@@ -184,8 +178,10 @@ class RankState:
     directory: str
     exchange: Gathers
     announcer: Announcer
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # the host of each rank, numbered from 0
+    # The names of the implementations that have run in this process.
     used: set[str] = dataclasses.field(default_factory=set)
+    # The results of baselines and oracles that later cases may need again.
     replays: ReplayCache = dataclasses.field(default_factory=ReplayCache)
     stopwatch: Stopwatch = dataclasses.field(default_factory=Stopwatch)
 

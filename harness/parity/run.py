@@ -113,33 +113,24 @@ class RunOptions:
 
 @dataclasses.dataclass
 class StepPicture:
-    """The results of one step on one rank: copies, so that later steps cannot change them.
+    """The results of one step on one rank: copies, so that later steps cannot change them."""
 
-    Attributes:
-        outputs: the tensors of each microbatch's forward output.
-        gradients: local shards of the gradients after the last backward, before clipping.
-        norm: the total norm as the adapter returned it, which may be a DTensor until :meth:`Run.settle`; None without
-            clipping, or if the adapter cannot return it.
-        clipped: local shards of the gradients after clipping; None unless clipping is a call between backward and the
-            optimizer step.
-        parameters: local shards of the parameters after the optimizer step.
-        state: local shards of the optimizer state after the step, by parameter and key; None if the adapter cannot
-            return it.
-        gradient_numel: the elements that the rank held of the gradients of its registered parameters.
-        evidence: checks that the shards of all ranks cover the model; None for pictures that no run took.
-        captured: what the modules computed, in order; empty unless the case runs with capture on.
-    """
-
-    outputs: list[list[torch.Tensor]]
+    outputs: list[list[torch.Tensor]]  # the tensors of each microbatch's forward output
     losses: list[torch.Tensor]
-    gradients: Pieces
+    gradients: Pieces  # local shards of the gradients after the last backward, before clipping
+    # The total norm as the adapter returned it, which may be a DTensor until :meth:`Run.settle`; None without clipping,
+    # or if the adapter cannot return it.
     norm: torch.Tensor | None
+    # Local shards of the gradients after clipping; None unless clipping is a call between backward and the optimizer
+    # step.
     clipped: Pieces | None
-    parameters: Pieces
+    parameters: Pieces  # local shards of the parameters after the optimizer step
+    # Local shards of the optimizer state after the step, by parameter and key; None if the adapter cannot return it.
     state: dict[str, dict[str, Piece]] | None = None
-    gradient_numel: int | None = None
+    gradient_numel: int | None = None  # the elements that the rank held of the gradients of its registered parameters
+    # Checks that the shards of all ranks cover the model; None for pictures that no run took.
     evidence: Evidence | None = None
-    captured: Sequence[Event] = ()
+    captured: Sequence[Event] = ()  # what the modules computed, in order; empty unless the case runs with capture on
 
     def show(self, *, step: int) -> Shown:
         """Return what this rank holds of the tensors that the run has not shown before."""

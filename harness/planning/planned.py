@@ -123,15 +123,11 @@ _PHASES = {"forward": ("inputs", "forward"), "backward": ("backward", "around"),
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What one rank does on one mesh in a step.
-
-    Attributes:
-        groups: the global ranks of its group along each dimension of the mesh.
-    """
+    """What one rank does on one mesh in a step."""
 
     phases: tuple[Phase, ...]
     trace: Trace
-    groups: list[tuple[int, ...]]
+    groups: list[tuple[int, ...]]  # the global ranks of its group along each dimension of the mesh
 
 
 def examined(request: Request, subject: Subject) -> Anatomy:

@@ -21,28 +21,18 @@ _EPSILON = 1e-5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The sizes of a transformer of a family, "gpt" or "llama".
-
-    Attributes:
-        dim: width.
-        key_heads: heads of keys and values, which divide ``heads``.
-        hidden: width of the layers behind attention.
-        vocab: size of the vocabulary.
-        tied: whether the last layer is the embedding.
-        length: tokens of a sequence, by default; GPT has positions for so many.
-        like: the published model that has these sizes, or what they are chosen for.
-    """
+    """The sizes of a transformer of a family, "gpt" or "llama"."""
 
     family: str
     layers: int
-    dim: int
+    dim: int  # width
     heads: int
-    key_heads: int
-    hidden: int
-    vocab: int
-    tied: bool
-    length: int
-    like: str
+    key_heads: int  # heads of keys and values, which divide ``heads``
+    hidden: int  # width of the layers behind attention
+    vocab: int  # size of the vocabulary
+    tied: bool  # whether the last layer is the embedding
+    length: int  # tokens of a sequence, by default; GPT has positions for so many
+    like: str  # the published model that has these sizes, or what they are chosen for
 
 
 class GptBlock(nn.Module):

@@ -25,38 +25,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A training step of which memory and traffic are wanted.
+    """A training step of which memory and traffic are wanted."""
 
-    Attributes:
-        model: a known shape, or ``module:function``.
-        implementation: the adapter's name.
-        layers: of a known shape, cut down to so many; ``dim`` likewise is its width.
-        batch: sequences of a rank's batch.
-        sequence: tokens of each; None is the shape's own.
-        dtype: of the parameters, and so of shards, gradients and optimizer state.
-        compute: of gathered parameters and activations; None is ``dtype``.
-        reduce: in which gradients are reduced; None is the implementation's default.
-        reshard_after_forward: as in :class:`Config`; None is the implementation's default.
-        checkpointing: whether backward recomputes each unit's activations.
-        units: names of modules that are units, and of classes of which every module is one; without any, the units are
-            the repeated blocks.
-        rank: whose step it is.
-    """
-
-    model: str
-    implementation: str
-    layers: int | None = None
+    model: str  # a known shape, or ``module:function``
+    implementation: str  # the adapter's name
+    layers: int | None = None  # of a known shape, cut down to so many; ``dim`` likewise is its width
     dim: int | None = None
-    batch: int = 1
-    sequence: int | None = None
-    dtype: torch.dtype = torch.float32
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
+    batch: int = 1  # sequences of a rank's batch
+    sequence: int | None = None  # tokens of each; None is the shape's own
+    dtype: torch.dtype = torch.float32  # of the parameters, and so of shards, gradients and optimizer state
+    compute: torch.dtype | None = None  # of gathered parameters and activations; None is ``dtype``
+    reduce: torch.dtype | None = None  # in which gradients are reduced; None is the implementation's default
     optimizer: Optimizer = "adamw"
-    reshard_after_forward: bool | int | None = None
-    checkpointing: bool = False
+    reshard_after_forward: bool | int | None = None  # as in :class:`Config`; None is the implementation's default
+    checkpointing: bool = False  # whether backward recomputes each unit's activations
+    # Names of modules that are units, and of classes of which every module is one; without any, the units are the
+    # repeated blocks.
     units: tuple[str, ...] = ()
-    rank: int = 0
+    rank: int = 0  # whose step it is
 
     @property
     def precision(self) -> Precision:

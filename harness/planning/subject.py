@@ -44,17 +44,11 @@ class Built:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model that can be built.
+    """A model that can be built."""
 
-    Attributes:
-        about: what the model is; empty for the user's own.
-        length: tokens of a sequence where none are asked for.
-        build: builds it for a number of tokens, on the default device.
-    """
-
-    about: str
-    length: int
-    build: Callable[[int], Built]
+    about: str  # what the model is; empty for the user's own
+    length: int  # tokens of a sequence where none are asked for
+    build: Callable[[int], Built]  # builds it for a number of tokens, on the default device
 
 
 _RETURNS = "return a torch.nn.Module, or a tuple of one, inputs(batch, sequence) and loss(output, *inputs)"

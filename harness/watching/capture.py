@@ -51,23 +51,15 @@ _RECOMPUTED = "_checkpoint_wrapped_module"
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One tensor as a module's forward or backward had it.
-
-    Attributes:
-        module: the name of the module in the original model; "" is the root.
-        parameter: the full name of the parameter or buffer; empty for outputs.
-        call: the number of the module's call within the microbatch; 0 for gradients of parameters.
-        index: the number of the tensor in what the forward returned.
-        tensor: a copy, of any shape and floating-point dtype.
-    """
+    """One tensor as a module's forward or backward had it."""
 
     stage: Stage
-    module: str
-    parameter: str
+    module: str  # the name of the module in the original model; "" is the root
+    parameter: str  # the full name of the parameter or buffer; empty for outputs
     microbatch: int
-    call: int
-    index: int
-    tensor: torch.Tensor
+    call: int  # the number of the module's call within the microbatch; 0 for gradients of parameters
+    index: int  # the number of the tensor in what the forward returned
+    tensor: torch.Tensor  # a copy, of any shape and floating-point dtype
 
     @property
     def key(self) -> Key:

@@ -13,30 +13,20 @@ from shardproof.harness.verdicts.finding import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One tensor of a watched step.
+    """One tensor of a watched step."""
 
-    Attributes:
-        stage: INPUT, MODULE_OUTPUT, LOSS (on which backward begins), OUTPUT_GRADIENT, OWN_GRADIENT, GRADIENT (``.grad``
-            after each backward, of which the last counts), TOTAL_NORM, CLIPPED_GRADIENT (``.grad`` at the optimizer's
-            step), INITIAL and PARAMETER (before and after the optimizer's step), OPTIMIZER_STATE.
-        module: the canonical name of the module that returned it, or that has the parameter; "" is the root.
-        parameter: the canonical name of the parameter; empty for others.
-        microbatch: the number of the forward or the backward in the step.
-        call: the number of the module's call within the microbatch, or of the norm within the step.
-        index: the number of the tensor among those of inputs and outputs.
-        layout: which elements of the full tensor the rank has; None for plain inputs and outputs, and where it is not
-            known.
-        key: of optimizer state its key: "exp_avg".
-    """
-
+    # INPUT, MODULE_OUTPUT, LOSS (on which backward begins), OUTPUT_GRADIENT, OWN_GRADIENT, GRADIENT (``.grad`` after
+    # each backward, of which the last counts), TOTAL_NORM, CLIPPED_GRADIENT (``.grad`` at the optimizer's step),
+    # INITIAL and PARAMETER (before and after the optimizer's step), OPTIMIZER_STATE.
     stage: Stage
-    module: str
-    parameter: str
-    microbatch: int
-    call: int
-    index: int
+    module: str  # the canonical name of the module that returned it, or that has the parameter; "" is the root
+    parameter: str  # the canonical name of the parameter; empty for others
+    microbatch: int  # the number of the forward or the backward in the step
+    call: int  # the number of the module's call within the microbatch, or of the norm within the step
+    index: int  # the number of the tensor among those of inputs and outputs
+    # Which elements of the full tensor the rank has; None for plain inputs and outputs, and where it is not known.
     layout: Layout | None
-    key: str = ""
+    key: str = ""  # of optimizer state its key: "exp_avg"
 
     @classmethod
     def of(cls, stage: Stage, parameter: str, layout: Layout | None, microbatch: int = 0, *, key: str = "") -> Event:
