@@ -1,4 +1,4 @@
-"""Writes docs/features.md and the table of chapters in README.md from the contract and the collected suites.
+"""Writes docs/features.md, contract.json and the list of items from the contract and the collected suites.
 
 It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs, and
 the items of its newest version, those of `--effort standard`; the list of a version with a commit is closed.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from generating import ROOT, between, collect, run
+from generating import ROOT, collect, run
 
 from shardproof.contract import CLASSES, Chapter, Item, Profile
 from shardproof.harness.adapters.capability import Capability, Hardware
@@ -29,19 +29,16 @@ from shardproof.harness.plugin.state import STATE
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
 JSON = ROOT / "shardproof/contract.json"
-README = ROOT / "README.md"
-#: The text of README.md between these lines is written here.
-BEGIN, END = "<!-- features: written by docs/make_features.py -->\n", "<!-- end of features -->\n"
 IMPLEMENTATIONS = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp")
 
 _HEAD = """\
 # What the suites check
 
-A row for each requirement of [the contract](contract.md). *Cases* are the test functions that check it and the number
-of their items for one implementation, worlds counted apart. *Needs* names the capabilities and, in italics, the
-hardware that every one of these items needs; `any` stands for requirements that every implementation must meet. *Asked*
-are the built-in implementations that declare the capabilities of at least one item, which is then run if the hardware
-is there; the other implementations are `unsupported`.
+First the chapters, then a row for each requirement of [the contract](contract.md). *Cases* are the test functions that
+check it and the number of their items for one implementation, worlds counted apart. *Needs* names the capabilities and,
+in italics, the hardware that every one of these items needs; `any` stands for requirements that every implementation
+must meet. *Asked* are the built-in implementations that declare the capabilities of at least one item, which is then
+run if the hardware is there; the other implementations are `unsupported`.
 
 Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
 
@@ -110,7 +107,7 @@ def page(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
         name: {*map(str, load(name).capabilities()), *(f"a name for {one}" for one in load(name).option_names)}
         for name in IMPLEMENTATIONS
     }
-    parts = [_HEAD]
+    parts = [_HEAD, "", table(contract, items)]
     for chapter, subject, rows in contract:
         parts.append(f"\n## {chapter}: {subject}\n")
         parts.append("| requirement | cases | needs | asked |\n|---|---|---|---|")
@@ -141,7 +138,7 @@ def _asked(items: Mapping[str, Item], declared: Mapping[str, set[str]]) -> str:
 
 
 def table(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
-    """Write the table of README.md: a row for each chapter."""
+    """Write the table at the top of the page: a row for each chapter."""
     rows = ["| chapter | what is checked | requirements | cases |", "|---|---|---|---|"]
     for chapter, subject, requirements in contract:
         ids = {id_ for id_, _, _ in requirements}
@@ -149,7 +146,7 @@ def table(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
         rows.append(f"| {chapter} | {subject} | {len(ids)} | {len(cases)} |")
     count = sum(len(requirements) for _, _, requirements in contract)
     rows.append(f"| all | | {count} | {len(set(map(_case, items)))} |")
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows)
 
 
 def versions(text: str) -> dict[str, str]:
@@ -193,14 +190,12 @@ def made() -> dict[pathlib.Path, str]:
     contract, items = chapters(text), collector.items
     if found := [*problems(contract, items), *unused(text, collector.listed)]:
         raise ValueError("\n".join(found))
-    readme = between(README.read_text(), BEGIN, END, table(contract, items))
-    files = {PAGE: page(contract, items), JSON: as_json(text), README: readme}
-    return {**files, **listed(text, collector.listed)}
+    return {PAGE: page(contract, items), JSON: as_json(text), **listed(text, collector.listed)}
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page, the JSON and README's table, or compare them; the exit code is 1 if something disagrees."""
-    about = "docs/features.md, contract.json and README's table, from the contract and the suites"
+    """Write the page and the JSON, or compare them; the exit code is 1 if something disagrees."""
+    about = "docs/features.md and contract.json, from the contract and the suites"
     return run(arguments, made, about=about, script="docs/make_features.py")
 
 

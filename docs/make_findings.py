@@ -17,7 +17,7 @@ _HEAD = """\
 
 What the suites found in other implementations: one file each in [findings/](../findings), which describes the error and
 shows it by a program that needs nothing of shardproof. A case that meets a finding is expected to fail by an entry in
-`suites/expectations/<implementation>.toml`, which links to its file ([cases.md](cases.md#known-failures)). Where a
+`suites/expectations/<implementation>.toml`, which links to its file ([options.md](options.md#known-failures)). Where a
 whole feature is wrong its capability is not declared instead, as in F-4.
 
 `OMP_NUM_THREADS=1 python findings/F002.py` runs one program. `shardproof findings --run` runs all those for which the

@@ -27,6 +27,11 @@ PAGE, README = ROOT / "docs/matrix.md", ROOT / "README.md"
 PUBLISHED = ROOT / "reports/published"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of matrix -->\n"
+#: The implementations in it; the page has all.
+SHORT = (
+    "reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "deepspeed.zero3", "lightning.fabric",
+    "torchtitan.simple_fsdp",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +76,16 @@ correct implementation passes every case that it is asked, but it may declare fe
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
 `tests/test_matrix_page.py` compares."""
 
+_PROFILES = """
+## Profiles
+
+How far each implementation is from the [profiles](contract.md#profiles) of the contract, with the newest torch of which
+there is a run. The cells are explained [in the README](../README.md#which-implementation-passes-what). A dash: two GPUs
+cannot have the profile. No complete run of megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been
+published yet. The table has cases with up to four ranks; cases with eight ran over gloo only, in earlier runs, and no
+run used eight GPUs.
+"""
+
 
 def run_of(place: Place) -> Run:
     """Join the run files of a place."""
@@ -81,15 +96,15 @@ def run_of(place: Place) -> Run:
 
 def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
     """Write docs/matrix.md."""
-    parts = [_HEAD]
+    parts = [_HEAD, _PROFILES, table(runs).rstrip()]
     for place, run in runs.items():
         names = ", ".join(f"[{name}](../reports/published/{name})" for name in place.files)
         parts += [f"\n## {place.title}\n", f"From {names}.", "", *_chapters(run), *_failures(run, known)]
     return "\n".join(parts) + "\n"
 
 
-def table(runs: Mapping[Place, Run]) -> str:
-    """Write the table of README.md: for each implementation and column, with its newest torch, the profiles."""
+def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
+    """Write the profiles of each implementation and column, with its newest torch; of ``short``, the first column's."""
     found: dict[tuple[str, str], str] = {}
     for place, run in runs.items():
         cells = {(one.implementation, one.profile): one.cell for one in standings(run)}
@@ -102,6 +117,8 @@ def table(runs: Mapping[Place, Run]) -> str:
     names = _in_order(name for name, _ in found)
     head = ["implementation", "on", *contract.profiles(), "passed of asked"]
     rows = [row for name in names for (other, _), row in found.items() if other == name]
+    if short:
+        rows = [next(row for (other, _), row in found.items() if other == name) for name in short]
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
 
@@ -201,7 +218,7 @@ def _cell(text: str) -> str:
 def made() -> dict[pathlib.Path, str]:
     """The contents of each file; ValueError if a run file cannot be used."""
     runs = {place: run_of(place) for place in PLACES}
-    readme = between(README.read_text(), BEGIN, END, table(runs))
+    readme = between(README.read_text(), BEGIN, END, table(runs, SHORT))
     return {PAGE: page(runs, {one.id: one for one in load()}), README: readme}
 
 

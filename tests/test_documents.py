@@ -1,4 +1,4 @@
-"""The examples of docs/cases.md name what they import, and run."""
+"""The examples of docs/cases.md and docs/rank.md name what they import, and run."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from tests.installations import ROOT, run
 
-DOCUMENT = (ROOT / "docs/cases.md").read_text()
+DOCUMENT = "".join((ROOT / "docs" / name).read_text() for name in ("cases.md", "rank.md"))
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
 CASES = [example for example in EXAMPLES if "def test_" in example]
 

@@ -1,4 +1,4 @@
-"""docs/features.md and the table of README.md are those that the contract and the suites give, which agree."""
+"""docs/features.md is that that the contract and the suites give, which agree."""
 
 import importlib
 import re
@@ -61,7 +61,7 @@ def test_rows(make_features):
     page = make_features.page(chapters, items)
     assert "| ONE-1 | test_trains (2) | any | all |" in page
     assert "| ONE-2 | test_clips (1) | grouped-unit, clipping, *streams* | reference, torch.fully_shard |" in page
-    assert "| ONE | the first | 2 | 2 |" in make_features.table(chapters, items)
+    assert "| ONE | the first | 2 | 2 |" in page
 
 
 def test_both_ways(make_features):
@@ -88,8 +88,3 @@ def test_a_profile_names_only_what_its_items_have(make_features):
     items = {"a": item("ONE-1", "clipping"), "too many ranks": item("ONE-2", "hybrid", ranks=8)}
     names = [line.rpartition(" ")[2] for line in make_features.unused(text, items)]
     assert names == ["hybrid", "ONE-2"]
-
-
-def test_readme_without_a_place_for_the_table(make_features):
-    with pytest.raises(ValueError, match=r"README\.md has no <!-- features"):
-        make_features.between("nothing", make_features.BEGIN, make_features.END, "table")

@@ -116,8 +116,10 @@ def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(
     write_run(tmp_path, record("a"), record("b"), record("a", "older"))
     places = (("CPU", "2.13"), ("GPUs", "2.11"))
     older, gpus = (make_matrix.Place("Elsewhere", *there, ("run.json",)) for there in places)
-    table = make_matrix.table({place: newest, older: make_matrix.run_of(older), gpus: make_matrix.run_of(gpus)})
-    assert table.splitlines() == [
+    runs = {place: newest, older: make_matrix.run_of(older), gpus: make_matrix.run_of(gpus)}
+    rows = make_matrix.table(runs).splitlines()
+    assert make_matrix.table(runs, ["theirs"]).splitlines() == [*rows[:2], rows[5]]
+    assert rows == [
         "| implementation | on | few | passed of asked |",
         "|---|---|---|---|",
         "| `reference` | CPU, torch 2.15 | 1/2 +1 | 1 of 1 |",
