@@ -2,8 +2,9 @@
 
 import pathlib
 import signal
+import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,7 @@ from shardproof.harness.plugin import (
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import SuiteModule, is_suites
 from shardproof.harness.plugin.state import STATE, State
-from shardproof.harness.worlds import forkserver, scratch
+from shardproof.harness.worlds import forkserver, scratch, waiting
 from shardproof.runfile import LeftOut, Verdict
 
 # The exit codes of a run beyond pytest's own, which are 0 to 5; docs/run-files.md has the whole table.
@@ -175,8 +176,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
     if options.asks_for_a_run(config):
-        if not _only_distributes(config) and _names_are_known(config):
-            _start_forkserver()
+        if _names_are_known(config):
+            if sys.stderr.isatty() and not state.is_worker:
+                waiting.tell_on_stderr(f"shardproof: {_asked_for(config)}: importing torch and collecting the cases")
+            if not _only_distributes(config):
+                _start_forkserver()
         state.open_journal()
         state.selection  # noqa: B018  (checks)
         _heed_signals(config)
@@ -185,6 +189,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print what the installed torch lacks, and whether it is newer than the newest that has been tested."""
     return environment.header() if options.asks_for_a_run(config) else []
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
+    """Print what is about to run; an xdist controller has no items."""
+    launches = [cases.launch_of(item) for item in items if cases.is_case(item)]
+    if not launches or config.option.verbose < 0:
+        return []
+    chosen = config.stash[STATE].selection
+    ranks = ", ".join(map(str, sorted({one.simulates or one.size for one in launches})))
+    what = f"{len(launches)} {'case' if len(launches) == 1 else 'cases'} of {', '.join(chosen.implementations)}"
+    return [f"shardproof: {what}; ranks: {ranks}; device: {chosen.device}; effort: {chosen.effort}"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -414,6 +429,13 @@ class _RunObserver:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         self._state.take_worker_output(getattr(node, "workeroutput", {}))
+
+
+def _asked_for(config: pytest.Config) -> str:
+    """Say in a few words what the options ask for: torch, which knows the rest, is not imported yet."""
+    asked = options.values(config)
+    asked["impl"] = asked["impl"] or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
+    return ", ".join(f"{name} {asked[name]}" for name in ("impl", "device", "world", "effort") if asked[name])
 
 
 def _start_forkserver() -> None:
