@@ -26,7 +26,7 @@ _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
 class AccelerateAdapter(Packaged):
     """The model, its optimizer, backward, clipping and ``no_sync`` go through an ``Accelerator``, over a base."""
 
-    package, brings = "accelerate", "'shardproof[accelerate]'"
+    package, extra = "accelerate", "accelerate"
     _stepping: Any = None
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shardproof import extras
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
@@ -598,17 +599,20 @@ class Packaged(Adapter):
     Attributes:
         package: the name of the package for pip.
         module_name: the name of its module; "" is that of the package with underscores in place of hyphens.
-        brings: the arguments of ``pip install`` that bring it.
+        extra: the extra of shardproof that has it.
+        brings: the arguments of ``pip install`` that bring what is in no extra.
     """
 
     package: ClassVar[str]
     module_name: ClassVar[str] = ""
-    brings: ClassVar[str]
+    extra: ClassVar[str] = ""
+    brings: ClassVar[str] = ""
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
         if importlib.util.find_spec(cls.module_name or cls.package.replace("-", "_")) is None:
-            return f"{cls.package} is not installed; pip install {cls.brings} brings it"
+            how = extras.command(cls.extra) if cls.extra else f"pip install {cls.brings}"
+            return f"{cls.package} is not installed; {how} brings it"
         return None
 
     @classmethod

@@ -28,7 +28,7 @@ class DeepSpeedEngineAdapter(Packaged):
     needs only this class. ``config.units`` is ignored: DeepSpeed chooses which parameters it communicates together.
     """
 
-    package, brings = "deepspeed", "'shardproof[deepspeed]'"
+    package, extra = "deepspeed", "deepspeed"
     # Not ``no_sync`` of stages 0 and 1, which reduce after the last microbatch without it too.
     option_names: ClassVar[dict[str, str]] = {
         "precision.compute": "bf16",

@@ -20,7 +20,7 @@ from shardproof.harness.tensors.pieces import Piece, original_name, uncut, whole
 class FairscaleAdapter(Packaged):
     """What both wrappers share: the package, and its scaler, which asks all ranks."""
 
-    package, brings = "fairscale", "'shardproof[fairscale]'"
+    package, extra = "fairscale", "fairscale"
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
         from fairscale.optim.grad_scaler import ShardedGradScaler

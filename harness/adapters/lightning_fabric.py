@@ -21,7 +21,7 @@ from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 class FabricAdapter(Packaged):
     """The model, its optimizer, backward, clipping and accumulation go through ``Fabric``, over a base that shards."""
 
-    package, brings = "lightning-fabric", "'shardproof[lightning]'"
+    package, extra = "lightning-fabric", "lightning"
     _fabric: Any
     _wrapped: Any
 

@@ -55,7 +55,7 @@ class MegatronAdapter(Packaged, ByParameter):
     megatron_fsdp is imported in the ranks only: it warns of libraries that it can do without.
     """
 
-    package, brings = "megatron-fsdp", "'shardproof[megatron]'"
+    package, extra = "megatron-fsdp", "megatron"
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardproof import extras
 from shardproof.harness.adapters.registry import line_of_error
 from shardproof.harness.planning import packaged, presets
 from shardproof.harness.tensors import private
@@ -127,7 +128,9 @@ def _known(name: str, shape: presets.Shape, length: int) -> Built:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise ModelError(f"--model {name!r}: transformers does not import: {line_of_error(error)}") from error
-        raise ModelError(f"--model {name!r} needs the package transformers: pip install '.[transformers]'") from error
+        raise ModelError(
+            f"--model {name!r} needs the package transformers: {extras.command('transformers')}"
+        ) from error
     if name == "transformers:vit":
         return Built(model, packaged.image_inputs, packaged.image_loss)
     return _of_tokens(model)

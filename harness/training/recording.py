@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof import extras
 from shardproof.harness.tensors.fingerprints import (
     Box,
     Digest,
@@ -228,7 +229,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         if unknown := sorted(set(stages) - set(STAGES)):
             raise NotWatchable(f"record: stages={unknown[0]!r}: it is {' or '.join(map(repr, STAGES))}")
         if detail == "tensors" and importlib.util.find_spec("safetensors") is None:
-            raise NotWatchable("record: values need safetensors: pip install 'shardproof[own]'")
+            raise NotWatchable(f"record: values need safetensors: {extras.command('own')}")
         self._out, self._steps, self._mesh, self._names = Path(out), sorted(set(steps)), mesh, names
         self._has_values, self._patterns, self._max_bytes = detail == "tensors", tuple(tensors) or ("*",), max_bytes
         self._watch = Watch(

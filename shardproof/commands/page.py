@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof import commands
+from shardproof import commands, extras
 from shardproof.planfile import Plan, is_plan, load_plan
 from shardproof.reports.texts import counted, printable
 from shardproof.runfile import Run, load_run
@@ -21,7 +21,7 @@ examples:
 Exit codes: 0, or 2 if a file cannot be read or written, a run is given twice, or the extra is not
 installed. Failed cases do not change it. docs/page.md describes the page.
 """
-_EXTRA = "the page needs packages that are not installed; install them with: pip install 'shardproof[page]'"
+_EXTRA = "the page needs packages that are not installed; install them with:"
 
 
 def page(arguments: Sequence[str]) -> int:
@@ -39,7 +39,9 @@ def page(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("shardproof"):
             raise
-        return commands.refuse(printable(f"{_EXTRA} ({(error.name or '').partition('.')[0]} is missing)"))
+        return commands.refuse(
+            printable(f"{_EXTRA} {extras.command('page')} ({(error.name or '').partition('.')[0]} is missing)")
+        )
     try:
         if plans := _plans(options.runs):
             text, what = render_plans(plans, title=options.title), counted(len(plans), "plan")

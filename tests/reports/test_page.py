@@ -339,7 +339,7 @@ def test_several_runs_and_a_journal(tmp_path, run):
 def test_without_its_extra_it_says_what_to_install(tmp_path, run, package):
     done = command(run, "-o", tmp_path / "out", without=package)
     assert (done.returncode, done.stdout) == (2, "")
-    told = "the page needs packages that are not installed; install them with: pip install 'shardproof[page]'"
+    told = "the page needs packages that are not installed; install them with: pip install 'jinja2>=3.1' 'plotly>=6'"
     assert done.stderr == f"shardproof: {told} ({package} is missing)\n"
     assert not (tmp_path / "out").exists()
 

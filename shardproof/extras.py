@@ -1,0 +1,20 @@
+"""How to install what an extra of shardproof has, in words that hold for a clone, a wheel and a git URL."""
+
+import contextlib
+import shlex
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+
+def command(extra: str) -> str:
+    """Return the command that installs what the extra has, by its own names: no index needs to have shardproof."""
+    required: list[str] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        required = metadata.requires("shardproof") or []
+    marks = (f'extra == "{extra}"', f"extra == '{extra}'")
+    names = [line.partition(";")[0].strip() for line in required if line.endswith(marks)]
+    if not names:  # a clone that is not installed
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+        names = project["project"]["optional-dependencies"][extra]
+    return f"pip install {shlex.join(names)}"
