@@ -8,7 +8,7 @@ from shardproof.runfile import CaseRecord, Run, Verdict
 EXCUSABLE = (Verdict.CRASH, Verdict.FAIL, Verdict.HANG)
 """The verdicts that an entry can expect."""
 
-_LINK = "not looked into"
+_LINK = "TODO"
 
 
 def draft(run: Run, implementation: str) -> str:

@@ -168,11 +168,15 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
             if ids
             else []
         )
-        title = [f"  {len(others)} more fail alike, but for numbers and names; --full shows each:"] if others else []
+        title = [f"  {_more(len(others))}; --full shows each:"] if others else []
         # Last, as in pytest's output: the line to copy.
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
         blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks
+
+
+def _more(count: int) -> str:
+    return f"{count} more {'case fails' if count == 1 else 'cases fail'} the same way (only numbers and names differ)"
 
 
 def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
@@ -247,7 +251,7 @@ def gates(run: Run, *, full: bool = False) -> list[list[str]]:
     for name in run.implementations:
         cases = [case for case in run.cases if case.implementation == name]
         if skipped := [case for case in cases if case.verdict.is_skip]:
-            title = f"{name} was kept from {len(skipped)} of {len(cases)} cases by what is missing:"
+            title = f"{name}: {len(skipped)} of {counted(len(cases), 'case')} skipped; what they lack:"
             blocks.append([printable(title), *_listed(skipped, full=full), *_hints(skipped)])
     return blocks
 
@@ -272,7 +276,7 @@ def _listed(skipped: Iterable[CaseRecord], *, full: bool) -> list[str]:
 
 def _line(gate: tuple[str, str], count: int, alone: int, width: int) -> str:
     verdict, name = gate
-    only = f", {'all' if alone == count else alone} of which lack nothing else" if alone else ""
+    only = f" ({'all' if alone == count else alone} for lack of this alone)" if alone else ""
     return printable(f"  {count:{width}} {verdict}: {name}{only}")
 
 
@@ -293,5 +297,5 @@ def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
 def _total(run: Run) -> str:
     ran = [case for case in run.cases if not case.verdict.is_skip]
     failed = sum(case.verdict.fails for case in ran)
-    text = f"{failed} of {len(ran)} verdicts are failures; {len(run.cases) - len(ran)} more are skips"
+    text = f"{failed} of {counted(len(ran), 'case')} that ran failed; {len(run.cases) - len(ran)} skipped"
     return text + ("; the run is INCOMPLETE" if run.incomplete else "")

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import inspect
 import sys
 import types
 from collections.abc import Mapping
@@ -217,12 +216,12 @@ def _adapter_in(module: object, name: str, module_name: str, class_name: str) ->
             + (f"; it has {', '.join(near)}" if near else " and no other adapter")
         )
     is_adapter = isinstance(adapter, type) and issubclass(adapter, Adapter)
-    if not is_adapter or inspect.isabstract(adapter):
-        lacking = ", ".join(sorted(adapter.__abstractmethods__)) if is_adapter else ""
-        raise _NoAdapter(
-            f"implementation {name!r}: {class_name!r} is not a complete subclass of "
-            "shardproof.harness.adapters.base.Adapter" + (f": it lacks {lacking}" if lacking else "")
-        )
+    if not is_adapter:
+        kind = f"the class {adapter.__name__}" if isinstance(adapter, type) else f"of type {type(adapter).__name__}"
+        expected = "expected a class derived from shardproof.harness.adapters.base.Adapter"
+        raise _NoAdapter(f"implementation {name!r}: {class_name!r} is {kind}; {expected}")
+    if lacking := ", ".join(sorted(adapter.__abstractmethods__)):
+        raise _NoAdapter(f"implementation {name!r}: the adapter {class_name!r} does not define {lacking}")
     return cast(type[Adapter], adapter)
 
 

@@ -33,14 +33,13 @@ def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str,
     ``runs`` has the tensor by the name of a run, in one shape.
     """
     values = {who: float(tensor.flatten()[result.index]) for who, tensor in runs.items()}
-    text = (
-        f"{', '.join(f'{who} {value:.9g}' for who, value in values.items())}\n  off by "
-        f"{_number(result.sharded_ulps)} ulps (1 ulp is {result.unit:.3g}); the baseline is "
-        f"off by {_number(result.baseline_ulps)} ulps, so at most {_number(result.allowed_ulps)} ulps are allowed"
-    )
+    if bad := [who for who, value in values.items() if not math.isfinite(value)]:
+        away = f"not finite: {', '.join(bad)}"
+    else:
+        away = (
+            f"off by {result.sharded_ulps:.3g} ulps (1 ulp is {result.unit:.3g}); the baseline is "
+            f"off by {result.baseline_ulps:.3g} ulps, so at most {result.allowed_ulps:.3g} ulps are allowed"
+        )
+    text = f"{', '.join(f'{who} {value:.9g}' for who, value in values.items())}\n  {away}"
     ulps = {"sharded": result.sharded_ulps, "baseline": result.baseline_ulps, "allowed": result.allowed_ulps}
     return text, Numbers(result.index, values, ulps)
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else "infinitely many"

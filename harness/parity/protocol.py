@@ -95,9 +95,13 @@ def pieces_of(
         raise ProtocolError(f"{who} returned {_kind(found)}; it returns a dict from parameter names to pieces")
     if found.keys() != set(names):
         unknown, missing = sorted(map(str, found.keys() - set(names))), sorted(set(names) - found.keys())
+        wrong = [
+            f"{kind}: {one_line(', '.join(some))}"
+            for kind, some in (("unknown", unknown), ("missing", missing))
+            if some
+        ]
         raise ProtocolError(
-            f"{who} returned names of other parameters than the original model's: unknown are "
-            f"{one_line(', '.join(unknown)) or 'none'}, missing are {one_line(', '.join(missing)) or 'none'}"
+            f"{who} returned other names than the original model's parameters have; {'; '.join(wrong)}"
             + "".join(f"; untied: {tie}" for tie in untied if set(unknown) & set(tie.names))
         )
     device = adapter.config.mesh.device_type

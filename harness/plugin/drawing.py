@@ -219,12 +219,12 @@ def report(found: Found, *, examples: int, case: str) -> str:
     lines = [bounded(found.record.text, MOST_OF_A_RANK).rstrip("\n")]
     if found.record.verdict == Verdict.HARNESS_ERROR:
         return lines[0]
-    ending = ", which its time ended" if found.is_out_of_time else ""
+    ending = ", when the time was up" if found.is_out_of_time else ""
     lines.append(
         f"drawn: example {examples} failed first; {found.shrinking} more shrank it in {found.seconds:.0f} s{ending}"
     )
     if not found.repeats:
-        lines.append("it passed when it ran once more: whether it fails depends on time")
+        lines.append("it passed when it was run again: whether it fails depends on timing")
     lines += [f"on the way: {line}" for line in found.others]
     return "\n".join([*lines, "a case to paste into a file of its own:", "", case, ""])
 

@@ -73,7 +73,7 @@ def _rendered(made: MadeRecord, again: MadeRecord, found: runfile.Explanation) -
     if (first := earliest(places)) is not None:
         others = [place for place in places if place is not first]
         lines += first.render(others, made.world)
-        lines += [f"  compared until then: {found.compared} tensors"]
+        lines += [f"  tensors that matched before this one: {found.compared}"]
     elif seen and again.verdict != Verdict.PASS:
         lines += [f"no divergence in the {found.compared} tensors that were compared"]
     if found.stopped:
@@ -85,14 +85,14 @@ def _rendered(made: MadeRecord, again: MadeRecord, found: runfile.Explanation) -
 
 
 def _what_happened(made: MadeRecord, again: MadeRecord, *, is_alike: bool) -> str:
-    begin = "explained: the case ran once more, with capture on"
+    begin = "explained: run again with capture on"
     if again.verdict == Verdict.PASS:
-        return f"{begin}, and passed: the failure is not steady (flaky)"
+        return f"{begin}: it passed, so the failure is not steady (flaky)"
     if is_alike:
-        return f"{begin}, and failed alike, with the same bits"
+        return f"{begin}: same failure, bit for bit"
     if again.verdict != made.verdict:
-        return f"{begin}, and its verdict was {again.verdict}: {gist(again.text)}"
-    return f"{begin}, and failed in another way: {gist(again.text)}"
+        return f"{begin}: another verdict, {again.verdict}: {gist(again.text)}"
+    return f"{begin}: it failed in another way: {gist(again.text)}"
 
 
 def _collectives(made: MadeRecord, again: MadeRecord, seen: Sequence[Explanation], shown: Explanation) -> list[str]:

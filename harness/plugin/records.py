@@ -52,7 +52,7 @@ _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",
     "remote process exited or there was a network error",
 )  # fmt: skip
-_LEFT_BEHIND = "left behind: "
+_LEFT_BEHIND = "leak: "
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,8 +106,9 @@ class MadeRecord(CaseRecord):
             elif self.verdict == Verdict.CRASH or ADVICE in outcome.collectives:
                 lines += outcome.collectives
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
-        elif leaks := [f"rank {r.rank}: {line}" for r in results for line in r.left_behind]:
-            self.fail_if(_LEFT_BEHIND + "; ".join(leaks))
+        elif leaks := dict.fromkeys(line for result in results for line in result.left_behind):
+            ranks = {line: ranks_of(result.rank for result in results if line in result.left_behind) for line in leaks}
+            self.fail_if(_LEFT_BEHIND + "; ".join(f"{line} (on {ranks[line]})" for line in leaks))
         elif difference := _different_collectives(results):
             self.fail_if(f"collectives differ between ranks: {difference}")
             self.location = Location(stage=Stage.COLLECTIVES)

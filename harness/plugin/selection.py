@@ -312,7 +312,7 @@ def _simulated(text: str | None, *, device: str, worlds: str | None) -> tuple[in
     if device not in ("auto", "cpu"):
         raise ValueError(f"--simulate: the tensors of a simulated world are on no device; leave out --device {device}")
     if worlds is not None:
-        raise ValueError(f"--simulate: --world {worlds} selects real ranks, of which a simulated world has none")
+        raise ValueError(f"--world {worlds} cannot be combined with --simulate, which has no real ranks")
     for size in sizes:
         try:
             check_world(size)

@@ -186,5 +186,5 @@ def _text(request: Request, step: int, answer: Answer) -> str:
     ranks, size = answer["ranks"], request.size
     where = "every rank" if len(ranks) == size else ranks_of(ranks)
     lines.append(f"  in {step_label(step)} {answer['count']} tensors of this stage diverge, on {where}; "
-                 f"{answer['compared']} tensors were compared until then")  # fmt: skip
+                 f"{answer['compared']} tensors matched before")  # fmt: skip
     return "\n".join(lines)

@@ -754,7 +754,7 @@ def _incomplete(side: Recorded, one: OfRank, steps: Sequence[int]) -> str:
     last = max((seen.n for seen in one.events.get(steps[-1], ())), default=0)
     wanted = [step for step in side.head.steps if step not in one.events]
     where = f"it ended in step {wanted[0]}" if wanted else "it was not closed"
-    return f"{one.folder} is incomplete ({where}); compared until event {last}"
+    return f"{one.folder} is incomplete ({where}); compared up to event {last}"
 
 
 def _other_data(pair: _Pair, ref: Recorded, run: Recorded) -> str:

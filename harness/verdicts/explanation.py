@@ -53,11 +53,11 @@ class Divergent:
         if more := [name for name in self.also if name != at.name]:
             listed = ", ".join(map(repr, more[:_MOST_NAMES]))
             rest = f" and {len(more) - _MOST_NAMES} more" if len(more) > _MOST_NAMES else ""
-            lines.append(f"  at the same stage diverge {listed}{rest}")
+            lines.append(f"  also diverging at this stage: {listed}{rest}")
         # A check tells all ranks of the first one's.
         ranks = [one.location.rank for one in alike if one.location.rank is not None]
         if ranks := [rank for rank in ranks if rank != at.rank]:
-            lines.append(f"  the same tensor diverges on {ranks_of(ranks)} as well")
+            lines.append(f"  the same tensor diverges on {ranks_of(ranks)} too")
         elif not alike and size > 1 and at.rank is not None:
             lines.append(f"  on no other rank does this tensor diverge first; {_elsewhere(others, size)}")
         lines.append(f"  compared with {self.title}")

@@ -170,7 +170,7 @@ class Finding:
             lines.append(f"  {self.guess.render(is_shared=len(others) == size - 1 and causes <= {self.guess.cause})}")
         ranks = [other.location.rank for other in others if other.location.rank is not None]
         if ranks:
-            lines.append(f"  the same stage diverges on {ranks_of(ranks)} as well")
+            lines.append(f"  {ranks_of(ranks)} {'diverge' if ranks[1:] else 'diverges'} at the same stage")
         elif size > 1 and self.location.rank is not None:
             lines.append(f"  rank {self.location.rank} alone: no other rank diverges at this stage")
         return "\n".join(lines)

@@ -85,7 +85,7 @@ def spawn(process: ForkServerProcess, what: str) -> None:
         ForkserverEnded: the forkserver ended.
     """
     wait = Wait(
-        f"the forkserver to start {what}", bound=FORK_SECONDS, stopped_bound=STOPPED_SECONDS, blockers=_blockers,
+        f"the fork server to start {what}", bound=FORK_SECONDS, stopped_bound=STOPPED_SECONDS, blockers=_blockers,
         advice=_REPLACED, stopped_advice=_REPLACED,
     )  # fmt: skip
     asked = _pid()

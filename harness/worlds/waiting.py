@@ -145,13 +145,13 @@ class Wait:
                 pid = next(process.pid for process in blockers.processes if process.is_stopped)
                 advice = self.stopped_advice or f"continue it (kill -CONT {pid}) or end it"
             raise WaitedTooLong(
-                f"gave up after {self._waited:.0f} s of waiting for {self.what}, blocked by {blockers}: {advice}"
+                f"gave up after {self._waited:.0f} s of waiting for {self.what}, held up by {blockers}: {advice}"
             )
         if self._waited >= self._next_line or (has_changed and self._waited >= NOTICE_SECONDS):
             self._next_line = max(2 * self._waited, NOTICE_SECONDS)
             tell(
-                f"shardproof: waiting for {self.what} since {self._waited:.0f} s, blocked by {blockers}; "
-                f"gives up in {remaining:.0f} s"
+                f"shardproof: waiting for {self.what}: {self._waited:.0f} s so far, held up by {blockers}; "
+                f"timeout in {remaining:.0f} s"
             )
 
 

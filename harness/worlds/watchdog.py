@@ -225,7 +225,7 @@ def _whereabouts(own: list[Announcement], dump: str | None, case_path: str) -> s
     frames = [line.strip() for line in dump.splitlines() if line.strip().startswith("File ")]
     in_case = [line for line in frames if case_path in line]
     where = (in_case or frames or ["an unknown line (its stack dump has no frames)"])[0]
-    return f"is at {where}" + (f", after {own[-1].text}" if own else ", before any collective of the case")
+    return f"is at {where}" + (f", after {own[-1].text}" if own else ", before the case's first collective")
 
 
 def _place(ranks: Sequence[int], where: str) -> str:

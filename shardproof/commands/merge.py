@@ -41,9 +41,9 @@ def merge(arguments: Sequence[str]) -> int:
     for label, (count, started) in merged.repeated.items():
         cases = "1 case is" if count == 1 else f"{count} cases are"
         runs = f"runs started {' and '.join(started)}"
-        print(printable(f"{label}: {cases} in several files, of {runs}; the gravest verdict that ran counts"))
+        print(printable(f"{label}: {cases} in more than one file, of {runs}; the worst verdict of each is kept"))
     columns = len(merged.data["environment"]["implementations"])
-    print(printable(f"{out}: {counted(columns, 'implementation')}, {len(merged.data['cases'])} records"))
+    print(printable(f"{out}: {counted(columns, 'implementation')}, {counted(len(merged.data['cases']), 'record')}"))
     return 0
 
 

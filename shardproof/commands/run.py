@@ -36,8 +36,8 @@ examples:
   shardproof run suites/test_training.py --impl my_adapters:MyAdapter -k frozen -x --explain
   shardproof run --impl torch.fsdp --expectations torch.fsdp.toml -n 4 --report run.json
 
-exit codes: 0 as expected; 1 a case failed; 4 an option is not valid; 6 no case ran on some implementation;
-7 a selected case has no record; 2, 3 and 5 are as pytest has them.
+exit codes: 0 all cases passed, were skipped or failed as expected; 1 a case failed; 4 an option is not valid;
+6 no case ran on one of several implementations; 7 a selected case has no record; 2, 3 and 5 as in pytest.
 
 What follows is pytest's own help.
 """

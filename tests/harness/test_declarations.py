@@ -76,7 +76,7 @@ MODULES = {
     "module-raises-at-length": ("raise RuntimeError('x' * 10_000)", "does not import: RuntimeError: xxx"),
     "methods-missing": (
         HEAD + "class Broken(Adapter): name = 'broken'",
-        "'Broken' is not a complete subclass of shardproof.harness.adapters.base.Adapter: it lacks __init__, "
+        "the adapter 'Broken' does not define __init__, "
         "availability, capabilities, gradients, parameters",
     ),
     "name-never-given": (HEAD + "from shardproof.harness.adapters.dtensor import DTensorAdapter as Broken",

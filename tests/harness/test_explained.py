@@ -110,7 +110,7 @@ EXPLAINED = {
     ),
     "zeros for a frozen parameter": (FROZEN, "Zeros", [ON_FROZEN, ZERO]),
     "a frozen parameter that is trained": (FROZEN, "Trains", [ON_FROZEN]),
-    "untied with names of their own": (TIED, "Unties", [f"*unknown are second.weight, missing are none; {UNTIED}"]),
+    "untied with names of their own": (TIED, "Unties", [f"*unknown: second.weight; {UNTIED}"]),
     "untied with one name": (
         TIED, "UntiesQuietly",
         ["*diverges from the baseline: gradient of 'first.weight' in the first step *", f"  {UNTIED}"],

@@ -108,7 +108,7 @@ def test_a_failure_that_depends_on_time_says_so():
 
     found, _ = search(judge)
     assert (found.example, found.repeats, found.record.text) == (18, False, "ValueError: late")
-    assert "it passed when it ran once more" in drawing.report(found, examples=3, case="(a case)")
+    assert "it passed when it was run again" in drawing.report(found, examples=3, case="(a case)")
 
 
 def test_a_search_by_time_goes_on_until_it_is_over(monkeypatch):

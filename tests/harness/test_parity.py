@@ -387,7 +387,7 @@ def test_what_only_one_rank_sees_has_no_cause_in_all(rank: Rank):
     assert "\n  it is 2 times the oracle's everywhere\n  rank 1 alone: no other rank diverges at this stage" in told
     told = message(rank, Twice)
     assert "everywhere, as when the division by the 2 ranks is missing" in told
-    assert "\n  the same stage diverges on rank 1 as well" in told
+    assert "\n  rank 1 diverges at the same stage" in told
 
 
 @world(2)

@@ -44,8 +44,8 @@ GOOD = {"weight": whole(torch.zeros(2, 2)), "bias": whole(torch.zeros(2))}
         ("parameters", None, "parameters() returned None; it returns a dict"),
         ("parameters", GOOD | {"bias": None}, "parameters()['bias'] is None; expected a Piece"),
         ("gradients", {"weight": None}, "gradients() returned names of other parameters than the original model's: "
-         "unknown are none, missing are bias"),
-        ("gradients", GOOD | {"module.bias": None}, "unknown are module.bias, missing are none"),
+         "; missing: bias"),
+        ("gradients", GOOD | {"module.bias": None}, "; unknown: module.bias"),
         ("parameters", GOOD | {"bias": torch.zeros(2)}, "parameters()['bias'] is a Tensor; expected a Piece, such as "
          "whole(tensor)"),
         ("parameters", GOOD | {"bias": whole([0.0, 0.0])}, "parameters()['bias'] has a list for a tensor"),

@@ -166,7 +166,7 @@ def test_bad_input_of_record_is_one_line(arguments, line, capsys):
 
 def test_values_without_safetensors(tmp_path, monkeypatch):
     monkeypatch.setattr(recording.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"record: values need safetensors: pip install 'shardproof\[own\]'"):
+    with pytest.raises(ValueError, match=r"record: values need safetensors: pip install 'safetensors>=0.4'"):
         record(Net(), out=tmp_path, detail="tensors")
 
 
@@ -263,7 +263,7 @@ def test_what_was_killed_is_compared_as_far_as_it_goes(runs, tmp_path, capsys):
     assert caught.value.__notes__ == ["shardproof record: the step had reached: backward of 'inner.0.weight'"]
     code, text = compared(capsys, runs / "ref", tmp_path / "run")
     last = max(seen.n for seen in read(tmp_path / "run").ranks[0].events[0])
-    line = f"{tmp_path}/run/rank00000 is incomplete (it ended in step 1); compared until event {last}"
+    line = f"{tmp_path}/run/rank00000 is incomplete (it ended in step 1); compared up to event {last}"
     assert code == 0 and line in text.splitlines(), text
 
 

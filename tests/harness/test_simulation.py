@@ -219,7 +219,7 @@ def test_sizes_that_are_asked_for():
         ("64,x", {}, "--simulate 64,x: expected positive numbers of ranks such as 1024,16384, not 'x'"),
         ("100000", {}, "--simulate 100000: a simulated world of 100000 ranks: expected 1 to 65536"),
         ("64", {"device": "cuda"}, "--simulate: the tensors of a simulated world are on no device; leave out --device"),
-        ("64", {"world": "2"}, "--simulate: --world 2 selects real ranks, of which a simulated world has none"),
+        ("64", {"world": "2"}, "--world 2 cannot be combined with --simulate, which has no real ranks"),
     ],
 )
 def test_options_that_make_no_sense(sizes, others, line):

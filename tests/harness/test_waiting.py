@@ -60,7 +60,7 @@ def test_a_stopped_holder_is_named_and_given_up(holder, tmp_path, told, name):
     leases = Leases(tmp_path)
     text = error_of(take, leases, kind=WaitedTooLong)
     line = told[0]
-    assert f"blocked by pid {process.pid} (" in line and ", stopped); gives up in " in line
+    assert f"held up by pid {process.pid} (" in line and ", stopped); timeout in " in line
     assert "waiting for " in line and "a lease on 1 core (lock files in" in line
     assert f"pid {process.pid} (" in text and text.endswith(f"continue it (kill -CONT {process.pid}) or end it")
     # The next case does not wait as long for the same process, and one that continues is no obstacle.
@@ -135,13 +135,15 @@ def test_lines_come_at_growing_intervals(clock, monkeypatch):
     lines = []
     monkeypatch.setattr(waiting, "tell", lines.append)
     wait = Wait("a thing", bound=100, blockers=Blockers)
-    with pytest.raises(WaitedTooLong, match=r"^gave up after 100 s of waiting for a thing, blocked by a process that"):
+    with pytest.raises(WaitedTooLong, match=r"^gave up after 100 s of waiting for a thing, held up by a process that"):
         while True:
             clock.seconds += 0.5
             wait.check()
-    assert [line.partition(" since ")[2].partition(",")[0] for line in lines] == ["5 s", "10 s", "20 s", "40 s", "80 s"]
+    assert [line.partition("thing: ")[2].partition(",")[0] for line in lines] == [
+        f"{seconds} s so far" for seconds in (5, 10, 20, 40, 80)
+    ]
     assert lines[0] == (
-        "shardproof: waiting for a thing since 5 s, blocked by a process that is not visible here; gives up in 95 s"
+        "shardproof: waiting for a thing: 5 s so far, held up by a process that is not visible here; timeout in 95 s"
     )
 
 
@@ -207,7 +209,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(told, monkeypatch):
     (pid,) = pids
     assert f"rank 0: no answer within 2 s; it is pid {pid} (" in str(caught.value)
     assert ", stopped)" in str(caught.value)
-    waits = f"waiting for the ranks of a world of 1 ranks on cpu to start since 0 s, blocked by pid {pid}"
+    waits = f"waiting for the ranks of a world of 1 ranks on cpu to start: 0 s so far, held up by pid {pid}"
     assert any(waits in line for line in told)
     assert waiting.look_at(pid) is None or waiting.look_at(pid).has_ended
 

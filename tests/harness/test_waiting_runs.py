@@ -121,9 +121,9 @@ def test_a_stopped_or_killed_forkserver_costs_one_case(pytester, run):
         "stopped_during_a_case": "fail",
         "last": "pass",
     }
-    waits = r"waiting for the forkserver to start rank 0 of 2 ranks on cpu since \d+ s, blocked by pid \d+ "
+    waits = r"waiting for the fork server to start rank 0 of 2 ranks on cpu: \d+ s so far, held up by pid \d+ "
     killed = "shardproof: the forkserver was stopped and has been killed; the next case gets a new one"
-    result.stdout.re_match_lines([rf"shardproof: {waits}\(.*, stopped\); gives up in \d+ s", killed])
+    result.stdout.re_match_lines([rf"shardproof: {waits}\(.*, stopped\); timeout in \d+ s", killed])
     assert texts["stopped"].startswith("gave up after ")
     assert texts["stopped"].endswith(", stopped): the next case gets a new forkserver")
     assert " ended while it started rank 0 of 2 ranks on cpu (" in texts["killed_while_it_starts_a_rank"]
@@ -153,7 +153,7 @@ def test_a_lease_of_a_stopped_process_is_waited_for_visibly_and_not_for_ever(pyt
     result = run(ONE_CASE, "--report", "run.json", "--device", "cpu", *options, own_process=True)
     lines = [line for line in result.outlines + result.errlines if line.startswith("shardproof: waiting for")]
     assert lines[0].startswith("shardproof: waiting for a lease on 1 core (")
-    assert f"blocked by pid {stopped_holder.pid} (" in lines[0] and ", stopped)" in lines[0]
+    assert f"held up by pid {stopped_holder.pid} (" in lines[0] and ", stopped)" in lines[0]
     cases = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
     assert [case["verdict"] for case in cases] == ["harness-error"] * 2
     for case in cases:

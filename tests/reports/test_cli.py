@@ -35,7 +35,7 @@ def test_a_summary_reads_and_does_not_judge(failing):
     done = report(failing)
     assert (done.returncode, done.stderr) == (0, "")
     assert "AUTOGRAD-1   1      1 fail\n" in done.stdout
-    assert "1 of 1 verdicts are failures" in done.stdout
+    assert "1 of 1 case that ran failed" in done.stdout
 
 
 def test_a_long_text_whole_on_request(tmp_path):
@@ -69,7 +69,7 @@ def test_the_journal_of_an_incomplete_run_is_printed_with_exit_code_1(tmp_path):
     done = report(path)
     assert done.returncode == 1
     assert "\nINCOMPLETE: SIGTERM\nselected, but not run: reference 1\n" in done.stdout
-    assert done.stdout.endswith("0 of 1 verdicts are failures; 0 more are skips; the run is INCOMPLETE\n")
+    assert done.stdout.endswith("0 of 1 case that ran failed; 0 skipped; the run is INCOMPLETE\n")
 
 
 def test_what_is_required_and_was_not_asked_is_said(tmp_path):
@@ -86,7 +86,7 @@ def test_what_ran_again_and_what_pytest_skipped_is_said(tmp_path):
     assert done.returncode == 0
     assert "\nskipped by pytest (Skipped: on a whim): reference 1\n" in done.stdout
     assert "\nrun again, only the last attempt counts: reference 1\n" in done.stdout
-    assert "0 of 1 verdicts are failures" in done.stdout
+    assert "0 of 1 case that ran failed" in done.stdout
 
 
 def test_an_unknown_option_is_exit_code_2_without_a_traceback():

@@ -63,25 +63,25 @@ implementation = "theirs"
 case = "suites/test_x.py::test_all[*"
 verdict = "fail"
 reason = "gradient of head.weight diverges in step 0 on rank 1"
-link = "not looked into"
+link = "TODO"
 
 [[expect]]
 case = "suites/test_x.py::test_all_but_one[w2]"
 verdict = "fail"
 reason = "gradient of head.weight diverges in step 0 on rank 1"
-link = "not looked into"
+link = "TODO"
 
 [[expect]]
 case = "suites/test_x.py::test_two_ways[w2]"
 verdict = "crash"
 reason = "torch.OutOfMemoryError: a \\"b\\" \\\\ c"
-link = "not looked into"
+link = "TODO"
 
 [[expect]]
 case = "suites/test_x.py::test_two_ways[w4]"
 verdict = "hang"
 reason = "the rank did not answer"
-link = "not looked into"
+link = "TODO"
 """,
     )
 

@@ -42,21 +42,21 @@ fail: torch.fully_shard suites/b.py::test_clip[w2] (CLIP-1)
     first line
     second line
 
-reference was kept from 1 of 3 cases by what is missing:
-  1 unmet: 4 GPUs, all of which lack nothing else
+reference: 1 of 3 cases skipped; what they lack:
+  1 unmet: 4 GPUs (all for lack of this alone)
 
-torch.fully_shard was kept from 1 of 3 cases by what is missing:
-  1 unmet: 4 GPUs, all of which lack nothing else
+torch.fully_shard: 1 of 3 cases skipped; what they lack:
+  1 unmet: 4 GPUs (all for lack of this alone)
 
-torch.fsdp was kept from 2 of 2 cases by what is missing:
-  2 unsupported: reshard_after_forward, all of which lack nothing else
+torch.fsdp: 2 of 2 cases skipped; what they lack:
+  2 unsupported: reshard_after_forward (all for lack of this alone)
 
 requirement  cases  reference        torch.fully_shard        torch.fsdp
 AUTOGRAD-1   2      1 unmet, 1 pass  1 unmet, 1 pass          2 unsupported
 CLIP-1       1      1 pass           1 fail                   -
 all          3      1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
 
-1 of 4 verdicts are failures; 4 more are skips
+1 of 4 cases that ran failed; 4 skipped
 """,
     )
 
@@ -73,7 +73,7 @@ suites/a.py::test_two[w4]   AUTOGRAD-1   unmet            unmet                 
 suites/b.py::test_clip[w2]  CLIP-1       pass             fail                     -
 all                         3            1 unmet, 2 pass  1 fail, 1 unmet, 1 pass  2 unsupported
 
-1 of 4 verdicts are failures; 4 more are skips
+1 of 4 cases that ran failed; 4 skipped
 """,
     )
 
@@ -101,8 +101,12 @@ def test_failures_that_are_alike_are_shown_once():
     ]
     shown = summary(*cases).partition("\n\nrequirement")[0]
     assert [line.split()[2] for line in shown.splitlines() if line.startswith("fail: ")] == ["a", "c", "d", "e", "g"]
-    assert "    sharded 1.5e-07\n  2 more fail alike, but for numbers and names; --full shows each:\n    b h\n" in shown
-    assert "assert 1 == 2\n  1 more fail alike, but for numbers and names; --full shows each:\n    f\n" in shown
+    assert "    sharded 1.5e-07\n  2 more cases fail the same way (only numbers and names differ); " in shown
+    assert "--full shows each:\n    b h\n" in shown
+    assert (
+        "assert 1 == 2\n  1 more case fails the same way (only numbers and names differ); --full shows each:\n    f\n"
+        in shown
+    )
     whole = summary(*cases, full=True)
     assert [line.split()[2] for line in whole.splitlines() if line.startswith("fail: ")] == list("abcdefgh")
 
@@ -131,7 +135,7 @@ requirement  cases  reference
 AUTOGRAD-1   3      1 crash, 1 fail, 1 unexpected-pass
 all          3      1 crash, 1 fail, 1 unexpected-pass
 
-3 of 3 verdicts are failures; 0 more are skips
+3 of 3 cases that ran failed; 0 skipped
 """,
     )
 
@@ -155,14 +159,14 @@ unexpected-pass: reference d (AUTOGRAD-1)
 expected-fail, (the run file gives no reason): reference 1
 expected-fail, fail: the norm raises (F-2): reference 2
 
-reference was kept from 1 of 5 cases by what is missing:
-  1 unmet: 4 GPUs, all of which lack nothing else
+reference: 1 of 5 cases skipped; what they lack:
+  1 unmet: 4 GPUs (all for lack of this alone)
 
 requirement  cases  reference
 AUTOGRAD-1   5      1 unmet, 3 expected-fail, 1 unexpected-pass
 all          5      1 unmet, 3 expected-fail, 1 unexpected-pass
 
-1 of 4 verdicts are failures; 1 more are skips
+1 of 4 cases that ran failed; 1 skipped
 """,
     )
 
@@ -199,7 +203,7 @@ def test_a_run_without_cases_says_so():
 requirement  cases
 all          0
 
-0 of 0 verdicts are failures; 0 more are skips
+0 of 0 cases that ran failed; 0 skipped
 """,
     )
 
@@ -258,15 +262,15 @@ def test_what_is_missing_is_counted_for_each_implementation():
     assert_expected_inline(
         shown(*cases),
         """\
-reference was kept from 5 of 6 cases by what is missing:
-  3 unsupported: offload, 2 of which lack nothing else
-  1 unmet: (the run file does not name what is missing), all of which lack nothing else
-  1 unmet: streams, all of which lack nothing else
+reference: 5 of 6 cases skipped; what they lack:
+  3 unsupported: offload (2 for lack of this alone)
+  1 unmet: (the run file does not name what is missing) (all for lack of this alone)
+  1 unmet: streams (all for lack of this alone)
   1 unsupported: streams
   1 unsupported: tied
 
-torch.fsdp was kept from 1 of 1 cases by what is missing:
-  1 unsupported: offload, all of which lack nothing else""",
+torch.fsdp: 1 of 1 case skipped; what they lack:
+  1 unsupported: offload (all for lack of this alone)""",
     )
 
 

@@ -78,15 +78,15 @@ effort full: all cases
 fail: torch.fsdp suites/test_autograd.py::test_unused[w2] (AUTOGRAD-1)
     no
 
-deepspeed.zero3 was kept from 1 of 2 cases by what is missing:
-  1 unsupported: tied, all of which lack nothing else
+deepspeed.zero3: 1 of 2 cases skipped; what they lack:
+  1 unsupported: tied (all for lack of this alone)
 
 requirement  cases  reference  torch.fsdp  deepspeed.zero3
 AUTOGRAD-1   1      1 pass     1 fail      1 unsupported
 TIED-1       1      -          -           1 pass
 all          2      1 pass     1 fail      1 unsupported, 1 pass
 
-1 of 3 verdicts are failures; 1 more are skips
+1 of 3 cases that ran failed; 1 skipped
 """,
     )
     assert (run.environment.python, run.environment.torch) == ("3.12.3, 3.11.9", "2.11.0+cu130")
@@ -236,7 +236,7 @@ def test_the_command_writes_a_run_file(write, tmp_path, capsys, name):
     out = tmp_path / name
     assert merge_command([str(one), str(two), "--output", str(out)]) == 0
     runs = "runs started 2026-01-02T03:04:05+00:00"
-    told = f"x: 1 case is in several files, of {runs}; the gravest verdict that ran counts"
+    told = f"x: 1 case is in more than one file, of {runs}; the worst verdict of each is kept"
     assert capsys.readouterr().out == f"{told}\n{out}: 2 implementations, 2 records\n"
     assert load_run(out).implementations == ["x", "y"]
     assert out.read_bytes().startswith(b"\x1f\x8b") == name.endswith(".gz")
