@@ -28,10 +28,8 @@ PUBLISHED = ROOT / "reports/published"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of matrix -->\n"
 #: The implementations in it; the page has all.
-SHORT = (
-    "reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "deepspeed.zero3", "lightning.fabric",
-    "torchtitan.simple_fsdp",
-)  # fmt: skip
+SHORT = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "deepspeed.zero3", "lightning.fabric",
+         "torchtitan.simple_fsdp")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +72,8 @@ hardware. A dash means that no case of the chapter was asked. The last two rows 
 correct implementation passes every case that it is asked, but it may declare few capabilities.
 
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
-`tests/test_matrix_page.py` compares."""
+`tests/test_matrix_page.py` compares.
 
-_PROFILES = """
 ## Profiles
 
 How far each implementation is from the [profiles](contract.md#profiles) of the contract, with the newest torch of which
@@ -96,7 +93,7 @@ def run_of(place: Place) -> Run:
 
 def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
     """Write docs/matrix.md."""
-    parts = [_HEAD, _PROFILES, table(runs).rstrip()]
+    parts = [_HEAD, table(runs).rstrip()]
     for place, run in runs.items():
         names = ", ".join(f"[{name}](../reports/published/{name})" for name in place.files)
         parts += [f"\n## {place.title}\n", f"From {names}.", "", *_chapters(run), *_failures(run, known)]
@@ -117,8 +114,7 @@ def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
     names = _in_order(name for name, _ in found)
     head = ["implementation", "on", *contract.profiles(), "passed of asked"]
     rows = [row for name in names for (other, _), row in found.items() if other == name]
-    if short:
-        rows = [next(row for (other, _), row in found.items() if other == name) for name in short]
+    rows = [next(row for row in rows if row.startswith(f"| `{name}` |")) for name in short] or rows
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
 

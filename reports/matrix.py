@@ -12,6 +12,7 @@ from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdi
 
 _NOT_RUN = "-"  # the text of a cell without a record
 _FIRST_LINES, _LAST_LINES = 6, 10  # of a long failure text that is shortened
+_SAME = "with the same failure (only numbers and names differ); --full shows each:"
 _WIDTH = 100  # of the lists of cases
 #: From this number of cases on, a capability that alone keeps an implementation from them is worth a hint.
 _MANY = 10
@@ -168,15 +169,11 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
             if ids
             else []
         )
-        title = [f"  {_more(len(others))}; --full shows each:"] if others else []
+        title = [f"  {counted(len(others), 'more case')} {_SAME}"] if others else []
         # Last, as in pytest's output: the line to copy.
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []
         blocks.append([*_failure(first, full=full), *title, *listed, *command])
     return blocks
-
-
-def _more(count: int) -> str:
-    return f"{count} more {'case fails' if count == 1 else 'cases fail'} the same way (only numbers and names differ)"
 
 
 def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:

@@ -95,11 +95,8 @@ def pieces_of(
         raise ProtocolError(f"{who} returned {_kind(found)}; it returns a dict from parameter names to pieces")
     if found.keys() != set(names):
         unknown, missing = sorted(map(str, found.keys() - set(names))), sorted(set(names) - found.keys())
-        wrong = [
-            f"{kind}: {one_line(', '.join(some))}"
-            for kind, some in (("unknown", unknown), ("missing", missing))
-            if some
-        ]
+        kinds = {"unknown": unknown, "missing": missing}
+        wrong = [f"{kind}: {one_line(', '.join(some))}" for kind, some in kinds.items() if some]
         raise ProtocolError(
             f"{who} returned other names than the original model's parameters have; {'; '.join(wrong)}"
             + "".join(f"; untied: {tie}" for tie in untied if set(unknown) & set(tie.names))

@@ -128,9 +128,7 @@ def _known(name: str, shape: presets.Shape, length: int) -> Built:
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise ModelError(f"--model {name!r}: transformers does not import: {line_of_error(error)}") from error
-        raise ModelError(
-            f"--model {name!r} needs the package transformers: {extras.command('transformers')}"
-        ) from error
+        raise ModelError(f"--model {name!r} needs transformers: {extras.command('transformers')}") from error
     if name == "transformers:vit":
         return Built(model, packaged.image_inputs, packaged.image_loss)
     return _of_tokens(model)

@@ -178,7 +178,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if options.asks_for_a_run(config):
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:
-                waiting.tell_on_stderr(f"shardproof: {_asked_for(config)}: importing torch and collecting the cases")
+                names = config.option.shardproof_impl or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
+                waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}")
             if not _only_distributes(config):
                 _start_forkserver()
         state.open_journal()
@@ -429,13 +430,6 @@ class _RunObserver:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         self._state.take_worker_output(getattr(node, "workeroutput", {}))
-
-
-def _asked_for(config: pytest.Config) -> str:
-    """Say in a few words what the options ask for: torch, which knows the rest, is not imported yet."""
-    asked = options.values(config)
-    asked["impl"] = asked["impl"] or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
-    return ", ".join(f"{name} {asked[name]}" for name in ("impl", "device", "world", "effort") if asked[name])
 
 
 def _start_forkserver() -> None:

@@ -358,8 +358,8 @@ def _standing_for(reports: Sequence[Any], width: int) -> Any:
     for report in others:
         function, bracket, parameters = report.nodeid.partition("[")
         functions.setdefault(function, []).append(bracket + parameters)
-    fail = "case fails" if len(others) == 1 else "cases fail"
-    lines = [f"{len(others)} more {fail} the same way (only numbers and names differ; -v prints each):"]
+    cases = f"{len(others)} more case{'s' if others[1:] else ''}"
+    lines = [f"{cases} with the same failure (only numbers and names differ; -v prints each):"]
     for function, parameters in functions.items():
         listed = f"{function}{' ' if parameters[0] else ''}{' '.join(parameters)}"
         lines += textwrap.wrap(

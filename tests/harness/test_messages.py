@@ -172,8 +172,10 @@ def test_failures_that_are_alike_are_printed_once_with_their_cases(run, pytester
     result.assert_outcomes(failed=13)
     printed = result.stdout.str()
     assert printed.count("  sharded ") == 2
-    result.stdout.fnmatch_lines(["10 more cases fail the same way (only numbers and names differ; -v prints each):"])
-    listed = printed[printed.index("10 more cases fail") :].partition("\n__")[0].partition("\n==")[0]
+    result.stdout.fnmatch_lines(
+        ["10 more cases with the same failure (only numbers and names differ; -v prints each):"]
+    )
+    listed = printed[printed.index("10 more cases with") :].partition("\n__")[0].partition("\n==")[0]
     listed, _, command = listed.partition("\nreproduce: ")
     assert listed.count("[ddp-w2-") == 10
     assert command.count("[ddp-w2-") == 1 and len(command.splitlines()) == 1, "the command is last"

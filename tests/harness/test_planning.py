@@ -260,7 +260,7 @@ def test_models_of_transformers(name):
 def test_without_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     subject = subject_of("transformers:llama")
-    line = r"^--model 'transformers:llama' needs the package transformers: pip install 'transformers>=5'$"
+    line = r"^--model 'transformers:llama' needs transformers: pip install 'transformers>=5'$"
     with pytest.raises(ModelError, match=line):
         subject.build(16)
 

@@ -43,7 +43,7 @@ GOOD = {"weight": whole(torch.zeros(2, 2)), "bias": whole(torch.zeros(2))}
          "pieces"),
         ("parameters", None, "parameters() returned None; it returns a dict"),
         ("parameters", GOOD | {"bias": None}, "parameters()['bias'] is None; expected a Piece"),
-        ("gradients", {"weight": None}, "gradients() returned names of other parameters than the original model's: "
+        ("gradients", {"weight": None}, "gradients() returned other names than the original model's parameters have"
          "; missing: bias"),
         ("gradients", GOOD | {"module.bias": None}, "; unknown: module.bias"),
         ("parameters", GOOD | {"bias": torch.zeros(2)}, "parameters()['bias'] is a Tensor; expected a Piece, such as "

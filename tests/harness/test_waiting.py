@@ -139,9 +139,7 @@ def test_lines_come_at_growing_intervals(clock, monkeypatch):
         while True:
             clock.seconds += 0.5
             wait.check()
-    assert [line.partition("thing: ")[2].partition(",")[0] for line in lines] == [
-        f"{seconds} s so far" for seconds in (5, 10, 20, 40, 80)
-    ]
+    assert [line.partition("thing: ")[2].partition(" s")[0] for line in lines] == ["5", "10", "20", "40", "80"]
     assert lines[0] == (
         "shardproof: waiting for a thing: 5 s so far, held up by a process that is not visible here; timeout in 95 s"
     )
