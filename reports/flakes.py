@@ -32,7 +32,7 @@ def render_flakes(runs: Mapping[str, Run]) -> str:
         for path in others:
             one, other = condition(runs[first]), condition(runs[path])
             if one != other:
-                raise ValueError(f"{first} has {name} {one}, {path} {other}: verdicts may differ for that")
+                raise ValueError(f"{first} has {name} {one}, {path} {other}: that may be why verdicts differ")
     attempts: dict[tuple[str, str], list[tuple[CaseRecord, str]]] = {}
     for path, run in runs.items():
         for place, case in enumerate(run.cases, start=1):

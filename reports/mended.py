@@ -51,10 +51,10 @@ def _release(path: str, run: Run) -> Release:
     if run.incomplete:
         raise ValueError(f"{path} is incomplete ({run.incomplete}): which known failures pass is not known")
     if run.merged:
-        raise ValueError(f"{path} was merged of several files: name those")
+        raise ValueError(f"{path} is a merged file: give the files that it was made of")
     release = _RELEASE.match(run.environment.torch)
     if release is None:
-        raise ValueError(f"{path} has torch {run.environment.torch!r}, which is no version")
+        raise ValueError(f"{path} has torch {run.environment.torch!r}, which is not a version number")
     return int(release[1]), int(release[2])
 
 

@@ -94,7 +94,7 @@ def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> No
         raise Incomparable(f"BASE and HEAD {what}, started {shared[0]}; no run is compared with itself")
     for name, (one, other) in _conditions(base, head).items():
         if one != other and name not in allowed:
-            raise Incomparable(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them all the same")
+            raise Incomparable(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them anyway")
 
 
 def _started(run: Run) -> dict[str, str]:

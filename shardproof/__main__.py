@@ -26,7 +26,7 @@ commands:
            list the known errors of other implementations, or run the program that shows each
   merge    join the run files of several environments into one
   submit   check a run file and put its summary into a repository of results
-  doctor   run your own training script and report what no right training does; under torchrun
+  doctor   run your own training script and report mistakes in its first steps; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
   compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
   check    train your own model on several ranks and in one process, and compare every stage

@@ -120,7 +120,7 @@ collectives               11       11
 
 RESHARD = ["--reshard-after-forward"]
 BAD = {
-    "no mesh": (["--mesh", "64y8"], "--mesh '64y8' is no mesh: give ranks, as 512, or replicas x shards, as 64x8"),
+    "no mesh": (["--mesh", "64y8"], "--mesh '64y8' is not a mesh: give ranks, as 512, or replicas x shards, as 64x8"),
     "dimensions": (["--mesh", "2x2x2"], "--mesh '2x2x2' has 3 dimensions: give ranks, as 512, or replicas x shards"),
     "no ranks": (["--mesh", "4x0"], "--mesh '4x0' has no ranks: sizes begin at 1"),
     "hosts": (["--mesh", "12"], "a world of 12 ranks does not divide into hosts of 8 (--node-size)"),

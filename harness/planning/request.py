@@ -91,7 +91,7 @@ def names_of(mesh: Mesh) -> tuple[str, ...]:
 def parse(text: str) -> Mesh:
     """Read a mesh: ``8``, or ``64x8`` for 64 replicas of 8 shards; anything else is a ValueError of one line."""
     if not re.fullmatch(r"\d{1,9}(x\d{1,9})*", text):
-        raise ValueError(f"--mesh {text!r} is no mesh: {_FORMS}")
+        raise ValueError(f"--mesh {text!r} is not a mesh: {_FORMS}")
     mesh = tuple(map(int, text.split("x")))
     if len(mesh) not in _NAMES:
         raise ValueError(f"--mesh {text!r} has {len(mesh)} dimensions: {_FORMS}")

@@ -225,7 +225,7 @@ def _check_replaceable(path: pathlib.Path, given: pathlib.Path) -> None:
     if not stat.S_ISREG(mode):
         raise ValueError(f"--report {given}: this is {_kind(mode)}; a run file must be a regular file")
     if not os.access(path, os.W_OK):
-        raise ValueError(f"--report {given}: the file is there and is not writable")
+        raise ValueError(f"--report {given}: the file exists and is not writable")
 
 
 def _kind(mode: int) -> str:

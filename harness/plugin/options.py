@@ -44,15 +44,15 @@ _HELP = {
     "device": "cpu, or the accelerator's type, as in torch; auto: the accelerator if it has two devices, else cpu",
     "world": "run only cases with these numbers of ranks, such as 2,4",
     "report": "write the run file to this path, as JSON",
-    "check-collectives": "stop ranks before they block in different collectives on one group",
+    "check-collectives": "compare the collectives of the ranks before they start, and fail instead of blocking",
     "isolate": "run each case in new rank processes, which run nothing else",
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
     "every number of ranks) or quick (one item of each test function)",
     "contract": "run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
     "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
     "(default: 10 examples each, always the same)",
-    "expectations": "a file of known failures besides those that are beside the cases; may be given several times",
-    "explain": "run each case that fails once more with capture on, and name the first tensor that diverges",
+    "expectations": "another file of known failures, in addition to those next to the cases; may be repeated",
+    "explain": "run each failing case again with capture on, and name the first tensor that diverges",
     "ranks-per-gpu": "how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
     "simulate": "run the cases marked for it, and no others, in one process on single ranks of simulated worlds of "
     "these sizes, such as 1024,16384",

@@ -205,7 +205,7 @@ def resolve(
     if contract is not None:
         if effort != Effort.FULL or simulates:
             other = "--simulate" if simulates else f"--effort {effort}"
-            raise ValueError(f"--contract {contract}: a version has a list of items; leave out {other}")
+            raise ValueError(f"--contract {contract}: a version says which items run; leave out {other}")
         newest, *_ = known = contracts.versions()
         if contract != newest:
             where = f"commit {known[contract]} has it" if contract in known else f"known are {', '.join(known)}"

@@ -95,7 +95,7 @@ def _train(
     save(file_of(folder, rank, step, "events"), seen.events, **more)
     save(file_of(folder, rank, step), seen.state)
     if any(exchange(not torch.equal(generator, torch.get_rng_state()))):
-        raise Divergence("check: the model or step() draws random numbers, other ones in the reference",
+        raise Divergence("check: the model or step() draws random numbers, and different ones in the reference",
                          Location(stage=Stage.SHARDING))  # fmt: skip
 
 

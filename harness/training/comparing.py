@@ -683,7 +683,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
             found.notes.append(text)
             break
         if not pairs and not {name for _, name in pair.run.first} & {name for _, name in pair.ref.first}:
-            raise BadRecording(f"{ref.path} and {run.path} have no parameter of one name: they are of different models")
+            raise BadRecording(f"{ref.path} and {run.path} share no parameter name: they are of different models")
         pairs.append(pair)
         found.steps.append(step)
         judged = [pair.judge(rank) for rank in range(len(run.ranks))]

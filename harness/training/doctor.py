@@ -89,9 +89,9 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         if unknown := sorted(set(checks) - set(CHECKS)):
             raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
         if not steps or min(steps) < 0:
-            raise NotWatchable(f"doctor: steps={sorted(steps)}: it needs steps counted from 0")
+            raise NotWatchable(f"doctor: steps={sorted(steps)}: expected steps counted from 0")
         if on_finding not in ("raise", "warn", "collect"):
-            raise NotWatchable(f"doctor: on_finding={on_finding!r}: it is 'raise', 'warn' or 'collect'")
+            raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
         self._models = as_list(model)
         optimizers = as_list(optimizer)
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)

@@ -132,7 +132,7 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
         what = f"none of the {one.size} parameters of {one.kind} is the model's"
         if one.live:
             what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
-        why = "(shapes agree): it was made before sharding, or of another model" if one.shapes_agree else ""
+        why = "(shapes agree): it was made before sharding, or from another model" if one.shapes_agree else ""
         lines = (f"{what} {why}".strip(), "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
         yield Finding(("D4",), "S7", evidence.step, title, lines)

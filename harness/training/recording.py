@@ -223,11 +223,11 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         max_bytes: int = 1 << 30,
     ) -> None:
         if not steps or min(steps) < 0:
-            raise NotWatchable(f"record: steps={sorted(steps)}: it needs steps counted from 0")
+            raise NotWatchable(f"record: steps={sorted(steps)}: expected steps counted from 0")
         if detail not in DETAILS:
-            raise NotWatchable(f"record: detail={detail!r}: it is {' or '.join(map(repr, DETAILS))}")
+            raise NotWatchable(f"record: detail={detail!r}: expected {' or '.join(map(repr, DETAILS))}")
         if unknown := sorted(set(stages) - set(STAGES)):
-            raise NotWatchable(f"record: stages={unknown[0]!r}: it is {' or '.join(map(repr, STAGES))}")
+            raise NotWatchable(f"record: stages={unknown[0]!r}: expected {' or '.join(map(repr, STAGES))}")
         if detail == "tensors" and importlib.util.find_spec("safetensors") is None:
             raise NotWatchable(f"record: values need safetensors: {extras.command('own')}")
         self._out, self._steps, self._mesh, self._names = Path(out), sorted(set(steps)), mesh, names
@@ -319,7 +319,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         try:
             groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
         except NotWatchable as error:
-            raise NotWatchable(f"record: mesh: it has no dimension of data, such as {', '.join(DATA[:4])}") from error
+            raise NotWatchable(f"record: mesh: no data-parallel dimension, such as {', '.join(DATA[:4])}") from error
         self._folder = self._out / f"rank{rank:05}"
         if self._folder.exists():
             raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")

@@ -140,8 +140,8 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
         return tuple(zip(("dp",) if len(sizes) == 1 else names_of(sizes), sizes, strict=True))
     found = re.findall(r"(?:^|,)([A-Za-z_]\w*)=(0*[1-9]\d{0,4})(?=,|$)", text)
     if ",".join(f"{name}={size}" for name, size in found) != text:
-        raise NotCheckable(f"check: --mesh {text!r} is no mesh: give ranks, as 8, replicas x shards, as 2x4, or names, "
-                           "as dp=2,tp=2")  # fmt: skip
+        raise NotCheckable(f"check: --mesh {text!r} is not a mesh: give ranks, as 8, replicas x shards, as 2x4, or "
+                           "names, as dp=2,tp=2")  # fmt: skip
     if len({name for name, _ in found}) < len(found):
         raise NotCheckable(f"check: --mesh {text!r} has two dimensions of one name")
     return tuple((name, int(size)) for name, size in found)

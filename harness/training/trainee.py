@@ -209,7 +209,7 @@ class Trainee:
         mine = [id(one) for group in made_by.param_groups for one in group["params"]]
         if not set(mine) & {id(one) for _, one in parameters_of(root)}:
             raise NotCheckable(f"check: none of the {len(mine)} parameters of {type(made_by).__name__} is the model's: "
-                               "it was made before sharding, or of another model [S7]")  # fmt: skip
+                               "it was made before sharding, or from another model [S7]")  # fmt: skip
         return root, made_by
 
     def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -237,7 +237,7 @@ class Trainee:
             return self._by_name(model.parameters())
         made = self.functions.optimizer(model)
         if not isinstance(made, torch.optim.Optimizer):
-            raise NotCheckable(f"check: optimizer() returned {type(made).__name__}, no torch.optim.Optimizer")
+            raise NotCheckable(f"check: optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
         return made
 
     def _by_name(self, parameters: Any) -> torch.optim.Optimizer:
@@ -273,7 +273,7 @@ class Trainee:
         if self.functions.data is not None:
             made = self.functions.data(step, rank)
             if not isinstance(made, list) or not made:
-                raise NotCheckable("check: data(step, rank) returned no list of microbatches")
+                raise NotCheckable("check: data(step, rank) did not return a list of microbatches")
         else:
             options = {"step": step, "rank": rank, "batch": self.request.batch, "sequence": self.request.sequence}
             made = [microbatch(self.built, index=one, **options) for one in range(self.request.microbatches)]

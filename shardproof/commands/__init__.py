@@ -44,7 +44,7 @@ def values_of(options: argparse.Namespace, kind: type) -> dict[str, Any]:
 def positive(text: str) -> int:
     """Read an argument that is a number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
     return int(text)
 
 
@@ -72,5 +72,5 @@ def numbers(command: str, text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() for part in text.split(",")):
         from shardproof.harness.watching.records import NotWatchable
 
-        raise NotWatchable(f"{command}: steps={text!r}: it needs steps counted from 0, such as 0,1,2")
+        raise NotWatchable(f"{command}: steps={text!r}: expected steps counted from 0, such as 0,1,2")
     return tuple(int(part) for part in text.split(","))

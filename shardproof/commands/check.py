@@ -222,13 +222,13 @@ def _parser() -> argparse.ArgumentParser:
         "dimensions, dtypes, microbatches, and arguments of --parallelize")  # fmt: skip
     add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: an argument of "
         "--parallelize has this value when it is off")  # fmt: skip
-    add("--data-dims", default="", metavar="DIMS", help="mesh dimensions over which ranks read other data (default: "
+    add("--data-dims", default="", metavar="DIMS", help="mesh dimensions whose ranks read different data (default: "
         "those with names such as dp)")  # fmt: skip
     add("--steps", type=positive, default=3, metavar="N", help="steps to train (default: 3)")
     add("--microbatches", type=positive, default=2, metavar="N", help="of the default data, per step (default: 2)")
     add("--batch", type=positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")
     add("--sequence", type=positive, default=32, metavar="N", help="tokens of a sequence (default: 32)")
-    add("--max-norm", type=float, default=1.0, metavar="X", help="to which the default step clips; 0: not (default: 1)")
+    add("--max-norm", type=float, default=1.0, metavar="X", help="total norm to clip to; 0 does not clip (default: 1)")
     add("--dtype", choices=dtypes, default="float32", help="of the parameters (default: float32)")
     add("--param-dtype", choices=dtypes, default="", help="in which parameters are gathered and computed with")
     add("--reduce-dtype", choices=dtypes, default="", help="in which gradients are reduced")
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         "without sharding; none: the run is compared with the baseline alone (default: float64)")  # fmt: skip
     add("--device", default="auto", metavar="TYPE", help="cpu, or the type of the accelerator here (default: auto)")
     add("--seed", type=int, default=0, metavar="N", help="of the model and the default data (default: 0)")
-    add("--explain", action="store_true", help="train a step that diverges once more, and name the first module")
+    add("--explain", action="store_true", help="run a diverging step again, and name the first module that diverges")
     add("--keep", default="", metavar="DIR", help="leave the tensors that were compared in this folder")
     add("--report", metavar="FILE", help="write a run file, which the page and the gate read")
     add("--deadline", type=float, default=900.0, metavar="SECONDS", help="for the whole check (default: 900)")

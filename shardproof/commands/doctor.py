@@ -44,11 +44,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Watch the first steps of a training script and report what no right training does."
+    what = "Watch the first steps of a training script and report what no correct training does."
     parser = commands.parser("shardproof doctor", description=what, epilog=_EPILOG)
     parser.usage = "shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
     parser.add_argument("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
-    parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions over which ranks read other data")
+    parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
     parser.add_argument("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
     parser.add_argument("--report", metavar="FILE", help="write a run file for the page and the gate")
     parser.add_argument("--strict", action="store_true", help="exit with 1 if there are findings")

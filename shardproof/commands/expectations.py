@@ -62,6 +62,6 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.add_argument("run", metavar="RUN", nargs="+", help="a complete run file; with --check, one or several")
-    parser.add_argument("--check", action="store_true", help="list the entries that are to be changed")
+    parser.add_argument("--check", action="store_true", help="list the entries that should change")
     parser.add_argument("--impl", metavar="NAME", help="for a draft: the implementation, if the run has several")
     return parser

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("head", metavar="HEAD", help="the run file from after it")
     parser.add_argument("--format", choices=FORMATS, default="text", help="text, Markdown or GitHub annotations")
     parser.add_argument(
-        "--allow", action="append", choices=ALLOWED, default=[], help="compare although this differs; may be repeated"
+        "--allow", action="append", choices=ALLOWED, default=[], help="compare even if this differs; may be repeated"
     )
     parser.add_argument(
         "--more-skips",
@@ -93,5 +93,5 @@ def _ratio(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a ratio above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value

@@ -111,7 +111,7 @@ def _write(made: Plan, path: str) -> None:
 def _rank(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is no rank: ranks begin at 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a rank: ranks are counted from 0")
     return value
 
 

@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.usage = "shardproof record --out DIR [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to, the same on all ranks")
     parser.add_argument("--steps", default="0,1", metavar="0,1", help="the steps to record")
-    parser.add_argument("--detail", default="digest", metavar="digest|tensors", help="tensors: the values as well")
+    parser.add_argument("--detail", default="digest", metavar="digest|tensors", help="tensors: write the values too")
     parser.add_argument(
         "--tensors", type=_names, default=(), metavar="PATTERNS", help="parameters and modules whose values are written"
     )
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="modules",
-        help="the outputs of modules and their gradients as well",
+        help="also record the outputs of modules and their gradients",
     )
-    parser.add_argument("--max-bytes", type=int, default=1 << 30, metavar="BYTES", help="of the files of each rank")
+    parser.add_argument("--max-bytes", type=int, default=1 << 30, metavar="BYTES", help="limit of each rank's files")
     return parser

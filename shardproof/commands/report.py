@@ -53,6 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("files", nargs="+", metavar="file", help="a run file, or the FILE.partial of an incomplete run")
     parser.add_argument("--cases", action="store_true", help="print one row for each case instead of each requirement")
-    parser.add_argument("--profiles", action="store_true", help="print how far each is from each profile")
+    parser.add_argument("--profiles", action="store_true", help="print how far each is from the contract's profiles")
     parser.add_argument("--full", action="store_true", help="print each failure, and long texts in full")
     return parser

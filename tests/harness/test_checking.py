@@ -373,8 +373,8 @@ def test_data_that_change_are_refused(world, tmp_path):
 
 OWN = ("--model", f"{HERE}:model", "--parallelize", f"{HERE}:alone", "--mesh", "2", "--device", "cpu")
 LINES = [
-    (("--mesh", "2y2"), "--mesh '2y2' is no mesh: give ranks, as 512, or replicas x shards, as 64x8, or names, as "),
-    (("--mesh", "dp=2,tp"), "--mesh 'dp=2,tp' is no mesh"),
+    (("--mesh", "2y2"), "--mesh '2y2' is not a mesh: give ranks, as 512, or replicas x shards, as 64x8, or names, as "),
+    (("--mesh", "dp=2,tp"), "--mesh 'dp=2,tp' is not a mesh"),
     (("--mesh", "dp=2,dp=2"), "has two dimensions of one name"),
     (("--mesh", "dp=2,tp=2", "--data-dims", "dpp"), "--data-dims dpp: no mesh dimension of this name; known: dp, tp"),
     (

@@ -173,7 +173,7 @@ def test_what_follows_from_a_wrong_gradient_is_no_finding_of_its_own(model, trac
 
 
 REFUSED = [
-    ({"on_finding": "stop"}, "on_finding='stop': it is 'raise', 'warn' or 'collect'"),
+    ({"on_finding": "stop"}, "on_finding='stop': expected 'raise', 'warn' or 'collect'"),
     ({"model": [net(), net()]}, "'0.bias' names two parameters: give the models one by one"),
     ({"data": ["dpp"]}, "data=('dpp',): no mesh dimension of this name; known: dp"),
     ({}, "torch.distributed is not initialized; call it after init_process_group (in one process: WORLD_SIZE=1 works)"),
@@ -193,7 +193,7 @@ BAD = [
     (["nosuch.py"], "nosuch.py: there is no such script"),
     (["-m", "nosuch.train"], "nosuch.train: there is no such module"),
     (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D16"),
-    (["--steps", "a,b", "train.py"], "doctor: steps='a,b': it needs steps counted from 0, such as 0,1,2"),
+    (["--steps", "a,b", "train.py"], "doctor: steps='a,b': expected steps counted from 0, such as 0,1,2"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 def test_what_is_not_writable_is_refused(tmp_path):
     path = tmp_path / "run.json"
     path.touch(mode=0o400)
-    with pytest.raises(ValueError, match="the file is there and is not writable"):
+    with pytest.raises(ValueError, match="the file exists and is not writable"):
         Journal(path)
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match=r"cannot write .*: Permission denied"):

@@ -131,9 +131,9 @@ def test_values_are_bounded(tmp_path):
 
 
 REFUSED = [
-    ({"steps": []}, "steps=[]: it needs steps counted from 0"),
-    ({"detail": "all"}, "detail='all': it is 'digest' or 'tensors'"),
-    ({"stages": ["attention"]}, "stages='attention': it is 'parameters' or 'modules'"),
+    ({"steps": []}, "steps=[]: expected steps counted from 0"),
+    ({"detail": "all"}, "detail='all': expected 'digest' or 'tensors'"),
+    ({"stages": ["attention"]}, "stages='attention': expected 'parameters' or 'modules'"),
     ({"model": [Net(), Net()]},
      "'inner.0.weight' names two parameters (stages 0 and 1): pass names= with the offset of the stage"),
 ]  # fmt: skip
@@ -153,8 +153,8 @@ def test_where_a_recording_is_none_is_written(tmp_path):
 BAD = [
     (["--out", "out"], "nothing: name a script, or -m and a module"),
     (["--out", "out", "nosuch.py"], "nosuch.py: there is no such script"),
-    (["--out", "out", "--steps", "x", "train.py"], "record: steps='x': it needs steps counted from 0, such as 0,1,2"),
-    (["--out", "out", "--detail", "all", "train.py"], "record: detail='all': it is 'digest' or 'tensors'"),
+    (["--out", "out", "--steps", "x", "train.py"], "record: steps='x': expected steps counted from 0, such as 0,1,2"),
+    (["--out", "out", "--detail", "all", "train.py"], "record: detail='all': expected 'digest' or 'tensors'"),
 ]
 
 
@@ -312,7 +312,7 @@ def test_recordings_that_cannot_be_compared(runs, tmp_path, capsys):
     line = f"{ref} has steps 0-1 and {tmp_path}/late has no step that all ranks have ended: none in common"
     assert compared(capsys, ref, tmp_path / "late") == (2, f"shardproof: compare: {line}\n")
     train(tmp_path / "names", names=lambda name: f"model.{name}")
-    line = f"{ref} and {tmp_path}/names have no parameter of one name: they are of different models"
+    line = f"{ref} and {tmp_path}/names share no parameter name: they are of different models"
     assert compared(capsys, ref, tmp_path / "names") == (2, f"shardproof: compare: {line}\n")
     with pytest.raises(BadRecording):
         read(tmp_path)

@@ -49,7 +49,7 @@ def test_an_attempt_that_was_followed_by_another_counts(report):
 @pytest.mark.parametrize(
     ("other", "line"),
     [
-        ({"torch": "2.15.0"}, "torch 2.11.0+cu130 (70d970d), 1.json 2.15.0 (70d970d): verdicts may differ for that"),
+        ({"torch": "2.15.0"}, "torch 2.11.0+cu130 (70d970d), 1.json 2.15.0 (70d970d): that may be why verdicts differ"),
         ({"shardproof_commit": "unknown"}, "1.json does not say its commit: only runs of one commit can be compared"),
     ],
     ids=["torch", "commit"],

@@ -294,7 +294,7 @@ def test_what_passes_now_is_told(run, verdict):
     ids=["device", "torch", "effort"],
 )
 def test_other_conditions_are_refused_unless_allowed(run, head, option, message):
-    line = f"BASE has {message}; --allow {option} compares them all the same"
+    line = f"BASE has {message}; --allow {option} compares them anyway"
     assert run([of()], [of()], head=head) == (2, f"shardproof: {line}\n")
     assert run([of()], [of()], "--allow", option, head=head)[0] == 0
 
@@ -355,8 +355,8 @@ def test_a_file_that_cannot_be_read(capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--more-skips", "-1", "'-1' is not a number of cases"), ("--time-ratio", "0", "'0' is not a ratio above 0"),
-     ("--time-ratio", "nan", "'nan' is not a ratio above 0"), ("--allow", "luck", "invalid choice: 'luck'")],
+    [("--more-skips", "-1", "'-1' is not a number of cases"), ("--time-ratio", "0", "'0' is not a number above 0"),
+     ("--time-ratio", "nan", "'nan' is not a number above 0"), ("--allow", "luck", "invalid choice: 'luck'")],
 )  # fmt: skip
 def test_bad_options(capsys, option, value, message):
     with pytest.raises(SystemExit) as exit:
