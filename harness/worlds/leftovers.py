@@ -160,9 +160,9 @@ def _line(name: str, before: Any, after: Any) -> str | None:
     if isinstance(before, list):
         # Items that are only in `before` have ended since and were not left behind.
         more = collections.Counter(after) - collections.Counter(before)
-        hint = "; often a hook or closure refers to the model" if name == "modules" else ""
+        hint = "; often a hook or closure keeps them" if name == "modules" else ""
         listed = ", ".join(f"{count} x {item}" if count > 1 else item for item, count in more.items())
-        return f"{name} that the case left behind: {listed}{hint}" if more else None
+        return f"{name}: {listed}{hint}" if more else None
     return f"{name}: {before} became {after}"
 
 

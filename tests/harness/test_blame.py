@@ -131,7 +131,7 @@ THREAD = "def start(self):\n    threading.Thread(target=time.sleep, args=(600,),
 
 def test_a_leak_fails_first_or_second_and_when_it_is_reproduced(verdicts, pytester, monkeypatch):
     result, found = verdicts(THREAD, "-v")
-    assert_only_the_untidy_fail(found, "leak: threads that the case left behind: left")
+    assert_only_the_untidy_fail(found, "leak: threads: left")
     commands = {line for line in result.outlines if line.startswith("reproduce: ")}
     assert len(commands) == 2
     for command in commands:
@@ -140,7 +140,7 @@ def test_a_leak_fails_first_or_second_and_when_it_is_reproduced(verdicts, pytest
         assert arguments[-1] == "--isolate"
         again = pytester.runpytest_inprocess(*arguments)
         again.assert_outcomes(failed=1)
-        again.stdout.fnmatch_lines(["fail: leak: threads that the case left behind: left*"])
+        again.stdout.fnmatch_lines(["fail: leak: threads: left*"])
 
 
 def test_state_that_is_set_up_once_is_no_leak_and_costs_one_more_run(verdicts, pytester):
