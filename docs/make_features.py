@@ -1,5 +1,7 @@
 """Writes docs/features.md, contract.json and the list of items from the contract and the collected suites.
 
+And docs/capabilities.md, from the families of the enum of capabilities.
+
 It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs, and
 the items of its newest version, those of `--effort standard`; the list of a version with a commit is closed.
 ``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
@@ -20,7 +22,7 @@ import pytest
 from generating import ROOT, collect, run
 
 from shardproof.contract import CLASSES, Chapter, Item, Profile
-from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.capability import Capability, Hardware, families
 from shardproof.harness.adapters.registry import load
 from shardproof.harness.plugin import cases, effort
 from shardproof.harness.plugin.selection import Effort
@@ -28,6 +30,7 @@ from shardproof.harness.plugin.state import STATE
 
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
+CAPABILITIES = ROOT / "docs/capabilities.md"
 JSON = ROOT / "shardproof/contract.json"
 IMPLEMENTATIONS = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp")
 
@@ -39,6 +42,17 @@ check it and the number of their items for one implementation, worlds counted ap
 in italics, the hardware that every one of these items needs; `any` stands for requirements that every implementation
 must meet. *Asked* are the built-in implementations that declare the capabilities of at least one item, which is then
 run if the hardware is there; the other implementations are `unsupported`.
+
+Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
+
+
+_CAPABILITIES = """\
+# Capabilities
+
+The features that an adapter can declare and that cases may need ([when to declare one](adapters.md#5-what-to-declare)).
+Each family begins with what to declare of it. In code `single-rank` is `Capability.SINGLE_RANK`. The last column is
+about some adapters; [implementations.md](implementations.md) says what each of all lacks. For any, or for your own,
+`shardproof implementations --capabilities NAME` prints this list.
 
 Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
 
@@ -117,6 +131,18 @@ def page(contract: Sequence[Chapter], items: Mapping[str, Item]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def capabilities() -> str:
+    """Write docs/capabilities.md."""
+    declared = {name: load(name).capabilities() for name in IMPLEMENTATIONS}
+    parts = [_CAPABILITIES]
+    for name, recipe, members in families():
+        parts.append(f"\n## {name}\n\n{recipe}\n\n| capability | what it says | declared by |\n|---|---|---|")
+        for one, said in members.items():
+            names = [name for name in declared if one in declared[name]]
+            parts.append(f"| `{one}` | {said} | {'all' if len(names) == len(declared) else ', '.join(names)} |")
+    return "\n".join(parts) + "\n"
+
+
 def _cases(items: Mapping[str, Item]) -> str:
     return ", ".join(f"{case.partition('::')[2]} ({number})" for case, number in Counter(map(_case, items)).items())
 
@@ -190,7 +216,12 @@ def made() -> dict[pathlib.Path, str]:
     contract, items = chapters(text), collector.items
     if found := [*problems(contract, items), *unused(text, collector.listed)]:
         raise ValueError("\n".join(found))
-    return {PAGE: page(contract, items), JSON: as_json(text), **listed(text, collector.listed)}
+    return {
+        PAGE: page(contract, items),
+        CAPABILITIES: capabilities(),
+        JSON: as_json(text),
+        **listed(text, collector.listed),
+    }
 
 
 def main(arguments: Iterable[str] | None = None) -> int:

@@ -68,7 +68,7 @@ Each cell gives, for one chapter of [the contract](contract.md), the cases that 
 Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise. A case
 is not asked of an implementation that does not declare the capabilities that it needs, or on a host without the
 hardware. A dash means that no case of the chapter was asked. The last two rows count the cases that were not asked;
-[the page about adapters](adapters.md#the-built-in-adapters) has the reasons. Compare the number asked as well: a
+[this page](implementations.md#the-built-in-adapters) has the reasons. Compare the number asked as well: a
 correct implementation passes every case that it is asked, but it may declare few capabilities.
 
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);

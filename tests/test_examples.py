@@ -63,13 +63,30 @@ def test_the_workflow_is_green_from_wheels(repository):
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
         printed[words[2] if words[1] == "shardproof" else words[1]] = done.stdout
     assert list(printed) == ["implementations", "run", "pytest", "merge", "report"]
-    assert re.search(r"^your.implementation  0.1.0 +7 .* your-implementation 0.1.0$", printed["implementations"], re.M)
+    assert re.search(r"^your.implementation  0.1.0 +13 .* your-implementation 0.1.0$", printed["implementations"], re.M)
     assert "1 expected-fail" in printed["pytest"] and "6 passed" in printed["pytest"], printed["pytest"]
     report = printed["report"]
     assert re.search(r"^OWN-2 +2 +1 expected-fail, 1 pass$", report, re.M), report
     assert re.search(r"^TRAINING-1 +\d+ +\d+ pass$", report, re.M), report
     assert "cases skipped; what they lack:" in report
     assert str(site) not in report and "shardproof 0.1.0" in report, "that of the wheel"
+
+
+def test_a_bug_in_accumulation_is_found(tmp_path):
+    """The one that docs/adapters.md plants, whose adapter is that of the template."""
+    shutil.copytree(TEMPLATE / "your_implementation", tmp_path / "your_implementation")
+    adapter, path = (tmp_path / "your_implementation" / name for name in ("adapter.py", "zero3.py"))
+    tutorial = (ROOT / "docs/adapters.md").read_text()
+    assert f"```python\n{adapter.read_text()}```" in tutorial and len(tutorial.encode()) <= 15_000
+    line = "old if new is None else new if old is None else {} for old, new in pairs"
+    edited = path.read_text().replace(line.format("old + new"), line.format("new"))
+    assert edited != path.read_text() and line.format("new") in tutorial
+    words = ["-m", "shardproof", "run", "suites/test_accumulation.py", "-k", "test_microbatches_add_up"]
+    words += ["--impl", "your_implementation.adapter:YourAdapter", "--device", "cpu", "--effort", "quick"]
+    assert ": 1 pass" in run(*words, cwd=tmp_path, path=ROOT, code=0).stdout
+    path.write_text(edited)
+    found = run(*words, cwd=tmp_path, path=ROOT, code=1).stdout
+    assert "fail: the sharded run diverges from the baseline: gradient of" in found, found
 
 
 def test_the_folders_are_the_ones_that_the_documents_name():

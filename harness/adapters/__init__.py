@@ -13,5 +13,5 @@ torch.
 - ``flat``: the base class for wrappers with flat parameters, and the layout of a flat parameter.
 - ``replicas``: ``ddp`` and ``replicated``, which are also the baselines, and ``torch.replicate``.
 - one file for each package that shards: ``reference``, ``torch_fully_shard``, ``torch_fsdp``, ``deepspeed`` and others.
-  ``docs/adapters.md`` says why each lacks the capabilities that it lacks.
+  ``docs/implementations.md`` says why each lacks the capabilities that it lacks.
 """

@@ -1,15 +1,22 @@
 """The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
 
 import enum
+import inspect
+import re
+from collections.abc import Iterator
 
 
 class Capability(enum.StrEnum):
     """A named feature of an implementation.
 
-    A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``.
+    A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``. The
+    capabilities are in families: a comment has the name of each and, as :func:`families` reads it, what to declare.
     """
 
-    # What is sharded, over which ranks, and when it is gathered.
+    # Sharding and resharding.
+    # Every implementation that shards parameters declares ``sharded``, ZeRO-1 and ZeRO-2 none of these. One whose
+    # user chooses what forward frees adds ``reshard-after-forward``, and ``root-reshard`` where that includes the
+    # root.
 
     SHARDED = "sharded"
     """At least the parameters are sharded."""
@@ -25,6 +32,11 @@ class Capability(enum.StrEnum):
     """``reshard_after_forward=True`` also frees the root's own unit after forward."""
     GROUPED_UNIT = "grouped-unit"
     """One unit can consist of several modules."""
+
+    # Meshes and process groups.
+    # None for an implementation of one process group. ``hybrid`` for replicas of shards, ``single-rank`` if that
+    # group may have one rank, ``default-mesh`` and ``process-groups`` for what it takes in place of a mesh.
+
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
     REPLICAS_ALONE = "replicas-alone"
@@ -49,6 +61,11 @@ class Capability(enum.StrEnum):
     """The ranks may be given as process groups instead of a mesh."""
     DEFAULT_MESH = "default-mesh"
     """Without a mesh or process groups, a model is sharded over all ranks."""
+
+    # Units, and what they leave alone.
+    # ``tied-parameters`` for almost every implementation. The others are options of user code: declare those that
+    # there are.
+
     WRAPPING_POLICY = "wrapping-policy"
     """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
     IGNORED_PARAMETERS = "ignored-parameters"
@@ -61,6 +78,11 @@ class Capability(enum.StrEnum):
     """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
+
+    # Gathers.
+    # ``counted-units`` if each unit is gathered by one collective and reduced by one, which lets cases count; then
+    # ``gather-order`` if backward gathers one unit ahead. The others are options of user code.
+
     GATHER_EXTENSION = "gather-extension"
     """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
     COUNTED_UNITS = "counted-units"
@@ -78,7 +100,9 @@ class Capability(enum.StrEnum):
     SHARED_CONTEXT = "shared-context"
     """``share_comm_ctx`` lets several models, such as stages of a pipeline, share streams and buffers in flight."""
 
-    # Forward and backward.
+    # Outputs, hooks and calls.
+    # Begin with ``unused-module``, ``container-output``, ``dataclass-output`` and ``multiple-forward``; then
+    # ``unused-output`` and ``non-root-forward``, which hooks on outputs often get wrong.
 
     UNUSED_OUTPUT = "unused-output"
     """Gradients are right when the loss ignores one of the outputs of forward."""
@@ -98,6 +122,11 @@ class Capability(enum.StrEnum):
     """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
     INPUTS_TO_DEVICE = "inputs-to-device"
     """The root's forward moves its input tensors to the device."""
+
+    # Recomputation, compiled modules and user calls of autograd.
+    # ``recomputation`` as soon as users train with activation checkpointing. The others after the rest passes: each
+    # is a promise about user code that few implementations make.
+
     RECOMPUTATION = "recomputation"
     """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
     RECOMPUTES_GATHERED = "recomputes-gathered"
@@ -113,7 +142,9 @@ class Capability(enum.StrEnum):
     HOST_RUNS_AHEAD = "host-runs-ahead"
     """The host enqueues whole steps without waiting for the device, also where gathers and reductions are in flight."""
 
-    # Reductions and microbatches.
+    # Gradient accumulation.
+    # ``deferred-reduction`` for a ``no_sync()`` that holds back reductions until the last microbatch. Without it
+    # every backward reduces, and cases without a need still check that microbatches add up.
 
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""
@@ -125,6 +156,10 @@ class Capability(enum.StrEnum):
     """Parameters can stay gathered after backward, for the next microbatch."""
     MARKED_LAST_BACKWARD = "marked-last-backward"
     """Several forwards may run before their backwards, and a call marks the last backward."""
+
+    # Settings of reductions.
+    # None unless user code can change how gradients are reduced.
+
     DIVIDE_FACTOR = "divide-factor"
     """User code can set by what the sum of a unit's gradients is divided."""
     OWN_REDUCE_GROUP = "own-reduce-group"
@@ -141,6 +176,8 @@ class Capability(enum.StrEnum):
     """``finalize_backward`` of the root ends backwards, if user code has chosen that; cases call it themselves."""
 
     # Dtypes.
+    # ``cast-after-init`` if ``module.to(dtype)`` works after sharding, ``model-precision`` if the whole model
+    # computes in one lower dtype, and ``mixed-precision`` for a policy of each unit, which most of the others need.
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
@@ -163,7 +200,9 @@ class Capability(enum.StrEnum):
     MODEL_PRECISION = "model-precision"
     """The whole model can compute in one lower dtype, on inputs as they are; the optimizer updates float32 copies."""
 
-    # Clipping and the optimizer.
+    # Clipping.
+    # ``clipping`` for the 2-norm, with ``clip-by-call`` where a call clips and without it where the step does;
+    # ``clip-any-norm`` and ``clip-empty-shards`` if the call takes other norms.
 
     CLIPPING = "clipping"
     """Gradients can be clipped by the 2-norm of all gradients together, by a call or inside the step."""
@@ -177,6 +216,11 @@ class Capability(enum.StrEnum):
     """Clipping can raise where the norm is infinite or NaN."""
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
     """Clipping works for any norm when a rank's shard of some parameter is empty."""
+
+    # The optimizer.
+    # ``adam`` and ``own-optimizer`` where user code makes any torch optimizer of the shards and steps it; an engine
+    # that steps declares ``adam`` alone.
+
     ADAM = "adam"
     """Optimizers may keep more state than momentum, as Adam does."""
     OWN_OPTIMIZER = "own-optimizer"
@@ -191,7 +235,9 @@ class Capability(enum.StrEnum):
     POST_OPTIM_EVENT = "post-optim-event"
     """The next step's gathers can wait for a given event instead of the optimizer's stream."""
 
-    # Parameters, as user code finds them.
+    # Parameters as user code finds them.
+    # ``dtensor-parameters`` for DTensors, and nothing for flat shards. ``offload`` with ``pageable-offload`` if the CPU
+    # may hold the shards, which needs no accelerator.
 
     DTENSOR_PARAMETERS = "dtensor-parameters"
     """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
@@ -217,6 +263,7 @@ class Capability(enum.StrEnum):
     """User code chooses whether offloaded shards live in pinned memory; pinning raises where it cannot be done."""
 
     # Checkpoints.
+    # ``distributed-checkpoint`` if torch's state dicts work, ``own-checkpoint`` for calls of the implementation.
 
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
@@ -232,6 +279,8 @@ class Capability(enum.StrEnum):
     """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 
     # Tensor parallelism, and the implementation as a whole.
+    # ``tensor-parallel`` if parameters may be DTensors before sharding. ``any-combination`` last: a search then draws
+    # cases from all that is declared.
 
     TENSOR_PARALLEL = "tensor-parallel"
     """Parameters may be DTensors of a tensor-parallel mesh; they are sharded over the data-parallel mesh as well."""
@@ -263,6 +312,15 @@ COMMON = Capability.of("unused-module container-output dataclass-output multiple
 
 COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM}
 """The same, with a call that clips gradients by any norm."""
+
+
+def families() -> Iterator[tuple[str, str, dict[Capability, str]]]:
+    """Read the families from the source of :class:`Capability`, in its order: name, recipe, descriptions."""
+    text = inspect.getsource(Capability).replace("``", "`")
+    for comment, body in re.findall(r"\n((?:    # [^\n]*\n)+)(.*?)(?=\n    #|\Z)", text, re.S):
+        name, _, recipe = re.sub(r"\n? +# ", " ", comment).strip().partition(". ")
+        members = re.findall(r'= "([\w-]+)"\n    """(.*?)"""', body, re.S)
+        yield name, recipe, {Capability(one): " ".join(said.split()) for one, said in members}
 
 
 class Hardware(enum.StrEnum):

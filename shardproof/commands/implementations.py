@@ -4,11 +4,12 @@ import argparse
 import dataclasses
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from shardproof import commands
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import Capability, families
 from shardproof.reports.texts import printable, table
 
 CANNOT_RUN = 1
@@ -17,6 +18,7 @@ _EPILOG = """\
 examples:
   shardproof implementations
   shardproof implementations torch.fsdp my_adapters:MyAdapter
+  shardproof implementations --capabilities my_adapters:MyAdapter
 
 exit codes: 0; 1 one of those that are named runs nowhere here"""
 
@@ -28,7 +30,7 @@ class _Known:
     name: str
     source: str
     version: str = "-"
-    capabilities: str = "-"
+    capabilities: frozenset[Capability] | None = None
     devices: list[str] = dataclasses.field(default_factory=list)
     reasons: list[str] = dataclasses.field(default_factory=list)
 
@@ -36,15 +38,17 @@ class _Known:
     def row(self) -> list[str]:
         """The cells of the table."""
         runs_on = ", ".join(self.devices) or "nothing here"
-        return [printable(cell) for cell in (self.name, self.version, self.capabilities, runs_on, self.source)]
+        number = "-" if self.capabilities is None else str(len(self.capabilities))
+        return [printable(cell) for cell in (self.name, self.version, number, runs_on, self.source)]
 
 
 def implementations(arguments: Sequence[str]) -> int:
-    """Print the implementations that are known, or those that are named.
+    """Print the implementations that are known, or those that are named, or what they declare.
 
     The exit code is 0, or 1 if one that is named cannot run here on any device.
     """
-    named = _parser().parse_args(arguments).names
+    options = _parser().parse_args(arguments)
+    named = options.names
     # As for `shardproof run`: for adapters of the user's own.
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
@@ -54,7 +58,7 @@ def implementations(arguments: Sequence[str]) -> int:
     here = devices.accelerator()
     known = [_examined(name, ["cpu", here] if here else ["cpu"]) for name in names]
     heading = ["name", "version", f"of {len(Capability)} capabilities", "runs on", "from"]
-    lines = table([heading, *(one.row for one in known)])
+    lines = _by_family(known) if options.capabilities else table([heading, *(one.row for one in known)])
     lines += [printable(line) for line in [*_clashes(), *(line for one in known for line in one.reasons)]]
     if not here:
         lines.append("torch finds no accelerator here")
@@ -80,8 +84,21 @@ def _examined(name: str, device_types: Iterable[str]) -> _Known:
             known.reasons.append(str(error))
         else:
             known.devices.append(device)
-            known.version, known.capabilities = adapter.version(), str(len(adapter.capabilities()))
+            known.version, known.capabilities = adapter.version(), adapter.capabilities()
     return known
+
+
+def _by_family(known: Sequence[_Known]) -> list[str]:
+    """Each capability by its family, with what declares it: one implementation or not, or how many."""
+    declared = [one.capabilities for one in known if one.capabilities is not None]
+    lines = [f"declared by: {', '.join(one.name for one in known if one.capabilities is not None) or 'nothing here'}"]
+    for family, recipe, members in families():
+        lines += ["", *textwrap.wrap(f"{family.upper()}. {recipe}", 110)]
+        for capability, said in members.items():
+            number = sum(capability in one for one in declared)
+            found = f"{number} of {len(declared)}" if len(declared) != 1 else "yes" if number else "-"
+            lines.append(f"  {capability:<30}{found:<10}{said}")
+    return lines
 
 
 def _source(name: str) -> str:
@@ -106,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
         description="List the implementations that --impl can name: built-in ones and those of installed packages. Of "
         "each its version, the number of capabilities that it declares, and the device types on which it runs here.",
         epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--capabilities", action="store_true", help="print the capabilities, by family, and who declares each"
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these: names, or module:Class")
     return parser

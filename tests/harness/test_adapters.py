@@ -1,4 +1,4 @@
-"""Adapters: how they are found, what they declare, what they are told, and the example of docs/adapters.md."""
+"""Adapters: how they are found, what they declare, what they are told, and what the documents say of them."""
 
 import functools
 import importlib.util
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardproof.harness.models.plain
-from shardproof.harness.adapters import registry
+from shardproof.harness.adapters import capability, registry
 from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
@@ -21,7 +21,7 @@ from shardproof.harness.adapters.torch_fully_shard import gradient_traits
 from tests.errors import error_of
 from tests.harness.inner import ROOT
 
-DOCUMENT = (ROOT / "docs/adapters.md").read_text()
+DOCUMENT = (ROOT / "docs/implementations.md").read_text()
 #: By module, an implementation that needs it and the name of what brings it.
 PEERS = {
     "accelerate": ("accelerate.fsdp", "pip install 'accelerate>=1.15'"),
@@ -75,10 +75,15 @@ def test_what_is_missing_says_how_to_install_it(module, monkeypatch):
 # What they declare
 
 
+def test_each_capability_is_in_one_family():
+    assert [one for *_, members in capability.families() for one in members] == list(Capability)
+    assert all(name and recipe and all(members.values()) for name, recipe, members in capability.families())
+
+
 def documented_as_lacking(name):
     """The capabilities in the list of an adapter's section, those of other torch versions left out."""
     section = re.search(rf"^### {re.escape(name)}$(.*?)(?=^### |\Z)", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
-    assert section, f"docs/adapters.md has no section ### {name}"
+    assert section, f"docs/implementations.md has no section ### {name}"
     items = re.findall(r"^- (?:before torch (\S+), )?([^:]+):", section[1], flags=re.MULTILINE)
     version = torch.torch_version.TorchVersion
     applies = [names for before, names in items if not before or torch.__version__ < version(before)]
@@ -238,15 +243,3 @@ def test_zeros_for_gradients_of_unused_parameters_are_declared(run, pytester, ad
     options = ("--device", "cpu", "--world", "2", "-k", "True or False", case)
     result = run("", "--impl", f"adapters:{adapter}", *options, own_process=True)
     result.stdout.fnmatch_lines([says])
-
-
-@pytest.mark.nightly
-def test_example_of_the_document_passes_the_suites(run, pytester):
-    (example,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
-    suites = [str(ROOT / "suites" / name) for name in ("test_training.py", "test_clipping.py", "test_autograd.py")]
-    pytester.makepyfile(adapters=example)
-    options = ("--impl", "adapters:ZeroOneAdapter", "--device", "cpu", "--world", "2")
-    result = run("", *options, *suites, own_process=True)
-    outcomes = result.parseoutcomes()
-    assert outcomes.keys() <= {"passed", "skipped", "deselected"}, outcomes
-    assert outcomes["passed"] >= 10, "the example declares too little to show anything"

@@ -1,5 +1,6 @@
-"""Your implementation: here ZeRO stage 1, which divides the optimizer's state among the ranks."""
+"""Your implementation: here ZeRO stage 3, which divides parameters, gradients and optimizer state among the ranks."""
 
-from your_implementation.zero1 import ZeroOne
+from your_implementation.zero3 import ZeroThree
 
-__all__ = ["ZeroOne"]
+__all__ = ["ZeroThree"]
+__version__ = "0.1.0"

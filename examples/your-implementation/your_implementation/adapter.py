@@ -1,23 +1,23 @@
 """What shardproof needs to know of the implementation. Only shardproof imports this module."""
 
 import contextlib
-from collections.abc import Iterator
-from importlib import metadata
 
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, whole
-from shardproof.harness.adapters.capability import Capability
-from your_implementation.zero1 import ZeroOne
+import your_implementation
+from shardproof.harness.adapters.base import ByParameter, Config, OptimizerFactory, Piece, Traits
+from shardproof.harness.adapters.capability import COMMON, Capability
+from shardproof.harness.adapters.traits import padded_to_elements
+from your_implementation.zero3 import ZeroThree
 
 
-class YourAdapter(Adapter):
-    """Drives ``ZeroOne``."""
+class YourAdapter(ByParameter):
+    """Drives ``ZeroThree``."""
 
     name = "your.implementation"
-    # Parameters and gradients are whole on every rank.
-    traits = Traits(shards=frozenset({"optimizer"}))
+    # A rank's share of a parameter, padding included.
+    traits = Traits(local_numel=padded_to_elements)
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:
@@ -25,58 +25,40 @@ class YourAdapter(Adapter):
 
     @classmethod
     def version(cls) -> str:
-        return metadata.version("your-implementation")
+        return your_implementation.__version__
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # Begin with few, run, and read in the report which missing one keeps you from most cases.
-        return frozenset(
-            {
-                Capability.UNUSED_MODULE,
-                Capability.CONTAINER_OUTPUT,
-                Capability.DATACLASS_OUTPUT,
-                Capability.MULTIPLE_FORWARD,
-                Capability.CLIPPING,
-                Capability.CLIP_BY_CALL,
-                # Without CLIP_ANY_NORM: ZeroOne.clip knows the 2-norm alone.
-                Capability.ADAM,
-            }
+        # Without clip-any-norm: ZeroThree.clip knows the 2-norm alone.
+        return COMMON | Capability.of(
+            "sharded unused-output non-root-forward deferred-reduction clipping clip-by-call own-optimizer"
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        self.trained = ZeroOne(model, optimizer, group=config.mesh.get_group(), find_unused=config.find_unused)
-        self.module, self.optimizer = self.trained.module, self.trained.optimizer
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        units = [model.get_submodule(name) for unit in config.units for name in unit]
+        self.trained = ZeroThree(model, units, config.mesh.get_group())
+        self.module = model
+        self.optimizer = optimizer(model.parameters()) if optimizer else None
 
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if is_last else self.trained.accumulating():
-            yield
+    def microbatch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        return self.trained.microbatch(is_last=is_last)
 
     def clip(self) -> torch.Tensor:
         assert self.config.clip is not None
         return self.trained.clip(self.config.clip.max_norm, self.config.clip.norm_type)
 
-    def step(self) -> None:
-        self.trained.step()
-
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        self.module.zero_grad(set_to_none=set_to_none)
-
-    def gradients(self) -> dict[str, Piece | None]:
-        return {
-            name: None if parameter.grad is None else whole(parameter.grad)
-            for name, parameter in self.named_parameters().items()
-        }
-
-    def parameters(self) -> dict[str, Piece]:
-        return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
+    def piece(self, name: str, tensor: torch.Tensor) -> Piece:
+        """Return a shard, or its gradient, without the padding, and how to cut the full tensor to the same elements."""
+        first = self.config.shard_index * len(tensor)
+        rest = max(0, self.shapes[name].numel() - first)
+        return Piece(tensor[:rest], lambda full: full.flatten()[first : first + len(tensor)])
 
     def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
-        # That of the parameters which other ranks own is on those ranks.
-        state = super().optimizer_state() or {}
-        return {name: pieces for name, pieces in state.items() if pieces}
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        # By the names of the original model, without the prefix of DistributedDataParallel.
-        return dict(self.module.module.named_parameters())
+        # Its tensors are as long as the shards: without their padding, too. A step count has no dimension.
+        return {
+            name: {key: self.piece(name, one.tensor) if one.tensor.ndim else one for key, one in state.items()}
+            for name, state in (super().optimizer_state() or {}).items()
+        }
