@@ -32,7 +32,8 @@ def draft(run: Run, implementation: str) -> str:
     ]
     for case, verdict, reason in _entries(cases):
         fields = {"case": case, "verdict": str(verdict), "reason": reason, "link": _LINK}
-        lines += ["", "[[expect]]", *(f"{name} = {_toml(value)}" for name, value in fields.items())]
+        # A basic string of TOML has JSON's escapes; a run file's text may have any character.
+        lines += ["", "[[expect]]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -56,8 +57,3 @@ def _by_function(cases: Iterable[CaseRecord]) -> dict[str, list[CaseRecord]]:
         # With the bracket: the name of one function may begin that of another.
         found.setdefault(case.id.partition("[")[0] + "[", []).append(case)
     return found
-
-
-def _toml(text: str) -> str:
-    # A basic string of TOML has JSON's escapes; a run file's text may have any character.
-    return json.dumps(text)

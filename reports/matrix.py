@@ -71,12 +71,9 @@ def _headings(run: Run) -> list[list[str]]:
 def _heading(env: Environment, end: End) -> list[str]:
     """The versions, the host and the time of the run, without those that the run file lacks."""
     versions = [
-        ("shardproof", texts.shardproof(env)),
-        ("contract", env.contract),
-        ("torch", texts.torch(env)),
-        ("Python", env.python),
-        ("NCCL", env.nccl),
-    ]
+        ("shardproof", texts.shardproof(env)), ("contract", env.contract), ("torch", texts.torch(env)),
+        ("Python", env.python), ("NCCL", env.nccl),
+    ]  # fmt: skip
     facts = [f"{name} {version}" for name, version in versions if version]
     facts += [env.device] if env.device else []
     facts += [f"{env.cpu_count} cores"] if env.cpu_count else []
@@ -156,19 +153,9 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
     """One block for each failure, or for those that are alike the block of the first with the others below it."""
     blocks = []
     for first, *others in [[case] for case in failed] if full else _alike(failed):
-        ids = " ".join(printable(case.id) for case in others)
-        listed = (
-            textwrap.wrap(
-                ids,
-                _WIDTH,
-                initial_indent=" " * 4,
-                subsequent_indent=" " * 4,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            if ids
-            else []
-        )
+        # Each id is one word, however long.
+        ids = textwrap.TextWrapper(_WIDTH - 4, break_long_words=False, break_on_hyphens=False)
+        listed = [f"    {line}" for line in ids.wrap(" ".join(printable(case.id) for case in others))]
         title = [f"  {counted(len(others), 'more case')} {_SAME}"] if others else []
         # Last, as in pytest's output: the line to copy.
         command = [printable(f"  reproduce: {first.reproduction}")] if first.reproduction else []

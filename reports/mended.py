@@ -66,7 +66,10 @@ def _told(case: CaseRecord) -> str:
 
 def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
     """The change that an entry needs; empty if all its cases fail."""
-    passing = {release: [case for case in cases if _passes(case)] for release, cases in entry.cases.items()}
+    passing = {
+        release: [case for case in cases if case.verdict is Verdict.UNEXPECTED_PASS]
+        for release, cases in entry.cases.items()
+    }
     if not any(passing.values()):
         return ""
     whole = sorted(release for release, cases in passing.items() if len(cases) == len(entry.cases[release]))
@@ -100,10 +103,6 @@ def _advice(
     if whole[-1] < newest:
         advice += f"; no case of it ran with torch {_shown([newest])}"
     return advice
-
-
-def _passes(case: CaseRecord) -> bool:
-    return case.verdict is Verdict.UNEXPECTED_PASS
 
 
 def _shown(releases: Iterable[Release]) -> str:

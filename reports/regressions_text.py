@@ -50,16 +50,8 @@ def as_markdown(outcome: Outcome) -> str:
         parts.append("")
         commands = list(dict.fromkeys(one.reproduce for one in outcome.worse if one.reproduce and one.kind.is_failure))
         if commands:
-            parts += [
-                "<details><summary>Reproduce</summary>",
-                "",
-                "```",
-                *commands[:_SHOWN],
-                "```",
-                "",
-                "</details>",
-                "",
-            ]
+            block = ["```", *commands[:_SHOWN], "```"]
+            parts += ["<details><summary>Reproduce</summary>", "", *block, "", "</details>", ""]
     parts += _folded("Accepted", _accepted(outcome))
     parts += _folded("Better", outcome.better)
     parts += _folded("Not compared", outcome.not_compared)

@@ -5,6 +5,7 @@ installation they are folders. ``testing`` is what cases import, ``plugin`` what
 ``pytest_plugins``; ``commands`` has the commands, and ``__main__`` calls them.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,18 +14,11 @@ if TYPE_CHECKING:
     from shardproof.harness.training.starting import check as check
 
 
+_MODULES = {"doctor": "doctor", "record": "recording", "check": "starting"}
+
+
 def __getattr__(name: str) -> Any:
     """Import what user code calls when it is first asked for: reports need no torch."""
-    if name == "doctor":
-        from shardproof.harness.training.doctor import doctor
-
-        return doctor
-    if name == "record":
-        from shardproof.harness.training.recording import record
-
-        return record
-    if name == "check":
-        from shardproof.harness.training.starting import check
-
-        return check
-    raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"shardproof.harness.training.{_MODULES[name]}"), name)

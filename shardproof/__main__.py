@@ -74,10 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if missing := [name for name in NEEDS.get(command, ()) if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
-        print(
-            f"shardproof {command} needs {names}; `pip install {' '.join(missing)}` brings what is missing",
-            file=sys.stderr,
-        )
+        how = f"`pip install {' '.join(missing)}` brings what is missing"
+        print(f"shardproof {command} needs {names}; {how}", file=sys.stderr)
         return BAD_USAGE
     if command in COMMANDS:
         # Each command is imported when it is chosen: a run file can be read without torch and pytest.

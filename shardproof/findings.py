@@ -109,15 +109,11 @@ class Finding:
         if self.fixed_in is not None:
             return f"mended in torch {self.fixed_in}"
         last = {"reproduces": self.reproduces, "does not reproduce": self.does_not_reproduce}
-        newest = {said: max(map(_released, lines), default=()) for said, lines in last.items()}
+        newest = {said: max((release(line.split()[1]) for line in lines), default=()) for said, lines in last.items()}
         if not any(newest.values()):
             return "the reproducer was not run"
         said = max(newest, key=lambda one: newest[one])
         return f"{said} with torch {'.'.join(map(str, newest[said]))}"
-
-
-def _released(line: str) -> tuple[int, ...]:
-    return release(line.split()[1])
 
 
 def release(version: str) -> tuple[int, ...]:

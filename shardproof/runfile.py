@@ -60,32 +60,15 @@ Commits = Annotated[str, ("pattern", f"^{_COMMIT}(, {_COMMIT})*$")]
 class Verdict(StrEnum):
     """The verdict on one case, most severe first: where ranks differ, the first in this order wins."""
 
-    HARNESS_ERROR = "harness-error"
-    """The harness could not run the case."""
-
-    CRASH = "crash"
-    """The process of a rank ended."""
-
-    FAIL = "fail"
-    """The case raised, or it left something behind in the process of a rank."""
-
-    HANG = "hang"
-    """A rank did not finish before the deadline, or soon after another rank had failed."""
-
-    UNMET = "unmet"
-    """Skipped: the host lacks hardware that the case needs."""
-
-    UNSUPPORTED = "unsupported"
-    """Skipped: the implementation lacks a capability that the case needs."""
-
-    EXPECTED_FAIL = "expected-fail"
-    """The case failed as expected."""
-
-    UNEXPECTED_PASS = "unexpected-pass"
-    """The case passed although it was expected to fail, so that the expectation must be removed."""
-
-    PASS = "pass"
-    """The case passed on every rank."""
+    HARNESS_ERROR = "harness-error"  # the harness could not run the case
+    CRASH = "crash"  # the process of a rank ended
+    FAIL = "fail"  # the case raised, or it left something behind in the process of a rank
+    HANG = "hang"  # a rank did not finish before the deadline, or soon after another rank had failed
+    UNMET = "unmet"  # skipped: the host lacks hardware that the case needs
+    UNSUPPORTED = "unsupported"  # skipped: the implementation lacks a capability that the case needs
+    EXPECTED_FAIL = "expected-fail"  # the case failed as expected
+    UNEXPECTED_PASS = "unexpected-pass"  # it passed, and was expected to fail: remove the expectation
+    PASS = "pass"  # the case passed on every rank
 
     @property
     def is_skip(self) -> bool:
@@ -459,17 +442,14 @@ def parse_run(data: Any) -> Run:
 
 
 def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...], tuple[CaseRecord, ...]]:
-    """Separate the last attempt of each case from the earlier ones.
-
-    Raises:
-        RecordError: the attempts of a case are not numbered 1, 2, 3, ...: one cell of the matrix would hide a verdict.
-    """
+    """Separate the last attempt of each case from the earlier ones; RecordError if they are not numbered 1, 2, 3."""
     last: dict[tuple[str, str], CaseRecord] = {}
     earlier = []
     for i, case in enumerate(cases):
         key = (case.id, case.implementation)
         before = last.pop(key, None)
         if case.attempt != (before.attempt if before else 0) + 1:
+            # One cell of the matrix would hide a verdict.
             raise RecordError(f"cases[{i}].id: {case.id!r} on {case.implementation!r} is in the file twice")
         if before:
             earlier.append(before)

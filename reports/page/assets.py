@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from shardproof.jsonfiles import encode
@@ -31,6 +32,17 @@ def environment() -> jinja2.Environment:
     return jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or "", "templates"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+
+
+def rendered(template: str, scripts: Sequence[str], data: Any, **fields: Any) -> str:
+    """Render a page with its style sheet, its scripts, the plotting library and the data that the scripts draw."""
+    plotting, source = plotting_library(), script(scripts)
+    # What is not escaped is our own source and base64.
+    return environment().get_template(template).render(
+        style=Markup(style()), script=Markup(source), script_hash=content_hash(source),
+        plotting=Markup(packed(plotting)), plotting_hash=content_hash(plotting), data=Markup(packed_json(data)),
+        **fields,
     )  # fmt: skip
 
 

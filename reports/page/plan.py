@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from shardproof.planfile import Plan
 from shardproof.reports import plan_text
 from shardproof.reports.page import assets
@@ -16,22 +14,8 @@ def render_plans(plans: Sequence[Plan], *, title: str) -> str:
     Texts of plan files reach the page through the template, which escapes them, and as compressed JSON, which the
     script shows as text; a content security policy allows two scripts by their hashes, as on the page of run files.
     """
-    plotting, script = assets.plotting_library(), assets.script(assets.PLAN_SCRIPTS)
-    return (
-        assets.environment()
-        .get_template("plan.html")
-        .render(
-            title=title,
-            plans=[_shown(plan) for plan in plans],
-            # What is not escaped is our own source and base64.
-            style=Markup(assets.style()),
-            script=Markup(script),
-            script_hash=assets.content_hash(script),
-            plotting=Markup(assets.packed(plotting)),
-            plotting_hash=assets.content_hash(plotting),
-            data=Markup(assets.packed_json([_drawn(plan) for plan in plans])),
-        )
-    )
+    shown, drawn = [_shown(plan) for plan in plans], [_drawn(plan) for plan in plans]
+    return assets.rendered("plan.html", assets.PLAN_SCRIPTS, drawn, title=title, plans=shown)
 
 
 def _shown(plan: Plan) -> dict[str, Any]:
@@ -47,21 +31,14 @@ def _shown(plan: Plan) -> dict[str, Any]:
     if world.formulas:
         tables.append((f"Closed formulas, in {unit[0]}", plan_text.formula_rows(world, unit), 2))
     tables.append((f"World sizes, in {unit[0]}", plan_text.world_rows(plan, unit), 1))
+    facts = {"shardproof": plan.shardproof, "torch": plan.torch, "command": " ".join(plan.command)}
     return {
         "name": f"{plan.model} under {plan.implementation}",
         "heading": plan_text.heading(plan),
         "tables": tables,
         "kinds": [(kind, plan.kinds.get(kind, "")) for kind in plan_text.shown_kinds(plan)],
         "assumptions": plan.assumptions,
-        "facts": [
-            (name, value)
-            for name, value in (
-                ("shardproof", plan.shardproof),
-                ("torch", plan.torch),
-                ("command", " ".join(plan.command)),
-            )
-            if value
-        ],
+        "facts": [(name, value) for name, value in facts.items() if value],
     }
 
 

@@ -38,30 +38,14 @@ def render(sources: Sequence[Source], *, title: str) -> str:
     cases = table(runs, contract)
     parts = list(chunks(cases, runs))
     data = as_data(cases, contract, run_labels=names, chunks=[part.first for part in parts])
-    plotting, script = assets.plotting_library(), assets.script()
-    return (
-        assets.environment()
-        .get_template("page.html")
-        .render(
-            title=title,
-            runs=[_about(source, name) for source, name in zip(sources, names, strict=True)],
-            counts=_verdicts(runs),
-            places=[(f"{where}, torch {torch}", rows) for (where, torch), rows in places(runs).items()],
-            legend=f"Contract {version()}: {LEGEND}.",
-            chapters=data["chapters"],
-            implementations=list(dict.fromkeys(column.implementation for column in cases.columns)),
-            cases=len(cases.cases),
-            requirements=len(cases.requirements),
-            # What is not escaped is our own source and base64.
-            style=Markup(assets.style()),
-            script=Markup(script),
-            script_hash=assets.content_hash(script),
-            plotting=Markup(assets.packed(plotting)),
-            plotting_hash=assets.content_hash(plotting),
-            data=Markup(assets.packed_json(data)),
-            chunks=[Markup(part.packed) for part in parts],
-        )
-    )
+    return assets.rendered(
+        "page.html", assets.SCRIPTS, data, title=title, counts=_verdicts(runs), chapters=data["chapters"],
+        runs=[_about(source, name) for source, name in zip(sources, names, strict=True)],
+        places=[(f"{where}, torch {torch}", rows) for (where, torch), rows in places(runs).items()],
+        legend=f"Contract {version()}: {LEGEND}.",
+        implementations=list(dict.fromkeys(column.implementation for column in cases.columns)),
+        cases=len(cases.cases), requirements=len(cases.requirements), chunks=[Markup(part.packed) for part in parts],
+    )  # fmt: skip
 
 
 def _verdicts(runs: Sequence[Run]) -> list[tuple[Verdict, int]]:
@@ -74,34 +58,21 @@ def _about(source: Source, label: str) -> dict[str, Any]:
     """What the page says about a run itself."""
     run, env = source.run, source.run.environment
     return {
-        "label": label,
-        "file": PurePath(source.path).name,
-        "incomplete": run.incomplete,
-        "not_run": len(run.not_run),
-        "left_out": len(run.left_out),
-        "again": len(run.earlier),
-        "effort": run.effort.name if run.effort else "",
-        "counts": _verdicts([run]),
-        "facts": _facts(env, run.end, _accelerators(run)),
+        "label": label, "file": PurePath(source.path).name, "incomplete": run.incomplete, "not_run": len(run.not_run),
+        "left_out": len(run.left_out), "again": len(run.earlier), "effort": run.effort.name if run.effort else "",
+        "counts": _verdicts([run]), "facts": _facts(env, run.end, _accelerators(run)),
         "parts": [(part.file, _facts(part.environment, part.end, "")) for part in run.merged],
         "implementations": [(name, _version(env, name)) for name in run.implementations],
-    }
+    }  # fmt: skip
 
 
 def _facts(env: Environment, end: End, devices: str) -> list[tuple[str, str]]:
     facts = [
-        ("torch", texts.torch(env)),
-        ("NCCL", env.nccl or ""),
-        ("Python", env.python),
-        ("shardproof", texts.shardproof(env)),
-        ("contract", env.contract),
-        ("accelerators", devices),
-        ("CPU cores", str(env.cpu_count or "")),
-        ("platform", env.platform),
-        ("started", env.started),
-        ("duration", f"{end.seconds:.0f} s" if end.seconds else ""),
-        ("command", " ".join(env.command)),
-    ]
+        ("torch", texts.torch(env)), ("NCCL", env.nccl or ""), ("Python", env.python),
+        ("shardproof", texts.shardproof(env)), ("contract", env.contract), ("accelerators", devices),
+        ("CPU cores", str(env.cpu_count or "")), ("platform", env.platform), ("started", env.started),
+        ("duration", f"{end.seconds:.0f} s" if end.seconds else ""), ("command", " ".join(env.command)),
+    ]  # fmt: skip
     return [(name, value) for name, value in facts if value]
 
 
@@ -113,7 +84,7 @@ def _version(env: Environment, name: str) -> str:
 def _labels(runs: Sequence[tuple[str, Run]]) -> list[str]:
     """Name each run, no two alike, by device type, version of torch, and as much more as tells it from the others."""
     named = [_device_and_torch(run) for _, run in runs]
-    for fact in (_build, _effort, _host, _file):
+    for fact in _FACTS:
         named = _with(fact, named, runs)
     return [f"{label}, run {i}" if named.count(label) > 1 else label for i, label in enumerate(named, start=1)]
 
@@ -132,23 +103,17 @@ def _device_and_torch(run: Run) -> str:
     return f"{device}, torch {torch}" if torch else device
 
 
-def _build(_: str, run: Run) -> str:
-    return f"build {run.environment.torch.partition('+')[2] or 'without a name'}"
-
-
-def _effort(_: str, run: Run) -> str:
-    return f"effort {run.effort.name if run.effort else 'full'}"
-
-
-def _host(_: str, run: Run) -> str:
-    return _accelerators(run) or f"{run.environment.cpu_count or 0} cores"
-
-
-def _file(path: str, _: Run) -> str:
-    return PurePath(path).name.removesuffix(".gz").removesuffix(".json")
-
-
 def _accelerators(run: Run) -> str:
     """The accelerators of a run's host, as in ``2 x NVIDIA H200``; empty if there are none."""
     counts = Counter(one.name for one in run.environment.accelerators)
     return ", ".join(f"{count} x {name}" for name, count in counts.items())
+
+
+#: What tells runs of one device type and torch apart, of the path and the run, as far as it is needed: the build of
+#: torch, the effort, the host and the file.
+_FACTS: tuple[Callable[[str, Run], str], ...] = (
+    lambda _, run: f"build {run.environment.torch.partition('+')[2] or 'without a name'}",
+    lambda _, run: f"effort {run.effort.name if run.effort else 'full'}",
+    lambda _, run: _accelerators(run) or f"{run.environment.cpu_count or 0} cores",
+    lambda path, _: PurePath(path).name.removesuffix(".gz").removesuffix(".json"),
+)

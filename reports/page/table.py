@@ -116,15 +116,11 @@ def as_data(table: Table, contract: Contract, *, run_labels: Sequence[str], chun
         )
     chapters = dict.fromkeys(one.chapter for one in table.requirements)
     return {
-        "runs": list(run_labels),
-        "chapters": [[name, contract.subject(name)] for name in chapters],
+        "runs": list(run_labels), "chapters": [[name, contract.subject(name)] for name in chapters],
         "requirements": [[one.id, one.chapter, one.text] for one in table.requirements],
-        "cases": [id_ for id_, _ in table.cases],
-        "checks": [list(numbers) for _, numbers in table.cases],
-        "columns": columns,
-        "reasons": list(reasons),
-        "chunks": list(chunks),
-    }
+        "cases": [id_ for id_, _ in table.cases], "checks": [list(numbers) for _, numbers in table.cases],
+        "columns": columns, "reasons": list(reasons), "chunks": list(chunks),
+    }  # fmt: skip
 
 
 def reason(case: CaseRecord) -> str:

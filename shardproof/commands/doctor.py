@@ -47,12 +47,11 @@ def _parser() -> argparse.ArgumentParser:
     what = "Watch the first steps of a training script and report what no correct training does."
     parser = commands.parser("shardproof doctor", description=what, epilog=_EPILOG)
     parser.usage = "shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
-    parser.add_argument("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
-    parser.add_argument("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
-    parser.add_argument("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
-    parser.add_argument("--report", metavar="FILE", help="write a run file for the page and the gate")
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if there are findings")
-    parser.add_argument(
-        "--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank"
-    )
+    add = parser.add_argument
+    add("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
+    add("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
+    add("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
+    add("--report", metavar="FILE", help="write a run file for the page and the gate")
+    add("--strict", action="store_true", help="exit with 1 if there are findings")
+    add("--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank")
     return parser

@@ -56,28 +56,25 @@ def _parser() -> argparse.ArgumentParser:
         "got worse, 1 if something did, and 2 if the files cannot be compared.",
         epilog=_EPILOG,
     )
-    parser.add_argument("base", metavar="BASE", help="the run file from before the change")
-    parser.add_argument("head", metavar="HEAD", help="the run file from after it")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="text, Markdown or GitHub annotations")
-    parser.add_argument(
-        "--allow", action="append", choices=ALLOWED, default=[], help="compare even if this differs; may be repeated"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("base", metavar="BASE", help="the run file from before the change")
+    add("head", metavar="HEAD", help="the run file from after it")
+    add("--format", choices=FORMATS, default="text", help="text, Markdown or GitHub annotations")
+    add("--allow", action="append", choices=ALLOWED, default=[], help="compare even if this differs; may be repeated")
+    add(
         "--more-skips",
         type=_count,
         default=0,
         metavar="N",
         help="allow up to N more skipped cases of an implementation",
     )
-    parser.add_argument(
+    add(
         "--time-ratio",
         type=_ratio,
         metavar="R",
         help="allowed slowdown, such as 1.2; without it, times are not compared",
     )
-    parser.add_argument(
-        "--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it"
-    )
+    add("--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it")
     return parser
 
 

@@ -48,11 +48,7 @@ def merge(arguments: Sequence[str]) -> int:
 
 
 def _write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a run file at once: until everything is written, a file of the name stays as it was.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a run file at once, or raise an OSError: until all is written, a file of the name stays as it was."""
     if path.exists() and not path.is_file():
         raise OSError("not a regular file; a run file must be one")
     lines = [f"{json.dumps(name)}: {_value(name, value)}\n" for name, value in data.items()]

@@ -63,12 +63,7 @@ def page(arguments: Sequence[str]) -> int:
 
 
 def _plans(paths: Sequence[str]) -> list[Plan]:
-    """Read plan files; return nothing if none of the files is one.
-
-    Raises:
-        PlanFileError: a plan file cannot be read.
-        ValueError: the others are no plan files.
-    """
+    """Read plan files; nothing if none of the files is one, ValueError if some are or one cannot be read."""
     found = [path for path in paths if is_plan(path)]
     if found and len(found) < len(paths):
         other = next(path for path in paths if path not in found)
@@ -77,12 +72,7 @@ def _plans(paths: Sequence[str]) -> list[Plan]:
 
 
 def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
-    """Read run files.
-
-    Raises:
-        RunFileError: a file cannot be read.
-        ValueError: two files are of one run.
-    """
+    """Read run files; ValueError if one cannot be read or two are of one run."""
     runs: list[tuple[str, Run]] = []
     for path in paths:
         run = load_run(path)

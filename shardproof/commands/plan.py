@@ -95,11 +95,7 @@ def _version() -> str:
 
 
 def _write(made: Plan, path: str) -> None:
-    """Write a plan file.
-
-    Raises:
-        ValueError: the file cannot be written; one line.
-    """
+    """Write a plan file; ValueError, in one line, if it cannot be written."""
     text = json.dumps({MARK: VERSION, **dataclasses.asdict(made)}, indent=1)
     try:
         with open(path, "w", encoding="utf-8") as file:

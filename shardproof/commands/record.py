@@ -48,18 +48,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.usage = "shardproof record --out DIR [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to, the same on all ranks")
-    parser.add_argument("--steps", default="0,1", metavar="0,1", help="the steps to record")
-    parser.add_argument("--detail", default="digest", metavar="digest|tensors", help="tensors: write the values too")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", required=True, metavar="DIR", help="the folder to write to, the same on all ranks")
+    add("--steps", default="0,1", metavar="0,1", help="the steps to record")
+    add("--detail", default="digest", metavar="digest|tensors", help="tensors: write the values too")
+    add(
         "--tensors", type=_names, default=(), metavar="PATTERNS", help="parameters and modules whose values are written"
     )
-    parser.add_argument(
+    add(
         "--stages",
         type=_names,
         default=(),
         metavar="modules",
         help="also record the outputs of modules and their gradients",
     )
-    parser.add_argument("--max-bytes", type=int, default=1 << 30, metavar="BYTES", help="limit of each rank's files")
+    add("--max-bytes", type=int, default=1 << 30, metavar="BYTES", help="limit of each rank's files")
     return parser
