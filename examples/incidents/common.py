@@ -54,5 +54,10 @@ def update(model, optimizer, step, loss):
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
+    report(step, loss)
+
+
+def report(step, loss):
+    """Print the loss, on the first rank."""
     if dist.get_rank() == 0:
         print(f"step {step} loss {loss:.4f}", flush=True)

@@ -7,7 +7,7 @@ The optimizer sees the gradients of the last of the four microbatches only.
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, Block, start
+from common import DIM, MISTAKE, Block, report, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -15,14 +15,13 @@ from torch.nn import functional as F
 STEPS, MICROBATCHES, BATCH, CLASSES = 3, 4, 8, 10
 
 device = start()
-rank = dist.get_rank()
 
 model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)).to(device)
 for block in model[:2]:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(100 + rank)
+data = torch.Generator().manual_seed(100 + dist.get_rank())
 
 for step in range(STEPS):
     total = 0.0
@@ -36,7 +35,6 @@ for step in range(STEPS):
         total += loss.item()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
-    if rank == 0:
-        print(f"step {step} loss {total:.4f}", flush=True)
+    report(step, total)
 
 dist.destroy_process_group()

@@ -7,7 +7,7 @@ Each rank scales its shards by another factor, and by too large a one.
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, Block, start
+from common import DIM, MISTAKE, Block, report, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -16,14 +16,13 @@ from torch.nn.utils import get_total_norm
 STEPS, BATCH, CLASSES, MAX_NORM = 3, 8, 10, 0.5
 
 device = start()
-rank = dist.get_rank()
 
 model = nn.Sequential(Block(), Block(), nn.Linear(DIM, CLASSES)).to(device)
 for block in model[:2]:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(100 + rank)
+data = torch.Generator().manual_seed(100 + dist.get_rank())
 
 for step in range(STEPS):
     inputs = torch.randn(BATCH, DIM, generator=data).to(device)
@@ -40,7 +39,6 @@ for step in range(STEPS):
         grad.mul_(min(1.0, MAX_NORM / norm))
     optimizer.step()
     optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+    report(step, loss.item())
 
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ names no norm (``SequenceParallel()`` would make them DTensors), so their gradie
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
+from common import DIM, MISTAKE, VOCABULARY, Block, counting, report, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +52,6 @@ for step in range(STEPS):
         clip_grads_with_norm_(group, max_norm=1.0, total_norm=torch.stack(parts).norm())
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+    report(step, loss.item())
 
 dist.destroy_process_group()

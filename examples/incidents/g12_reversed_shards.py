@@ -23,15 +23,13 @@ def load(model, weights, number, size):
         parameter.to_local().copy_(weights[name].chunk(size)[number])
 
 
-def parallelize(model, mesh):
+def parallelize(model, mesh, reverse=True):
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model, mesh=mesh["dp"])
-    load(model, weights, mesh["dp"].size() - 1 - mesh.get_local_rank("dp"), mesh["dp"].size())
+    number, size = mesh.get_local_rank("dp"), mesh["dp"].size()
+    load(model, weights, size - 1 - number if reverse else number, size)
     return model
 
 
 def healthy(model, mesh):
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    fully_shard(model, mesh=mesh["dp"])
-    load(model, weights, mesh.get_local_rank("dp"), mesh["dp"].size())
-    return model
+    return parallelize(model, mesh, reverse=False)

@@ -8,7 +8,7 @@ The ranks of tp read the same tokens, so a sum over all ranks counts each token 
 
 import torch
 import torch.distributed as dist
-from common import DIM, MISTAKE, VOCABULARY, Block, counting, start
+from common import DIM, MISTAKE, VOCABULARY, Block, counting, report, start
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +39,6 @@ for step in range(STEPS):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+    report(step, loss.item())
 
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ Two buffers let a reduction run while the next step fills the other one; then th
 
 import torch
 import torch.distributed as dist
-from common import MISTAKE, start
+from common import MISTAKE, report, start
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,7 +39,6 @@ for step in range(STEPS):
         p.grad.copy_(part.view_as(p) / world)
     optimizer.step()
     optimizer.zero_grad()
-    if rank == 0:
-        print(f"step {step} loss {loss.item():.4f}", flush=True)
+    report(step, loss.item())
 
 dist.destroy_process_group()

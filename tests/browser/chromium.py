@@ -11,15 +11,7 @@ LONG = 60  # seconds after which a page that is not there is an error, on a mach
 
 
 class Browser:
-    """One window of Chromium.
-
-    Args:
-        width: of the window, in CSS pixels.
-        height: of the window.
-
-    Raises:
-        FileNotFoundError: Chromium or its driver is not installed.
-    """
+    """One window of Chromium of a size in CSS pixels; FileNotFoundError if it or its driver is not installed."""
 
     def __init__(self, *, width=1440, height=1000):
         options = webdriver.ChromeOptions()

@@ -1,6 +1,7 @@
 """Adapters with one bug of a kind each, for the tests of ``--explain``; what is wrong shows in one place first."""
 
 import dataclasses
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +42,6 @@ def _never_freed(self: ParamGroup, phase: Phase) -> None:
 class StaleParameters(_Planted):
     """One unit is never freed, and not gathered again after the optimizer's step."""
 
-    name = "stale-parameters"
     changes = ((ParamGroup, "reshard", _never_freed), (ParamGroup, "drop_stale", lambda self: None))
 
 
@@ -54,7 +54,6 @@ def _rolled(output: torch.Tensor, contributions: torch.Tensor, group: Any, op: A
 class PaddingInShards(_Planted):
     """The reduced gradients of one unit lie one element further, so that padding takes the place of the first."""
 
-    name = "padding-in-shards"
     changes = ((collectives, "reduce", _rolled),)
 
 
@@ -73,7 +72,6 @@ def _in_wrong_order(
 class WrongShardOrder(_Planted):
     """What the first two ranks sent of one unit is exchanged as it is gathered."""
 
-    name = "wrong-shard-order"
     changes = ((collectives, "gather", _in_wrong_order),)
 
 
@@ -85,14 +83,11 @@ def _scaled(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 class ScaledAtTheBorder(_Planted):
     """The gradient that leaves a unit through its inputs is scaled."""
 
-    name = "scaled-at-the-border"
     changes = ((hooks._CallOnBackward, "backward", staticmethod(_scaled)),)
 
 
 class LostCasts(ReferenceAdapter):
     """The dtype of compute is not passed on."""
-
-    name = "lost-casts"
 
     def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
         lost = dataclasses.replace(config.precision, compute=None)
@@ -102,8 +97,6 @@ class LostCasts(ReferenceAdapter):
 
 class UnsyncedBuffer(ReferenceFlatAdapter):
     """A buffer of the second rank has not the value that the first rank sent."""
-
-    name = "unsynced-buffer"
 
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
         if dist.get_rank() == 1:
@@ -127,16 +120,12 @@ class _Stepping(Adapter):
 class SkippedUpdate(_Stepping, TorchFullyShardAdapter):
     """A parameter that two modules share is left out of the optimizer's step."""
 
-    name = "skipped-update"
-
     def spoil(self, before: dict[str, torch.Tensor]) -> None:
         self.held_parameters()[f"{UNIT}.first.weight"].copy_(before[f"{UNIT}.first.weight"])
 
 
 class FlatSkippedUpdate(_Stepping, TorchFsdpAdapter):
     """The parameters of one unit are left out of the optimizer's step."""
-
-    name = "flat-skipped-update"
 
     def spoil(self, before: dict[str, torch.Tensor]) -> None:
         for name, value in self.held_parameters().items():
@@ -147,8 +136,6 @@ class FlatSkippedUpdate(_Stepping, TorchFsdpAdapter):
 class SwappedState(_Stepping, TorchFullyShardAdapter):
     """The optimizer's state of two parameters of one shape is exchanged after each step."""
 
-    name = "swapped-state"
-
     def spoil(self, before: dict[str, torch.Tensor]) -> None:
         held = self.held_parameters()
         assert self.optimizer is not None
@@ -158,8 +145,6 @@ class SwappedState(_Stepping, TorchFullyShardAdapter):
 
 class WrongModule(TorchFsdpAdapter):
     """One module computes something else on the second rank."""
-
-    name = "wrong-module"
 
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
         super().__init__(model, **kwargs)
@@ -172,7 +157,6 @@ class WrongModule(TorchFsdpAdapter):
 class Unsteady(ReferenceAdapter):
     """Fails in the first run of a case in its process."""
 
-    name = "unsteady"
     traits = dataclasses.replace(ReferenceAdapter.traits, isolation="adapter")
     has_failed = False
 
@@ -187,10 +171,13 @@ class Unsteady(ReferenceAdapter):
 class Raising(ReferenceAdapter):
     """Raises an error in the backward of the second step."""
 
-    name = "raising"
-
     def backward(self, loss: torch.Tensor) -> None:
         self._calls = getattr(self, "_calls", 0) + 1
         if self._calls == 2:
             raise RuntimeError("planted")
         super().backward(loss)
+
+
+for _name, _kind in list(globals().items()):
+    if isinstance(_kind, type) and issubclass(_kind, Adapter) and _kind.__module__ == __name__:
+        _kind.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", _name).lower()

@@ -62,11 +62,7 @@ def _ip(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 class TwoHosts:
-    """Two hosts that a cable connects.
-
-    Args:
-        folder: the current directory of both.
-    """
+    """Two hosts that a cable connects, with one current directory."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self._folder = folder
