@@ -128,7 +128,6 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 
 def _chapters(run: Run) -> list[str]:
-    """A row for each chapter, and the sums."""
     names = _columns(run)
     versions = {name: run.environment.implementations[name].version for name in names}
     rows = [f"| chapter | {' | '.join(_head(name, versions[name], run) for name in names)} |"]

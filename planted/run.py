@@ -140,7 +140,6 @@ def text_of(record: Mapping[str, Any]) -> str:
 
 
 def _asked(config: pytest.Config) -> frozenset[str]:
-    """The names of the items on the command line."""
     return frozenset(argument.partition("::")[2] for argument in config.args if "::" in argument)
 
 

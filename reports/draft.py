@@ -38,7 +38,6 @@ def draft(run: Run, implementation: str) -> str:
 
 
 def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
-    """The pattern, the verdict and the reason of each entry, in the order of the cases."""
     entries = []
     for function, items in _by_function(cases).items():
         ran = [case for case in items if not case.verdict.is_skip]

@@ -57,15 +57,12 @@ def _headings(run: Run) -> list[list[str]]:
     """The environment of the run; of a merged one, those of its parts, each with the name of its file."""
     if not run.merged:
         return [_heading(run.environment, run.end)]
-    title = f"merged from {len(run.merged)} runs:"
-    parts = [
-        [
-            f"  {printable(part.file)}{f', effort {part.effort.name}' if part.effort else ''}:",
-            *(f"    {line}" for line in _heading(part.environment, part.end)),
-        ]
-        for part in run.merged
-    ]
-    return [[title, *(line for part in parts for line in part)]]
+    lines = [f"merged from {len(run.merged)} runs:"]
+    for part in run.merged:
+        effort = f", effort {part.effort.name}" if part.effort else ""
+        lines.append(f"  {printable(part.file)}{effort}:")
+        lines += [f"    {line}" for line in _heading(part.environment, part.end)]
+    return [lines]
 
 
 def _heading(env: Environment, end: End) -> list[str]:

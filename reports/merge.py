@@ -46,8 +46,6 @@ class Column:
 
 @dataclass(frozen=True)
 class _Source:
-    """One run file."""
-
     path: Path
     run: Run
 

@@ -203,7 +203,6 @@ def _member(kind: type[Enum], value: object, where: str) -> Enum:
 
 
 def _bounded(read: _Read, rule: Mapping[str, Any]) -> _Read:
-    """Check the bounds of what is read."""
     if not rule.keys() & {"minimum", "minItems"}:
         return read
 

@@ -62,7 +62,6 @@ def _shorten(ranks: tuple[int, ...]) -> str:
 
 
 def _lengthen(text: str) -> tuple[int, ...]:
-    """Read what :func:`_shorten` wrote."""
     ranks: list[int] = []
     for run in text.split(","):
         first, last, step = map(int, run.split(":"))

@@ -118,7 +118,6 @@ class Oracle:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
     def _state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of the tensors of the optimizer's state."""
         state = {} if self.optimizer is None else self.optimizer.state
         return {
             name: {

@@ -112,11 +112,9 @@ def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) ->
 def config_of(request: Request, anatomy: Anatomy, mesh: DeviceMesh) -> Config:
     """Return how the model is sharded."""
     return Config(
-        mesh=mesh,
-        units=tuple((name,) for name in anatomy.classes),
-        precision=request.precision,
+        mesh=mesh, units=tuple((name,) for name in anatomy.classes), precision=request.precision,
         reshard_after_forward=request.reshard_after_forward,
-    )
+    )  # fmt: skip
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -248,16 +248,10 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
         ranks = f"ranks {group[0]} to {group[-1]}" if len(group) > 1 else f"rank {group[0]}"
         rows.append(
             Traffic(
-                group=names.get(group) or ranks,
-                ranks=len(group),
-                kind=kind,
-                dtype=dtype,
-                count=len(sizes),
-                nbytes=sum(sizes),
-                sent=moved,
-                across=moved * crossing(group, node_size),
+                group=names.get(group) or ranks, ranks=len(group), kind=kind, dtype=dtype, count=len(sizes),
+                nbytes=sum(sizes), sent=moved, across=moved * crossing(group, node_size),
             )
-        )
+        )  # fmt: skip
     return rows
 
 

@@ -176,7 +176,7 @@ class Capture:
             if self._pass == "forward":
                 self._add(Stage.MODULE_OUTPUT, name, "", call, index, tensor)
             if tensor.requires_grad and torch.is_grad_enabled():
-                add = functools.partial(self._add_gradient, Stage.OUTPUT_GRADIENT, name, "", self._microbatch, call)
+                add = functools.partial(self._add_gradient, (Stage.OUTPUT_GRADIENT, name, ""), self._microbatch, call)
                 self._of_tensors.append(tensor.register_hook(functools.partial(add, index)))
 
     def _parameters_of(self, name: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -198,23 +198,16 @@ class Capture:
                 return
             self._leaves.add(id(value))
         microbatch = None if value.is_leaf else self._microbatch
-        add = functools.partial(self._add_gradient, Stage.OWN_GRADIENT, module, full, microbatch, 0, 0)
+        add = functools.partial(self._add_gradient, (Stage.OWN_GRADIENT, module, full), microbatch, 0, 0)
         self._of_tensors.append(value.register_hook(add))
 
     def _add_gradient(
-        self,
-        stage: Stage,
-        module: str,
-        parameter: str,
-        microbatch: int | None,
-        call: int,
-        index: int,
-        gradient: torch.Tensor,
+        self, of: tuple[Stage, str, str], microbatch: int | None, call: int, index: int, gradient: torch.Tensor
     ) -> None:
         if self._pass != "backward" or not _is_plain(gradient):
             return
         before, self._microbatch = self._microbatch, self._microbatch if microbatch is None else microbatch
-        self._add(stage, module, parameter, call, index, gradient)
+        self._add(*of, call, index, gradient)
         self._microbatch = before
 
     @torch.no_grad()

@@ -154,7 +154,6 @@ class Leases:
             os.close(descriptor)
 
     def _holders(self, takes: _Takes) -> Blockers:
-        """Find the processes that hold lock files of ``takes`` at this moment."""
         processes: dict[int, Process] = {}
         need_sigcont = False
         for names, wanted in takes:

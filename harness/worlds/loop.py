@@ -214,14 +214,10 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
         before = leftovers.picture(state.device, groups=len(groups), directory=state.directory)
     with pytest.MonkeyPatch.context() as monkeypatch:
         rank = Rank(
-            state,
-            implementation=implementation,
-            seeds=Seeds(job.init_seed, job.data_seed),
-            tmp_path=pathlib.Path(job.tmp_path),
-            monkeypatch=monkeypatch,
-            captures=job.captures,
+            state, implementation=implementation, seeds=Seeds(job.init_seed, job.data_seed),
+            tmp_path=pathlib.Path(job.tmp_path), monkeypatch=monkeypatch, captures=job.captures,
             simulates=job.simulates,
-        )
+        )  # fmt: skip
         random.seed(job.init_seed)
         torch.manual_seed(job.init_seed)
         with _outcome(result), _threads_watched():

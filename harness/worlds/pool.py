@@ -124,7 +124,6 @@ class Pool:
         return self._start(key, place)
 
     def _too_many(self) -> World | None:
-        """Take the least recently used world out of the pool if it has too many."""
         with self._lock:
             if len(self._worlds) > KEPT_WORLDS or sum(kept.size for kept, _, _ in self._worlds) > KEPT_RANKS:
                 return self._worlds.popitem(last=False)[1]

@@ -168,26 +168,21 @@ class World:
 
     @property
     def _own(self) -> dict[int, RankProcess]:
-        """The ranks that this process has started."""
         return {index: rank for index, rank in enumerate(self.ranks) if isinstance(rank, RankProcess)}
 
     @property
     def _remote(self) -> dict[int, RemoteRank]:
-        """The ranks that supervisors have started."""
         return {index: rank for index, rank in enumerate(self.ranks) if isinstance(rank, RemoteRank)}
 
     @property
     def _lost(self) -> dict[int, str]:
-        """The ranks that cannot be reached any more, with the reasons."""
         return {index: str(rank.link.lost) for index, rank in self._remote.items() if rank.link.lost is not None}
 
     def _await_start(self) -> None:
         wait = Wait(
-            f"the ranks of a world of {self.key} to start",
-            bound=START_SECONDS,
-            stopped_bound=START_SECONDS,
+            f"the ranks of a world of {self.key} to start", bound=START_SECONDS, stopped_bound=START_SECONDS,
             blockers=self._starting,
-        )
+        )  # fmt: skip
         for index, rank in enumerate(self.ranks):
             answer = ("failed", "it closed its connection")
             try:

@@ -55,7 +55,6 @@ def _verdicts(runs: Sequence[Run]) -> list[tuple[Verdict, int]]:
 
 
 def _about(source: Source, label: str) -> dict[str, Any]:
-    """What the page says about a run itself."""
     run, env = source.run, source.run.environment
     return {
         "label": label, "file": PurePath(source.path).name, "incomplete": run.incomplete, "not_run": len(run.not_run),

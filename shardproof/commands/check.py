@@ -86,7 +86,6 @@ def check(arguments: Sequence[str]) -> int:
 
 
 def _run(request: Request, options: argparse.Namespace, report: str) -> int:
-    """Run pytest on the packaged case."""
     import pytest
 
     plugins = dict.fromkeys([*os.environ.get("PYTEST_PLUGINS", "").split(","), "shardproof.plugin"])
@@ -101,7 +100,6 @@ def _run(request: Request, options: argparse.Namespace, report: str) -> int:
 
 
 def _say(request: Request, record: CaseRecord) -> int:
-    """Print the verdict, and return the exit code."""
     own = record.own
     title = f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
     if record.verdict is Verdict.PASS and own is not None:

@@ -103,7 +103,6 @@ def _differs(result: _Result, torch: str) -> bool:
 
 
 def _result(finding: Finding, seconds: int) -> _Result:
-    """Run one finding and judge its output."""
     if finding.by_hand is not None:
         return _Result(finding, NOT_RUN, finding.by_hand)
     if lacking := _lacking(finding):

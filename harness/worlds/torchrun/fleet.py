@@ -201,11 +201,9 @@ class Fleet:
     def await_all(self) -> None:
         """Wait until all supervisors have come; a WaitedTooLong names the ranks of those that have not."""
         wait = Wait(
-            "the other ranks of the job",
-            bound=COME_SECONDS,
-            blockers=Blockers,
+            "the other ranks of the job", bound=COME_SECONDS, blockers=Blockers,
             advice="see what torchrun prints on their hosts",
-        )
+        )  # fmt: skip
         while self._missing():
             try:
                 wait.check()
@@ -319,7 +317,6 @@ class Fleet:
         self._listening.close()  # the links close with this process, for whose end the supervisors wait
 
     def _accept(self) -> None:
-        """Accept connections for as long as the job runs."""
         while True:
             try:
                 connection = meeting.accept(self._listening, self._key)

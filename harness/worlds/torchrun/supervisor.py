@@ -66,8 +66,6 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 @dataclasses.dataclass
 class _Held:
-    """A rank of one world that lives here."""
-
     rank: RankProcess
     board: Board
     index: int
