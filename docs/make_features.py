@@ -1,12 +1,10 @@
-"""Writes docs/features.md, contract.json and the list of items from the contract and the collected suites.
+"""Writes docs/features.md, docs/capabilities.md, contract.json and the list of items from the contract and the suites.
 
-And docs/capabilities.md, from the families of the enum of capabilities.
-
-It also writes the contract as JSON, which an installation without docs/ has, for `shardproof page` and for runs, and
-the items of its newest version, those of `--effort standard`; the list of a version with a commit is closed.
-``--check`` compares instead of writing. The page has a row for each requirement of docs/contract.md: the cases that
-check it, the capabilities and the hardware without which none of them runs, and the built-in implementations that
-declare these capabilities. Both ways are checked: every requirement has a case, and every case a requirement.
+They come from the contract, the collected suites and the enum of capabilities. It also writes the contract as JSON,
+which an installation without docs/ has, and the items of its newest version, those of `--effort standard`; the list of
+a version with a commit is closed. ``--check`` compares instead of writing. docs/features.md has a row for each
+requirement: the cases that check it, the capabilities and the hardware without which none of them runs, and the built-in
+implementations that declare these. Both ways are checked: every requirement has a case, every case a requirement.
 
 Run as ``python docs/make_features.py`` in the repository's root.
 """

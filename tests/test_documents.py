@@ -1,4 +1,4 @@
-"""The examples of docs/cases.md and docs/rank.md name what they import, and run."""
+"""The examples of docs/cases.md and docs/rank.md name what they import, and run; docs/adapters.md has the template's."""
 
 import ast
 import re
@@ -27,6 +27,12 @@ def test_an_example_has_its_imports(example):
     # pytest_plugins is read by pytest, and torch by whoever copies a fragment with a dtype.
     used = {node.id for node in names if isinstance(node.ctx, ast.Load)} - {"torch"}
     assert used - bound <= INTRODUCED, used - bound
+
+
+def test_the_tutorial_prints_the_adapter_of_the_template():
+    text = (ROOT / "docs/adapters.md").read_text()
+    adapter = (ROOT / "examples/your-implementation/your_implementation/adapter.py").read_text()
+    assert f"```python\n{adapter}```" in text and len(text.encode()) <= 15_000
 
 
 @pytest.mark.nightly

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-Tensors = Sequence[torch.Tensor | None]
-
 
 class ZeroThree:
     """Shards a model in place: each parameter is flattened, padded, and cut into one equal part for each rank.
@@ -72,7 +70,7 @@ class Unit:
         self.shapes = [one.shape for one in numbers]
         rank = group.rank()
         self.shards = [nn.Parameter(self.parts(one.detach())[rank].clone(), one.requires_grad) for one in numbers]
-        self.waiting: Tensors = [None] * len(numbers)  # full gradients of earlier microbatches
+        self.waiting: Sequence[torch.Tensor | None] = [None] * len(numbers)  # full gradients of earlier microbatches
         self.gathered: list[list[torch.Tensor]] = []  # of each forward whose backward is running
         self.running: list[list[torch.Tensor]] = []  # of each forward that is running
         self.register(self.shards)
@@ -138,7 +136,7 @@ class Unit:
         columns = everyone.view(self.ranks, -1).split([*map(len, self.shards)], dim=1)
         return [one.flatten()[: size.numel()].view(size) for one, size in zip(columns, self.shapes, strict=True)]
 
-    def reduce(self, grads: Tensors) -> Tensors:
+    def reduce(self, grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Return this rank's parts of the averages, by one collective; before the last microbatch only add up."""
         pairs = itertools.zip_longest(self.waiting, grads)
         sums = [old if new is None else new if old is None else old + new for old, new in pairs]
