@@ -3,7 +3,7 @@
 They come from the contract, the collected suites and the enum of capabilities. It also writes the contract as JSON,
 which an installation without docs/ has, and the items of its newest version, those of `--effort standard`; the list of
 a version with a commit is closed. ``--check`` compares instead of writing. docs/features.md has a row for each
-requirement: the cases that check it, the capabilities and the hardware without which none of them runs, and the built-in
+requirement: the cases that check it, the capabilities and hardware without which none of them runs, and the built-in
 implementations that declare these. Both ways are checked: every requirement has a case, every case a requirement.
 
 Run as ``python docs/make_features.py`` in the repository's root.
