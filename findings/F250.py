@@ -11,7 +11,6 @@ an H100.
 # reproduces = ["torch 2.11.0 cuda 2026-11-23"]
 # gpus = 1
 # shows = '^torch\.\S+: process \d terminated with signal SIGSEGV'
-# unlisted = "no expectation excuses it: where ranks share a GPU, the cases that gather DTensors are a crash"
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/152645 open",
 # ]

@@ -1,4 +1,4 @@
-"""The examples of docs/cases.md and docs/rank.md name what they import, and run; docs/adapters.md has the template's."""
+"""The examples of docs/cases.md and docs/rank.md name what they import, and run; docs/adapters.md has a template's."""
 
 import ast
 import re
