@@ -99,8 +99,8 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
         ({"deadline": float("nan")}, "--deadline nan: expected a positive number of seconds, at most 1500"),
         ({"contract": "1"}, "--contract 1: this is version 2026.12; known are 2026.12, 2025.6"),
         ({"contract": "2025.6"}, "--contract 2025.6: this is version 2026.12; commit c0ffee1 has it"),
-        ({"contract": "2026.12", "effort": "quick"}, "has a list of items; leave out --effort quick"),
-        ({"contract": "2026.12", "simulate": "8"}, "has a list of items; leave out --simulate"),
+        ({"contract": "2026.12", "effort": "quick"}, "a version says which items run; leave out --effort quick"),
+        ({"contract": "2026.12", "simulate": "8"}, "a version says which items run; leave out --simulate"),
         ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )

@@ -247,7 +247,7 @@ def test_a_pass_whose_entry_is_not_in_the_file(check):
     ("torch", "changes", "message"),
     [
         ("2.15.0", {"end": COMPLETE | {"complete": False, "reason": "Ctrl-C"}}, "is incomplete (Ctrl-C): which known"),
-        ("2.13.0, 2.15.0", {"merged": [samples.journal() | {"file": "a.json"}]}, "was merged of several files"),
+        ("2.13.0, 2.15.0", {"merged": [samples.journal() | {"file": "a.json"}]}, "is a merged file"),
         ("", {}, "has torch '', which is not a version number"),
         ("2.15.0", {"schema_version": 3}, "schema_version: 3 is not supported"),
     ],
