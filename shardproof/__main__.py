@@ -29,6 +29,8 @@ commands:
   doctor   run your own training script and report mistakes in its first steps; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
   compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
+  reproduce
+           write a failing case of torch's own implementations as a program of plain torch
   check    train your own model on several ranks and in one process, and compare every stage
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
@@ -50,13 +52,14 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 #: The commands that do more than read files, with the packages that they import first.
 NEEDS = {
     "run": ("torch", "pytest"), "plan": ("torch",), "doctor": ("torch",), "record": ("torch",), "compare": ("torch",),
-    "check": ("torch", "pytest"), "implementations": ("torch",), "submit": ("jinja2", "plotly"),
+    "check": ("torch", "pytest"), "reproduce": ("torch", "pytest"), "implementations": ("torch",),
+    "submit": ("jinja2", "plotly"),
     "torch-names": ("torch",),
 }  # fmt: skip
 
 COMMANDS = (
     "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
-    "check", "plan", "implementations", "torch-names",
+    "check", "reproduce", "plan", "implementations", "torch-names",
 )  # fmt: skip
 
 BAD_USAGE = 2

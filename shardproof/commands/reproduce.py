@@ -1,0 +1,83 @@
+"""The command ``shardproof reproduce``: a program of plain torch that fails as a case does."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from shardproof import commands
+from shardproof.runfile import RunFileError, load_run
+
+_EPILOG = """\
+example:
+  shardproof reproduce "suites/test_clipping.py::test_empty_shards[torch.fully_shard-w4-inf]" -o repro.py
+
+exit codes: 0 the program is written and fails as the case does; 1 the case passes, or there is no such program, for the
+reason on stderr; 2 the implementation is not torch's own, or the case does not run"""
+
+_OF_TORCH = ("torch.fully_shard", "torch.fsdp")
+
+
+def reproduce(arguments: Sequence[str]) -> int:
+    """Write the program, and return the exit code."""
+    parser = commands.parser(
+        "shardproof reproduce",
+        description="Run a failing case of torch.fully_shard or torch.fsdp on the CPU, and write what it makes torch "
+        "do, without shardproof, as a program that is shrunk for as long as it fails alike: docs/reproduce.md.",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    add("nodeid", metavar="NODEID", help="the pytest item, as a failure names it")
+    add("-o", "--output", default="repro.py", metavar="FILE", help="the program (default: repro.py)")
+    add("--seconds", type=commands.positive, default=180, metavar="N", help="of shrinking, at most (default: 180)")
+    options = parser.parse_args(arguments)
+    found = re.search(r"::\w+\[([\w.:]+)", options.nodeid)
+    if found is None or found[1] not in _OF_TORCH:
+        its = found[1] if found else "what NODEID names"
+        return commands.refuse(f"reproduce: {its} is not torch alone; it writes programs of {' and '.join(_OF_TORCH)}")
+    from shardproof import reproducers
+
+    with tempfile.TemporaryDirectory(prefix="shardproof-reproduce-") as folder:
+        words = ["shardproof", "run"] if options.nodeid.startswith("suites/") else ["pytest"]
+        words += [options.nodeid, "--impl", found[1], "--device", "cpu", "--runxfail", "-q", "-p", "no:cacheprovider"]
+        words += ["-m", "nightly or not nightly", "--report", f"{folder}/run.json"]
+        environment = os.environ | {"SHARDPROOF_TAPE": folder}
+        done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
+        try:
+            (record,) = load_run(f"{folder}/run.json").cases
+        except (RunFileError, ValueError):
+            said = (done.stdout + done.stderr).strip().splitlines()
+            return commands.refuse(
+                f"reproduce: {options.nodeid} did not run: {said[-1] if said else 'nothing is said'}"
+            )
+        tapes = [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("rank*.json"))]
+    failure = record.failure.text.strip() if record.failure is not None else ", ".join(record.missing)
+    print(f"the case: {record.verdict}  {failure.partition(chr(10))[0]}")
+    try:
+        if record.verdict not in ("fail", "crash"):
+            raise reproducers.NotReproducible(f"the verdict is {record.verdict}")
+        program = reproducers.Program(tapes, record.id, record.world)
+        shrinking = reproducers.Shrinking(program, until=time.monotonic() + options.seconds)
+        if not shrinking.holds:
+            why = f"with torch alone: {_last(shrinking.said)}, not {program.label}"
+            raise reproducers.NotReproducible("; ".join([why, *program.refused[:3]]))
+        text = shrinking.run()
+    except reproducers.NotReproducible as error:
+        print(f"shardproof: not reproduced: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return 1
+    pathlib.Path(options.output).write_text(text)
+    does = "passes" if shrinking.has_control else "does not run"
+    print(f"tried {shrinking.trials} smaller programs; with the reference implementation it {does}")
+    done = subprocess.run([sys.executable, options.output], capture_output=True, text=True)
+    print(f"{options.output}: {len(text.splitlines())} lines, exit code {done.returncode}: {_last(done.stderr)}")
+    return 0 if done.returncode and program.fails_alike(done.stderr) else 1
+
+
+def _last(text: str) -> str:
+    found = [line.strip() for line in text.splitlines() if re.match(r"\w*(Error|Exception|Warning)\b", line)]
+    return found[-1][:300] if found else "no error"
