@@ -1,22 +1,29 @@
 """Makes a program of plain torch from the tapes of a case's ranks, and a smaller one for as long as it fails alike.
 
-A tape has the calls of one rank (``harness/watching/tape.py``). In a trial the ranks are forks of this process, which
-has imported torch and started no thread.
+1. A tape has the calls of one rank and the check that failed (``harness/watching/tape.py``). All ranks must have made
+   the same calls, up to their own rank (``_merged``); what follows the failure is left out (:meth:`Program._cut`).
+2. :meth:`Program.text` writes calls as lines of ``main``, and the check as the last ones; for a check of numbers, a
+   copy of the model that is not sharded takes each step as well (``plain``).
+3. :func:`tried` runs a program, in forks of this process, which has imported torch and started no thread.
+4. :class:`Shrinking` leaves out ranks, models, steps, calls and options one by one, as long as the program fails alike
+   and passes with the reference implementation (:func:`control`), if the whole program did.
 """
 
 import ast
+import functools
 import importlib
 import itertools
 import json
 import multiprocessing
 import os
 import re
+import signal
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 Call = dict[str, Any]
 
@@ -25,9 +32,6 @@ _PARTS = {
     "batch(": """\
 def batch(number, rank, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 * number + rank))""",
-    "tokens(": """\
-def tokens(vocabulary, number, rank, *shape):
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(100 * number + rank))""",
     "whole(": """\
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor""",
@@ -60,17 +64,22 @@ class {name}(nn.Module):
             x = torch.tanh(layer(x))
         return self.out(x)"""
 _IMPORTS = {
-    "copy.": "import copy", "gc.": "import gc", "re.sub": "import re", "tempfile.": "import tempfile",
+    "copy.": "import copy", "gc.": "import gc", "tempfile.": "import tempfile",
     "dist.": "import torch.distributed as dist",
     "DTensor": "from torch.distributed.tensor import DTensor", "nn.": "from torch import nn", "torch.": "import torch",
     "TorchDispatchMode": "from torch.utils._python_dispatch import TorchDispatchMode",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
 }  # fmt: skip
 #: What a plain copy of the model does as well.
-_ALIKE = {"step", "zero_grad", "train", "eval", "requires_grad_", "to", "double", "clip_grad_norm_"}
-#: The calls at whose end a stage is compared, by kind or name.
-_ENDS = {"output": "forward", "loss": "forward", "gradient": "backward", "total norm": "clip_grad_norm_",
-         "clipped gradient": "clip_grad_norm_"}  # fmt: skip
+_ALIKE = {"step", "zero_grad", "train", "eval", "requires_grad_", "clip_grad_norm_"}
+#: What sets the training up, and stays when a step is left out.
+_SETTING = re.compile("make|fully_shard|__init__|state_dict")
+#: The stages that a program compares with the plain copy, and the kind or name of the call that ends each.
+_ENDS = {"output": "forward", "gradient": "backward", "parameter": "step"}
+
+
+#: How long a program is made smaller, at most.
+_SECONDS = 600
 
 
 class NotReproducible(Exception):
@@ -81,26 +90,29 @@ class Program:
     """A program, as calls that can be left out one by one."""
 
     def __init__(self, tapes: Sequence[dict[str, Any]], case: str, world: int) -> None:
-        failed = [tape for tape in tapes if tape["judged"] is not None]
-        if not failed:
+        failed = next((tape for tape in tapes if tape["judged"] is not None), None)
+        if failed is None:
             raise NotReproducible("no rank raised an error: the case was judged after it")
-        self.judged: dict[str, Any] = failed[0]["judged"]
-        if self.judged["kind"] == "assert" or self.judged.get("form", "first-rank") != "first-rank":
+        self.judged: dict[str, Any] = failed["judged"]
+        self.kind = self.judged["kind"]
+        if self.kind == "assert" or self.judged.get("form", "first-rank") != "first-rank":
             raise NotReproducible(f"{self.judged['where'].rpartition('/')[2]} asserts what no form of a program has")
-        self.case, self.world, self.texts = case, world, dict(failed[0]["sources"]["texts"])
-        self._imported = failed[0]["sources"]["imports"]
-        calls = self._cut(_merged(failed[0], tapes))
-        self.refused = [f"{one['name']}: {one['why']}" for one in calls if one["kind"] == "refused"]
-        self.calls = [one for one in calls if one["kind"] != "refused"]
+        self.case, self.world = case, world
+        self.texts: dict[str, str] = failed["sources"]["texts"]
+        self._imported = failed["sources"]["imports"]
+        self.calls = self._cut(_merged(failed, tapes))
+        for one in self.calls:
+            if one["kind"] == "refused":
+                raise NotReproducible(f"{one['name']}: {one['why']}")
 
     @property
     def label(self) -> str:
         """What the program says when it fails as its case does."""
         its = self.judged
-        if its["kind"] == "raise":
+        if self.kind == "raise":
             return f"{its['error']}: {its['text'].partition(chr(10))[0]}"
         labels = {"counts": f"collectives in {its.get('phase')}", "memory": "bytes held"}
-        return "AssertionError: " + labels.get(its["kind"], f"{its.get('stage')} of {its.get('name')}")
+        return "AssertionError: " + labels.get(self.kind, f"{its.get('stage')} of {its.get('name')}")
 
     def fails_alike(self, output: str) -> bool:
         """Whether a program with this output has failed as the case did."""
@@ -108,38 +120,33 @@ class Program:
         return own in other
 
     def _cut(self, calls: list[Call]) -> list[Call]:
-        """Leave out what follows the failure."""
-        its, last = self.judged, len(calls)
-        if its["kind"] == "memory":
-            last = next(number for number, one in enumerate(calls) if one == its["held"]) + 1
-            # What is made before the bytes are counted first is seen when it is sharded.
-            return sorted(calls[:last], key=lambda one: one["kind"] != "make")
-        if its["kind"] == "numbers":
-            compared, end = "evaluation" in its["name"], _ENDS.get(its["stage"], "step")
-            ends = [
-                number for number, one in enumerate(calls)
-                if end in (one["kind"], one["name"]) and one["step"] == its["step"]
-                and bool(one.get("compared")) == compared and (compared or not one["under"])
-            ]  # fmt: skip
+        """Leave out what follows the failure, and all counts of bytes but that with which the failure compares."""
+        its, before = self.judged, None
+        if self.kind == "memory":
+            calls = calls[: calls.index(its["held"])]
+            before = next(one for one in reversed(calls) if one["kind"] == "held" and one["limit"] is None)
+            self.limit = its["held"]["limit"] - before["value"]
+            # A model that exists before the first count is written down when it is sharded.
+            calls.sort(key=lambda one: one["kind"] != "make")
+        if self.kind == "numbers":
+            evaluates, end = "evaluation" in its["name"], _ENDS.get(its["stage"])
+            if end is None or any(one.get("target") == "FullyShardedDataParallel" for one in calls):
+                raise NotReproducible(f"no program compares the {its['stage']}, or any numbers of torch.fsdp")
+            ends = [n for n, one in enumerate(calls, start=1) if end in (one["kind"], one["name"])]
+            ends = [n for n in ends if calls[n - 1]["step"] == its["step"]]
+            ends = [n for n in ends if (calls[n - 1]["compared"] if evaluates else calls[n - 1]["graph"])]
             if not ends:
                 raise NotReproducible(f"the {its['stage']} that diverges belongs to no call that was seen")
-            last = ends[-1] + 1
-        return calls[:last]
+            calls = calls[: ends[-1]]
+        return [one for one in calls if one["kind"] != "held" or one is before]
 
     def text(self, calls: Sequence[Call]) -> str:
         """The program with these calls alone."""
-        lines, depth = [], 0
-        for call in calls:
-            for line in self._lines(call, calls):
-                depth -= line == "<"
-                lines += ["    " * depth + line] * (line != "<")
-                depth += line.startswith("with ") and line.endswith(":")
-        lines += self._verdict(calls)
-        body = "".join(f"    {line}\n" for line in _folded(lines))
+        lines = [line for call in calls for line in self._lines(call, calls)] + [*self._verdict(calls)]
+        body = "".join(f"    {line}\n" for line in lines)
         parts = [part for word, part in _PARTS.items() if re.search(rf"\b{re.escape(word)}", body)]
-        text = (
-            "\n".join([f"WORLD = {self.world}", *_needed(self.texts, "\n".join([*parts, body])), *parts])
-            + f"""
+        sources = "\n".join([f"WORLD = {self.world}", *_needed(self.texts, "\n".join([*parts, body])), *parts])
+        text = f"""{sources}
 
 def main(rank, rendezvous):
     dist.init_process_group('gloo', init_method=f'file://{{rendezvous}}', rank=rank, world_size=WORLD)
@@ -148,108 +155,73 @@ def main(rank, rendezvous):
 if __name__ == '__main__':
     torch.multiprocessing.spawn(main, (tempfile.mktemp(),), nprocs=WORLD)
 """
-        )
         lines = [line for word, line in _IMPORTS.items() if re.search(rf"\b{re.escape(word)}", text)]
         kept = {one for one in [*lines, *self._imported] if re.search(rf"\b{re.split(r'[ .]', one)[-1]}\b", text)}
         froms: dict[str, list[str]] = {}
         for one in sorted(kept, key=lambda one: ("torch" in one, one)):
-            froms.setdefault(one.rpartition(" import ")[0], []).append(one.rpartition("import ")[2])
-        imports = "\n".join(f"{start + ' ' * bool(start)}import {', '.join(names)}" for start, names in froms.items())
+            froms.setdefault(one.rpartition("import ")[0], []).append(one.rpartition("import ")[2])
+        imports = "\n".join(f"{start}import {', '.join(names)}" for start, names in froms.items())
         return f'"""{self.case} in plain torch.\n\n{self.label[:200]}\n"""\n{imports}\n\n{text}'
 
     def _lines(self, call: Call, calls: Sequence[Call]) -> Iterator[str]:
-        kind, numbers = call["kind"], self.judged["kind"] == "numbers"
+        """What a call is in ``main``, and what the plain copy does then."""
+        kind, numbers = call["kind"], self.kind == "numbers"
         if kind == "make":
-            yield f"torch.manual_seed({call['seed']})"
+            yield "torch.manual_seed(0)"
             yield f"{call['root']} = {call['code']}"
-            yield from (f"{call['root']}.get_parameter({name!r}).requires_grad_(False)" for name in call["frozen"])
             if numbers:
                 yield f"plain = copy.deepcopy({call['root']})"
         elif kind == "mesh":
             yield f"{call['assign']} = {call['code']}"
         elif kind == "held":
-            if call is self._before(calls):
-                yield "before = held()"
-        elif kind == "close":
-            yield "<"
-        elif kind == "open":
-            yield f"with {_called(call)}:"
+            yield "before = held()"
         elif kind == "backward":
             forward = next((one for one in calls if one["kind"] == "forward" and one["id"] == call["of"]), None)
             if forward is not None:
-                yield from self._under(call, f"{_loss(forward)}.backward{_called(call)}")
-                if numbers:
-                    each = _loss(forward, _plain(_called(forward), "each"))
+                loss = f"{call['loss']}({{}})" if "loss" in call else "{}.square().mean()"
+                yield self._under(call, f"{loss.format(forward['assign'])}.backward{_called(call)}")
+                if numbers:  # of the mean loss of all ranks
+                    each = loss.format(_plain(_called(forward), "each"))
                     yield f"(sum({each} for each in range(WORLD)) / WORLD).backward()"
         else:
-            assign = f"out{call['id']}" if kind == "forward" else call.get("assign", "")
-            line = f"{assign} = {_called(call)}" if assign else _called(call)
-            yield from self._under(call, line)
-            if numbers and (call.get("both") or call["name"] in _ALIKE):
-                line = re.sub(
-                    r"^norm = model\w*\.clip_grad_norm_\(", "norm = clip_grad_norm_(model.parameters(), ", line
-                )
-                yield re.sub(r"(?<!torch\.)\b(optim\d*|norm)\b", r"plain_\1", _plain(line, "rank"))
+            line = f"{call['assign']} = {_called(call)}" if call.get("assign") else _called(call)
+            yield self._under(call, line)
+            if numbers and (line.startswith("optim") or call["name"] in _ALIKE):
+                yield re.sub(r"(?<!torch\.)\b(optim\d*)\b", r"plain_\1", _plain(line, "rank"))
 
-    def _under(self, call: Call, line: str) -> Iterator[str]:
+    def _under(self, call: Call, line: str) -> str:
         """A line, in the context that it ran in or in one that counts."""
-        its, under = self.judged, call["under"]
-        kind = call["kind"] if call["kind"] != "call" else {"clip_grad_norm_": "clip"}.get(call["name"], call["name"])
-        last = max((one["step"] for one in self.calls if one["kind"] == "backward"), default=0)
-        if its["kind"] == "counts" and not under and kind == its["phase"] and call["step"] == min(its["step"], last):
-            under = "Issued()"
-        yield f"with {under}: {line}" if under else line
-
-    def _before(self, calls: Sequence[Call]) -> Call | None:
-        if self.judged["kind"] != "memory":
-            return None
-        return next((one for one in reversed(calls) if one["kind"] == "held" and one["limit"] is None), None)
+        under, last = call["under"], max((one["step"] for one in self.calls if one["kind"] == "backward"), default=0)
+        phase = call["name"] if call["kind"] == "call" else call["kind"]
+        if self.kind == "counts" and call["graph"] and call["step"] == last and phase == self.judged["phase"]:
+            under = [*under, "Issued()"]
+        return f"with {', '.join(under)}: {line}" if under else line
 
     def _verdict(self, calls: Sequence[Call]) -> Iterator[str]:
+        """The check with which the program fails."""
         its, label = self.judged, self.label.removeprefix("AssertionError: ")
-        if its["kind"] == "memory":
-            before = self._before(self.calls)
-            assert before is not None
-            limit = its["held"]["limit"] - before["value"]
+        if self.kind == "memory":
             yield "dist.barrier()"
             yield "more = held() - before"
-            yield f"assert more <= {limit}, f'{label}: {{more}} more than before, instead of at most {limit}'"
-        elif its["kind"] == "counts":
+            yield f"assert more <= {self.limit}, f'{label}: {{more}} more than before, not at most {self.limit}'"
+        elif self.kind == "counts":
             yield f"expected = { ({key.replace('_', ''): count for key, count in its['expected'].items()}) }"
             yield "alike = {kind: sum(kind in name for name in issued) for kind in expected} == expected"
             yield "alike = alike and len(issued) == sum(expected.values())"
             yield f"assert alike, f'{label}: {{issued}} instead of {{expected}}'"
-        elif its["kind"] == "numbers":
-            yield from self._compared(calls, label)
-        elif its["kind"] in ("held", "same", "form"):
+        elif self.kind == "numbers" and (forwards := [one for one in calls if one["kind"] == "forward"]):
+            found, expected = forwards[-1]["assign"], _plain(_called(forwards[-1]), "rank")
+            if its["stage"] != "output":
+                end = ".grad" if its["stage"] == "gradient" else ".detach()"
+                named = f".get_parameter({its['name']!r}){end}"
+                found, expected = f"whole({forwards[-1]['target']}{named})", f"plain{named}"
+            yield f"check({label!r}, {found}, {expected})"
+        elif self.kind in ("same", "form"):
             yield from self._states(label)
-
-    def _compared(self, calls: Sequence[Call], label: str) -> Iterator[str]:
-        stage, name = self.judged["stage"], self.judged["name"]
-        forward = next((one for one in reversed(calls) if one["kind"] == "forward"), None)
-        root = next((one["root"] for one in calls if one["kind"] == "make"), None)
-        if forward is None or root is None:
-            return  # of a smaller program, which passes
-        if stage in ("output", "loss"):
-            its = _plain(_called(forward), "rank")
-            mine, its = (f"out{forward['id']}", its) if stage == "output" else (_loss(forward), _loss(forward, its))
-            yield f"check({label!r}, {mine}, {its})"
-        elif stage == "total norm":
-            yield f"check({label!r}, whole(norm), plain_norm)"
-        else:
-            end = ".detach()" if stage.startswith("parameter") else ".grad"
-            its = f"plain.get_parameter({name!r}){end}"
-            if any(one.get("target") == "FullyShardedDataParallel" for one in calls):
-                yield f"with FullyShardedDataParallel.summon_full_params({root}, with_grads={end == '.grad'}):"
-                yield f"    found = {root}.named_parameters()"
-                yield "    found = {re.sub('_fsdp_wrapped_module.', '', name): one for name, one in found}"
-                yield f"    check({label!r}, found[{name!r}]{end}, {its})"
-            else:
-                yield f"check({label!r}, whole({root}.get_parameter({name!r}){end}), {its})"
 
     def _states(self, label: str) -> Iterator[str]:
         its, name, place = self.judged, self.judged["name"], int(self.judged["stage"] == "optimizer state")
-        sides = [its[key].split("|")[place] for key in ("found", "state", "expected") if key in its]
+        sides = [its[key].split("|")[place] for key in ("found", "expected") if key in its]
         for number, side in enumerate(sides):
             made = [one for one in self.calls if one.get("assign") == side.partition("[")[0]]
             if "broadcast_from_rank0=True" in str(made):
@@ -257,21 +229,14 @@ if __name__ == '__main__':
                 yield f"dist.broadcast_object_list(box{number})"
                 sides[number] = f"box{number}[0]"
         parameter, _, key = name.partition(": ")
-        if its["kind"] == "form":  # the first rank alone has what a state dict of the first rank has
+        if self.kind == "form":  # the first rank alone has what a state dict of the first rank has
             mine = f"{sides[0]}.get('state', {{}})" if place else sides[0]
             yield f"assert not rank or {parameter!r} not in {mine}, {label!r}"
-            return
-        if name.startswith("group "):
-            yield f"groups = [side['param_groups'][{name[6]}] for side in ({', '.join(sides)})]"
-            yield f"found, expected = (group.get({key!r}) for group in groups)"
-            yield f"assert found == expected, f'{label}: {{found}} instead of {{expected}}'"
-            return
-        end = f"['state'].get({parameter!r}, {{}}).get({key!r})" if place else f".get({name!r})"
-        sides = [side + end for side in sides]
-        if its["kind"] == "held":
-            mine = f"{its['run'][0]}.get_parameter({parameter!r})"
-            sides.insert(0, f"{its['run'][1]}.state[{mine}].get({key!r})" if place else f"{mine}.detach()")
-        yield f"check({label!r}, whole({sides[0]}), whole({sides[1]}))"
+        else:
+            end = f"['state'].get({parameter!r}, {{}}).get({key!r})" if place else f".get({name!r})"
+            if name.startswith("group "):
+                end = f"['param_groups'][{name[6]}].get({key!r})"
+            yield f"check({label!r}, whole({sides[0]}{end}), whole({sides[1]}{end}))"
 
 
 def _merged(mine: Mapping[str, Any], tapes: Sequence[Mapping[str, Any]]) -> list[Call]:
@@ -289,9 +254,8 @@ def _own(value: Any, tape: Mapping[str, Any]) -> str:
 
 
 def _called(call: Call) -> str:
-    return (
-        f"{call['target']}({', '.join([*call['args'], *(f'{key}={value}' for key, value in call['kwargs'].items())])})"
-    )
+    words = [*call["args"], *(f"{key}={value}" for key, value in call["kwargs"].items())]
+    return f"{call['target']}({', '.join(words)})"
 
 
 def _plain(text: str, rank: str) -> str:
@@ -299,43 +263,22 @@ def _plain(text: str, rank: str) -> str:
     return re.sub(r"\brank\b", rank, re.sub(r"\bmodel\d*\b", "plain", text))
 
 
-def _loss(forward: Call, output: str = "") -> str:
-    output = output or f"out{forward['id']}"
-    return f"{forward['loss']}({output})" if forward.get("loss") else f"{output}.square().mean()"
-
-
 def _needed(texts: dict[str, str], used: str) -> list[str]:
     """The sources that are used, without methods that nothing calls."""
     kept: list[str] = []
-    if not re.search(r"\bout\d+ = ", used):
-        forward = re.compile(r"\n    def forward\(.*?(?=\n    def |\Z)", flags=re.DOTALL)
-        texts = {name: re.sub(r":$", ": pass", forward.sub("", text).rstrip()) for name, text in texts.items()}
     for name, text in reversed(texts.items()):
         if not re.search(rf"\b{name}\b", used):
             continue
         (node,) = ast.parse(text).body
         if isinstance(node, ast.ClassDef):
-            own = ["forward", "step", "reset_parameters", "get_extra_state", "set_extra_state"]
-            node.body = [
-                one for one in node.body if not isinstance(one, ast.FunctionDef) or one.name in own
-                or one.name.startswith("__") or re.search(rf"\.{one.name}\b", used + str(texts))
-            ] or [ast.Pass()]  # fmt: skip
+            if not re.search(r"\bout\d+ = ", used):
+                node.body = [one for one in node.body if getattr(one, "name", "") != "forward"]
+            called = re.findall(r"\.(\w+)", used + ast.unparse(node))
+            called += ["__init__", "forward", "get_extra_state", "set_extra_state"]
+            node.body = [one for one in node.body if getattr(one, "name", "__init__") in called] or [ast.Pass()]
         kept.insert(0, re.sub(r"\n\s*\n", "\n", ast.unparse(node)))
         used += kept[0]
     return kept
-
-
-def _folded(lines: list[str]) -> list[str]:
-    """Lines that differ by one index, as a loop."""
-    folded: list[str] = []
-    while lines:
-        template = re.sub(r"\[\d\]", "[index]", line := lines.pop(0))
-        places = list(dict.fromkeys(re.findall(r"\[(\d)\]", line)))
-        alike = len(places) == 1
-        while alike and lines and re.sub(r"\[\d\]", "[index]", lines[0]) == template:
-            places += re.findall(r"\[(\d)\]", lines.pop(0))[:1]
-        folded.append(line if len(places) < 2 or not alike else f"for index in ({', '.join(places)}): {template}")
-    return folded
 
 
 # Trials, and what they leave out.
@@ -348,126 +291,95 @@ def control(text: str) -> str:
     return text
 
 
-def tried(text: str, world: int, seconds: float = 60.0) -> str:
-    """Run the ranks of a program; what they print, empty if all pass."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [os.path.join(folder, f"rank{rank}") for rank in range(world)]
-        ranks = [context.Process(target=_rank, args=(text, rank, folder, path)) for rank, path in enumerate(paths)]
-        for one in ranks:
-            one.start()
-        end = time.monotonic() + seconds
-        while (left := [one for one in ranks if one.is_alive()]) and time.monotonic() < end:
-            wait([one.sentinel for one in left], max(0.0, end - time.monotonic()))
-            if any(one.exitcode for one in ranks):
-                end = min(end, time.monotonic() + 1)  # peers may wait for it
-        for one in ranks:
-            one.kill()
-            one.join()
-        failed = [path for path, one in zip(paths, ranks, strict=True) if one.exitcode and os.path.exists(path)]
-        return "\n".join(open(path).read() for path in failed) + "." * bool(failed)
+def tried(text: str, seconds: float = 60.0) -> str:
+    """Run a program; what it prints if it fails or hangs, empty if it passes."""
+    with tempfile.TemporaryFile("w+") as file:
+        child = multiprocessing.get_context("fork").Process(target=_run, args=(text, file.fileno()))
+        child.start()
+        child.join(seconds)
+        if child.is_alive() and child.pid:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        file.seek(0)
+        return file.read() + "failed" if child.exitcode else ""
 
 
-def _rank(text: str, rank: int, folder: str, path: str) -> None:
-    with open(path, "w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        try:
-            values: dict[str, Any] = {"__name__": "program"}
-            exec(compile(text, "program.py", "exec"), values)
-            values["main"](rank, os.path.join(folder, "rendezvous"))
-        except BaseException:
-            traceback.print_exc(file=file)
-            file.flush()
-            os._exit(1)
-    os._exit(0)
+def _run(text: str, output: int) -> None:
+    os.setpgid(0, 0)  # its ranks are killed with it
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    exec(compile(text, "program.py", "exec"), {"__name__": "__main__"})
 
 
 class Shrinking:
     """Leaves out what the failure does not need."""
 
-    def __init__(self, program: Program, *, until: float) -> None:
-        import torch  # and, once for all trials, what ranks would import
-
+    def __init__(self, program: Program) -> None:
         torch.set_num_threads(1)
         for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fsdp_impl"):
-            importlib.import_module(name)
-        torch.optim.SGD([torch.ones(1, requires_grad=True)]).step()
-        self.program, self._until, self.trials, self.calls = program, until, 0, program.calls
+            importlib.import_module(name)  # once for all trials
         began = time.monotonic()
-        self.said = tried(program.text(self.calls), program.world)
+        self.program, self._until, self.trials, self.calls = program, began + _SECONDS, 0, program.calls
+        self.said = tried(program.text(self.calls))
         self.holds = program.fails_alike(self.said)
         self._limit = 5 + 4 * (time.monotonic() - began)  # of a smaller program, which may hang
-        self.has_control = self.holds and tried(control(program.text(self.calls)), program.world) == ""
+        self.has_control = self.holds and tried(control(program.text(self.calls))) == ""
 
     def run(self) -> str:
         """Return the program that is left."""
         program = self.program
-        # Where nothing tells a right program from a wrong one, only what cannot make it wrong goes.
-        careful = program.judged["kind"] != "raise" and not self.has_control
-        bound = {"make", "mesh", "held", "state_dict"} | ({"fully_shard", "__init__"} if careful else set())
-
-        def without(left: Iterable[Call]) -> bool:
-            gone = {id(one) for one in left if one["name"] not in ("mesh", "held")}
-            return self._keep([one for one in self.calls if id(one) not in gone])
-
-        def with_each(change: Callable[[Call], Call]) -> bool:
-            return self._keep([one | change(one) for one in self.calls])
-
         for root in [one["root"] for one in self.calls if one["kind"] == "make"]:
-            without(one for one in self.calls if re.search(rf"\b{root}\b", str([*one.values()])))
-        if careful and program.judged["kind"] in ("numbers", "counts", "memory"):
+            self._without([one for one in self.calls if re.search(rf"\b{root}\b", str([*one.values()]))])
+        # Where nothing tells a right program from a wrong one, only what cannot make it wrong goes.
+        careful = program.kind != "raise" and not self.has_control
+        if careful and program.kind in ("numbers", "counts", "memory"):
             return program.text(self.calls)
-        world, program.world = program.world, min(program.world, 2)
-        if not with_each(
-            lambda one: {"code": one["code"].replace(f"({world},)", "(2,)")} if one["kind"] == "mesh" else {}
-        ):
-            program.world = world
-        # One group of all parameters, all of them trainable.
-        group = re.compile(r"^\[\{.*?\b(model\d*)\..*")
-        with_each(
-            lambda one: {"args": [group.sub(r"\1.parameters()", arg) for arg in one["args"]]} if "both" in one else {}
-        )
-        with_each(lambda one: {"frozen": []} if one["kind"] == "make" else {})
-        for name, text in [*program.texts.items()]:
-            if (found := re.search(r"def __init__\((self, dim[^)]*)\)", text)) and "self.layers = " in text:
-                depth = "depth" if "depth" in found[1] else "3"
-                program.texts[name] = _STACK.format(name=name, signature=found[1], depth=depth)
-                if not self._keep(self.calls):
-                    program.texts[name] = text
-        setting = bound | {"fully_shard", "__init__"}
+        if program.world > 2:
+            world, program.world = program.world, 2
+            codes = [one.get("code", "").replace(f"({world},)", "(2,)") for one in self.calls]  # of meshes
+            if not self._keep([one | {"code": code} for one, code in zip(self.calls, codes, strict=True)]):
+                program.world = world
+        groups = re.compile(r"^\[\{.*?\b(model\d*)\..*")
+        plain = [[groups.sub(r"\1.parameters()", arg) for arg in one.get("args", ())] for one in self.calls]
+        self._keep([one | {"args": args} for one, args in zip(self.calls, plain, strict=True)])
+        for name in program.texts:
+            self._stack(name)
         for step in sorted({one["step"] for one in self.calls}):
-            without(one for one in self.calls if one["step"] == step and one["name"] not in setting)
-        for name in sorted({one["name"] for one in self.calls}):
-            if not any(word in name for word in bound):
-                without(one for one in self.calls if one["name"] == name)
-        for layers in (1, 2) if "depth" in str(program.texts) else ():
-            part = re.compile(rf"\.layers\[[{layers}-9]\]")
-            fewer = [one for one in self.calls if not part.search(str([*one.values()]))]
-            end = f", depth={layers})"
-            made = [
-                one | {"code": (one["code"][:-1] + end).replace("(, ", "(")} if "code" in one and "root" in one else one
-                for one in fewer
-            ]
-            if self._keep(made):
-                break
-        for call in reversed(self.calls):
-            if call["kind"] not in ("open", "close") and not any(word in call["name"] for word in bound):
-                without([call])
-        for key in sorted({key for one in self.calls for key in one.get("kwargs", ())}):
+            self._without([one for one in self.calls if one["step"] == step and not _SETTING.search(one["name"])])
+        for call in reversed(self.calls):  # what uses a value goes before what makes it
+            if not careful or not _SETTING.search(call["name"]):
+                self._without([call])
+        for key in () if careful else sorted({key for one in self.calls for key in one.get("kwargs", ())} - {"mesh"}):
             kept = [{k: v for k, v in one.get("kwargs", {}).items() if k != key} for one in self.calls]
             self._keep([one | {"kwargs": left} for one, left in zip(self.calls, kept, strict=True)])
         return program.text(self.calls)
+
+    def _stack(self, name: str) -> None:
+        """Replace a model that has ``layers`` by a smaller one."""
+        texts, text = self.program.texts, self.program.texts[name]
+        found = re.search(r"def __init__\((self, dim[^)]*)\)", text)
+        for depth in (1, 2, 3) if found and "self.layers = " in text else ():
+            signature = re.sub(r"depth=\d", f"depth={depth}", found[1]) if found else ""
+            layers = "depth" if "depth" in signature else depth
+            texts[name] = _STACK.format(name=name, signature=signature, depth=layers)
+            gone = re.compile(rf"\.layers\[[{depth}-9]\]")
+            if self._without([one for one in self.calls if gone.search(str([*one.values()]))]):
+                return
+        texts[name] = text
+
+    def _without(self, left: Sequence[Call]) -> bool:
+        return self._keep([one for one in self.calls if not any(one is other for other in left)])
 
     def _keep(self, calls: list[Call]) -> bool:
         """Take over fewer calls if the program still fails alike, and the reference passes it if it did."""
         if time.monotonic() > self._until:
             return False
         self.trials += 1
-        text, world = self.program.text(calls), self.program.world
-        if not self.program.fails_alike(tried(text, world, self._limit)):
+        text = self.program.text(calls)
+        if not self.program.fails_alike(tried(text, self._limit)):
             return False
-        if self.program.judged["kind"] != "raise" and self.has_control and tried(control(text), world, self._limit):
+        if self.program.kind != "raise" and self.has_control and tried(control(text), self._limit):
             return False
         self.calls = calls
         return True
