@@ -308,7 +308,8 @@ def _run(text: str, output: int) -> None:
     os.setpgid(0, 0)  # its ranks are killed with it
     os.dup2(output, 1)
     os.dup2(output, 2)
-    torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+    processes: Any = torch.multiprocessing
+    processes.spawn = functools.partial(processes.start_processes, start_method="fork")
     exec(compile(text, "program.py", "exec"), {"__name__": "__main__"})
 
 

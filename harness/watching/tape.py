@@ -181,8 +181,8 @@ class Tape:
             code = f"init_device_mesh('cpu', {shape}, mesh_dim_names={values['names']})"
             self._awaited[frame] = lambda mesh: self._meshed(mesh, code)
         elif place in _COUNTS and frame.f_back.f_code.co_name != "settled_bytes":
-            count = {"kind": "held", "name": "held", "step": self._step, "limit": values.get("limit")}
-            self._awaited[frame] = lambda held: self.calls.append(count | {"value": held})
+            entry = {"kind": "held", "name": "held", "step": self._step, "limit": values.get("limit")}
+            self._awaited[frame] = lambda held: self.calls.append(entry | {"value": held})
         elif place == "states.read":
             self.checked = {"kind": "form", "form": values["form"], "count": (count := len(self.calls))}
             self._awaited[frame] = lambda state: self._names.update({id(state): (state, self._parts(count))})
@@ -247,7 +247,7 @@ class Tape:
         if isinstance(value, enum.Enum):
             return f"{self.sources.name(type(value))}.{value.name}"
         if isinstance(value, types.GeneratorType):
-            return f"{self.write(value.gi_frame.f_locals['self'])}.parameters()"
+            return f"{self.write(inspect.getgeneratorlocals(value)['self'])}.parameters()"
         if isinstance(value, list | tuple | set):
             parts = ", ".join(map(self.write, value))
             return f"[{parts}]" if isinstance(value, list) else f"{type(value).__name__}([{parts}])"
@@ -280,10 +280,9 @@ class Tape:
         """How a module was made, or a value that it was made with."""
         if not isinstance(value, nn.Module):
             return f"[{', '.join(map(self.made, value))}]" if isinstance(value, list | tuple) else self.write(value)
-        maker, shapes = self._maker(value), _shapes(value)
-        if maker is None:  # of a copy, what it is a copy of
-            alive = ((one[0](), one[1:]) for one in self._made.values())
-            maker = next((how for one, how in alive if isinstance(one, type(value)) and _shapes(one) == shapes), None)
+        maker = self._maker(value)
+        if maker is None:  # of a copy: the model of its class that was made last, which may be sharded by now
+            maker = next((how for ref, *how in reversed(self._made.values()) if isinstance(ref(), type(value))), None)
         if maker is None:
             raise Unwritable(f"how a {type(value).__name__} was made was not seen")
         words = [*map(self.made, maker[0]), *(f"{key}={self.made(one)}" for key, one in maker[1].items())]
@@ -343,10 +342,6 @@ def _compares(frame: Any) -> bool:
     return any(_COMPARES.search(_place(one)) for one, _ in traceback.walk_stack(frame))
 
 
-def _shapes(module: nn.Module) -> list[Any]:
-    return [(name, one.shape) for name, one in module.named_parameters()]
-
-
 def _digest(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(memory.raw_bytes(tensor)).hexdigest()}"
 
@@ -361,6 +356,7 @@ def _flat(values: Any) -> Iterator[Any]:
 def _arguments(frame: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """The function of a frame, or that which a wrapper of torch calls, and its arguments without its defaults."""
     names, rest, extra, values = inspect.getargvalues(frame)
+    function: Any
     scope, *parts = frame.f_code.co_qualname.split(".")
     if "<locals>" in parts:
         function = values.get("func", values.get("fn"))
