@@ -52,7 +52,7 @@ class Issued(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 issued = []""",
 }
-#: What takes the place of a model with ``layers``, if it fails alike.
+#: A model that takes the place of one with ``layers``, if the program fails alike.
 _STACK = """\
 class {name}(nn.Module):
     def __init__({signature}):
@@ -70,15 +70,13 @@ _IMPORTS = {
     "TorchDispatchMode": "from torch.utils._python_dispatch import TorchDispatchMode",
     "init_device_mesh": "from torch.distributed.device_mesh import init_device_mesh",
 }  # fmt: skip
-#: What a plain copy of the model does as well.
+#: The calls that the plain copy of a model takes as well.
 _ALIKE = {"step", "zero_grad", "train", "eval", "requires_grad_", "clip_grad_norm_"}
-#: What sets the training up, and stays when a step is left out.
-_SETTING = re.compile("make|fully_shard|__init__|state_dict")
+#: The calls that set the training up, or load: they stay when a step is left out.
+_SETTING = re.compile("make|mesh|held|fully_shard|__init__|state_dict")
 #: The stages that a program compares with the plain copy, and the kind or name of the call that ends each.
-_ENDS = {"output": "forward", "gradient": "backward", "parameter": "step"}
-
-
-#: How long a program is made smaller, at most.
+_ENDS = {"output": "forward", "gradient": "backward", "parameter after step": "step"}
+#: For how many seconds a program is made smaller, at most.
 _SECONDS = 600
 
 
@@ -129,12 +127,11 @@ class Program:
             # A model that exists before the first count is written down when it is sharded.
             calls.sort(key=lambda one: one["kind"] != "make")
         if self.kind == "numbers":
-            evaluates, end = "evaluation" in its["name"], _ENDS.get(its["stage"])
+            end, flag = _ENDS.get(its["stage"]), "compared" if "evaluation" in its["name"] else "graph"
             if end is None or any(one.get("target") == "FullyShardedDataParallel" for one in calls):
                 raise NotReproducible(f"no program compares the {its['stage']}, or any numbers of torch.fsdp")
-            ends = [n for n, one in enumerate(calls, start=1) if end in (one["kind"], one["name"])]
+            ends = [n for n, one in enumerate(calls, 1) if end in (one["kind"], one["name"]) and one[flag]]
             ends = [n for n in ends if calls[n - 1]["step"] == its["step"]]
-            ends = [n for n in ends if (calls[n - 1]["compared"] if evaluates else calls[n - 1]["graph"])]
             if not ends:
                 raise NotReproducible(f"the {its['stage']} that diverges belongs to no call that was seen")
             calls = calls[: ends[-1]]
@@ -330,12 +327,12 @@ class Shrinking:
     def run(self) -> str:
         """Return the program that is left."""
         program = self.program
-        for root in [one["root"] for one in self.calls if one["kind"] == "make"]:
-            self._without([one for one in self.calls if re.search(rf"\b{root}\b", str([*one.values()]))])
         # Where nothing tells a right program from a wrong one, only what cannot make it wrong goes.
         careful = program.kind != "raise" and not self.has_control
         if careful and program.kind in ("numbers", "counts", "memory"):
             return program.text(self.calls)
+        for root in [one["root"] for one in self.calls if one["kind"] == "make"]:
+            self._without([one for one in self.calls if re.search(rf"\b{root}\b", str([*one.values()]))])
         if program.world > 2:
             world, program.world = program.world, 2
             codes = [one.get("code", "").replace(f"({world},)", "(2,)") for one in self.calls]  # of meshes

@@ -64,13 +64,13 @@ class Tape:
         self.sources = Sources()
         self.checked: dict[str, Any] = {}
         self._path = path
-        self._made: dict[int, Any] = {}  # modules, by how they were made
-        self._roots: dict[str, Any] = {}
+        self._made: dict[int, Any] = {}  # by the id of a module: a reference to it, and with what it was made
+        self._roots: dict[str, Any] = {}  # references to models, by their names in the program
         self._names: dict[int, tuple[Any, str]] = {}  # what earlier calls returned, and how it is called
-        self._drawn: dict[str, str] = {}  # inputs by their values
-        self._awaited: dict[types.FrameType, Callable[[Any], object]] = {}
-        self._contexts: list[str] = []
-        self._inside: types.FrameType | None = None
+        self._drawn: dict[str, str] = {}  # expressions of inputs, by the digest of their values
+        self._awaited: dict[types.FrameType, Callable[[Any], object]] = {}  # what to do when a call returns
+        self._contexts: list[str] = []  # of torch, that are open
+        self._inside: types.FrameType | None = None  # the call that is written down; those within it are not
         self._step, self._loss, self._evaluates, self._last = 0, None, False, None
 
     def event(self, frame: types.FrameType, event: str, arg: Any) -> None:
@@ -116,7 +116,7 @@ class Tape:
         """Write a call down."""
         opens = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
         if opens and frame.f_lasti > 8:  # the context ends
-            self._contexts.pop()
+            del self._contexts[-1:]  # of none if it had no expression
             return
         graph, under = torch.is_grad_enabled(), self._contexts.copy()
         if not graph:
@@ -127,7 +127,7 @@ class Tape:
             entry |= {"kind": "forward", "target": self.write(first), "compared": self._evaluates}
             entry |= {"id": len(self.calls), "assign": f"out{len(self.calls)}"}
         elif name == "backward":
-            before = [one["id"] for one in self.calls if one["kind"] == "forward" and one["graph"]]
+            before = [None, *(one["id"] for one in self.calls if one["kind"] == "forward" and one["graph"])]
             entry |= {"kind": "backward", "of": before[-1], "target": ""}
             with contextlib.suppress(Unwritable):
                 entry |= {"loss": self.sources.name(self._loss)} if self._loss else {}
@@ -145,7 +145,7 @@ class Tape:
             entry["target"] = f"{self.write(first)}.{name}"
         else:
             scope, _, method = function.__qualname__.partition(".")
-            owner = self.sources.name(function.__globals__[scope] if method else function)
+            owner = self.sources.name(getattr(sys.modules[function.__module__], scope) if method else function)
             entry["target"], rest = f"{owner}.{name}" if method else owner, args
         if name.startswith(("get_", "state_dict", "optim_state_dict")) and name.endswith("state_dict"):
             entry["assign"] = called = self._numbered("state")
