@@ -96,9 +96,9 @@ def pieces_of(
     if found.keys() != set(names):
         unknown, missing = sorted(map(str, found.keys() - set(names))), sorted(set(names) - found.keys())
         kinds = {"unknown": unknown, "missing": missing}
-        wrong = [f"{kind}: {one_line(', '.join(some))}" for kind, some in kinds.items() if some]
+        others = [f"{kind}: {one_line(', '.join(some))}" for kind, some in kinds.items() if some]
         raise ProtocolError(
-            f"{who} returned other names than the original model's parameters have; {'; '.join(wrong)}"
+            f"{who} returned other names than the original model's parameters have; {'; '.join(others)}"
             + "".join(f"; untied: {tie}" for tie in untied if set(unknown) & set(tie.names))
         )
     device = adapter.config.mesh.device_type
