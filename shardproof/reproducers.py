@@ -88,9 +88,11 @@ class Program:
     """A program, as calls that can be left out one by one."""
 
     def __init__(self, tapes: Sequence[dict[str, Any]], case: str, world: int) -> None:
-        failed = next((tape for tape in tapes if tape["judged"] is not None), None)
-        if failed is None:
+        raised = [tape for tape in tapes if tape["judged"] is not None]
+        if not raised:
             raise NotReproducible("no rank raised an error: the case was judged after it")
+        # A rank may raise what another one has seen: it knows no more than the text.
+        failed = min(raised, key=lambda tape: tape["judged"]["kind"] == "assert")
         self.judged: dict[str, Any] = failed["judged"]
         self.kind = self.judged["kind"]
         if self.kind == "assert" or self.judged.get("form", "first-rank") != "first-rank":
