@@ -171,7 +171,10 @@ def _age(summary: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the first of the rows of each implementation and hardware class."""
-    return list({row["badge"]: row for row in reversed([*rows])}.values())[::-1]
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["badge"], row)
+    return list(found.values())
 
 
 def write(folder: Path, content: Mapping[str, str]) -> None:

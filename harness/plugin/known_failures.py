@@ -139,9 +139,7 @@ class KnownFailures:
             The new verdict, and an explanation that names the entry; "" where no entry was applied.
         """
         entry = self.first(case_id)
-        if entry is None or verdict.is_skip or entry.has_expired(self._today):
-            return verdict, ""
-        if entry.verdict == Verdict.PASS:
+        if entry is None or entry.verdict == Verdict.PASS or verdict.is_skip or entry.has_expired(self._today):
             return verdict, ""
         if verdict == entry.verdict:
             return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"
