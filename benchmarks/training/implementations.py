@@ -1,6 +1,7 @@
 """How each implementation shards a model, and how user code says that a microbatch does not reduce."""
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,8 +58,8 @@ def fully_shard_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Tr
     return shard
 
 
-def flat_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Trained]:
-    """``FullyShardedDataParallel`` of ``package``."""
+def flat_of(package: Any, *, originals: bool = True) -> Callable[[nn.Module, Spec, torch.device], Trained]:
+    """``FullyShardedDataParallel`` of ``package``, with the model's own parameters or with the flat ones."""
 
     def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
         if spec.shape is not None or spec.tensor_parallel > 1:
@@ -68,7 +69,7 @@ def flat_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Trained]:
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
             mixed_precision=package.MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE),
-            use_orig_params=True,
+            use_orig_params=originals,
             device_id=device,  # torch wants one on the CPU too
         )
         return Trained(wrapped, wrapped, wrapped.no_sync)
@@ -108,6 +109,8 @@ _PACKAGES = {
     "torch.fully_shard": ("torch.distributed.fsdp", fully_shard_of),
     "reference.flat": ("fsdp_impl", flat_of),
     "torch.fsdp": ("torch.distributed.fsdp", flat_of),
+    "reference.flat:shown": ("fsdp_impl", functools.partial(flat_of, originals=False)),
+    "torch.fsdp:shown": ("torch.distributed.fsdp", functools.partial(flat_of, originals=False)),
 }
 
 #: What ``--implementations`` takes.
