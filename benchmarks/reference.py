@@ -38,7 +38,11 @@ from training.processes import answer_in, names_in, start  # noqa: E402
 from training.traced import exposed, picture  # noqa: E402
 
 #: What an implementation is compared with.
-PARTNERS = {"reference": "torch.fully_shard", "reference.flat": "torch.fsdp", "reference.flat:shown": "torch.fsdp:shown"}
+PARTNERS = {
+    "reference": "torch.fully_shard",
+    "reference.flat": "torch.fsdp",
+    "reference.flat:shown": "torch.fsdp:shown",
+}
 #: Steps before the measured ones: everything that lives as long as the model has been made.
 WARM_UP = 4
 #: So many steps are trained in all, whose losses are compared.
