@@ -53,7 +53,7 @@ PLACES = (
     Place(
         "CPU, gloo, torch 2.11", "CPU", "2.11",
         ("h200-x4-gloo-v11-standard.json.gz", "cpu-deepspeed-v8-standard.json.gz",
-         "cpu-torchtitan-fairscale-v9-standard.json.gz", "cpu-olmo-core-v9-standard.json.gz"),
+         "cpu-torchtitan-fairscale-v9-standard.json.gz", "cpu-olmo-core-v10-standard.json.gz"),
     ),
     Place(
         "Two H100 or H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
@@ -76,11 +76,11 @@ Written by `python docs/make_matrix.py` from [published run files](../reports/pu
 
 ## Profiles
 
-How far each implementation is from the [profiles](contract.md#profiles) of the contract, with the newest torch of which
-there is a run. The cells are explained [in the README](../README.md#which-implementation-passes-what). A dash: two GPUs
-cannot have the profile. No complete run of megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been
-published yet. The table has cases with up to four ranks; cases with eight ran over gloo only, in earlier runs, and no
-run used eight GPUs.
+How far each implementation is from the [profiles](contract.md#profiles) of the contract, in the run that has the most
+of their items, of several with the newest torch. The cells are explained [in the
+README](../README.md#which-implementation-passes-what). A dash: two GPUs cannot have the profile. No complete run of
+megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been published yet. The table has cases with
+up to four ranks; cases with eight ran over gloo only, in earlier runs, and no run used eight GPUs.
 """
 
 
@@ -101,19 +101,25 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
 
 
 def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
-    """Write the profiles of each implementation and column, with its newest torch; of ``short``, the first column's."""
-    found: dict[tuple[str, str], str] = {}
+    """Write the profiles of each implementation and column; of ``short``, those of the first column.
+
+    Of several places the one whose run lacks the fewest items of the contract counts, and of these the newest torch.
+    """
+    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for place, run in runs.items():
-        cells = {(one.implementation, one.profile): one.cell for one in standings(run)}
+        all_standings = standings(run)
         for name in _columns(run):
             asked = _passed([case for case in run.cases if case.implementation == name])
-            reached = [cells.get((name, one), "-") for one in contract.profiles()]
+            own = {one.profile: one for one in all_standings if one.implementation == name}
+            reached = [own[one].cell if one in own else "-" for one in contract.profiles()]
             row = [f"`{name}`", f"{place.column}, torch {place.torch}", *reached, asked]
             if asked != "-":
-                found.setdefault((name, place.column), f"| {' | '.join(row)} |")
+                not_run = sum(one.not_run for one in own.values())
+                found.setdefault((name, place.column), []).append((not_run, f"| {' | '.join(row)} |"))
     names = _in_order(name for name, _ in found)
     head = ["implementation", "on", *contract.profiles(), "passed of asked"]
-    rows = [row for name in names for (other, _), row in found.items() if other == name]
+    best = {key: min(rows, key=lambda one: one[0])[1] for key, rows in found.items()}
+    rows = [row for name in names for (other, _), row in best.items() if other == name]
     rows = [next(row for row in rows if row.startswith(f"| `{name}` |")) for name in short] or rows
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 
