@@ -1,5 +1,6 @@
 """Renders the regressions of a run: for a terminal, as Markdown for a pull request, and as GitHub's annotations."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
@@ -59,15 +60,22 @@ def as_markdown(outcome: Outcome) -> str:
 
 
 def as_github(outcome: Outcome) -> str:
-    """Render an outcome as workflow commands, which GitHub shows at the case's file and in the run's summary."""
+    """Render an outcome as workflow commands, which GitHub shows in the summary and at files of the repository."""
     lines = [_message(line) for line in outcome.runs]
     for one in outcome.worse:
-        file = one.nodeid.partition("::")[0]
+        file = _in_repository(one.nodeid.partition("::")[0])
         place = f" file={_property(file)}," if file else " "
         lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}')}::{_message(one.text)}")
     lines += [f"::notice title=shardproof accepted::{_message(line)}" for line in _accepted(outcome)]
     lines += [f"::notice title=shardproof not compared::{_message(line)}" for line in outcome.not_compared]
     return "\n".join([*lines, _message(_verdict(outcome))]) + "\n"
+
+
+def _in_repository(file: str) -> str:
+    """Return a file if the repository that GitHub checked out has it; the packaged suites are elsewhere."""
+    root = os.path.abspath(os.environ.get("GITHUB_WORKSPACE") or ".")
+    path = os.path.normpath(os.path.join(root, file))
+    return file if path.startswith(root + os.sep) and os.path.isfile(path) else ""
 
 
 FORMATS: Mapping[str, Callable[[Outcome], str]] = {"text": as_text, "markdown": as_markdown, "github": as_github}

@@ -1,11 +1,40 @@
-"""Texts that several reports have: tables, foreign text that is made safe to print, and which code a run is of."""
+"""What the texts of several reports share: tables, foreign text made safe to print, the code of a run, colours."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TextIO
 
 from shardproof.runfile import UNKNOWN, CaseRecord, Environment, Verdict
 
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
+
+
+def _verdicts(which: Iterable[Verdict]) -> str:
+    """A pattern of verdicts where a report names them: in front of a line, with their number, or as a cell."""
+    return rf"(?:^|(?<=  )|(?<=\s)\d+ )(?:{'|'.join(which)})(?=[:,]|  |$)"
+
+
+#: What is coloured, by its colour: red, yellow or green. Lines with four spaces are the texts of failures and commands.
+_COLOURED = re.compile(
+    "|".join((
+        "^    .*",
+        rf"(?P<_31>{_verdicts(one for one in Verdict if one.fails)}|^WORSE|^[1-9]\d* of .* failed|\bINCOMPLETE\b"
+        r"|^(?!accepted|better|not compared)[a-z ]+ \(\d+\):$)",
+        rf"(?P<_33>{_verdicts(one for one in Verdict if one.is_skip or one is Verdict.EXPECTED_FAIL)}"
+        r"|^accepted \(\d+\):$)",
+        rf"(?P<_32>{_verdicts([Verdict.PASS])}|^nothing got worse|^0 of .* failed|^better \(\d+\):$)",
+    )),
+    re.MULTILINE,
+)  # fmt: skip
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """Colour the verdicts of a report for a terminal. NO_COLOR and FORCE_COLOR count as in pytest."""
+    is_terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    if os.environ.get("NO_COLOR") or not (is_terminal or os.environ.get("FORCE_COLOR")):
+        return text
+    return _COLOURED.sub(lambda one: f"\x1b[{one.lastgroup[1:]}m{one[0]}\x1b[0m" if one.lastgroup else one[0], text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

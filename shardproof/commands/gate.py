@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from shardproof import commands
 from shardproof.reports.accepted import AcceptanceError, accept, load
 from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS, described
+from shardproof.reports.texts import coloured
 from shardproof.runfile import Run, RunFileError, load_run
 
 WORSE = 1
@@ -38,7 +40,8 @@ def gate(arguments: Sequence[str]) -> int:
     except (RunFileError, Incomparable, AcceptanceError) as error:
         return commands.refuse(error)
     outcome = replace(outcome, runs=_described(options, base, head))
-    print(FORMATS[options.format](outcome), end="")
+    text = FORMATS[options.format](outcome)
+    print(coloured(text, sys.stdout) if options.format == "text" else text, end="")
     return WORSE if outcome.worse else 0
 
 

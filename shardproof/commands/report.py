@@ -1,12 +1,14 @@
 """The command ``shardproof report``: prints a run file, or what changed between runs of one commit."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from shardproof import commands
 from shardproof.reports.flakes import render_flakes
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.profiles import render_profiles
+from shardproof.reports.texts import coloured
 from shardproof.runfile import RunFileError, load_run
 
 _EPILOG = """\
@@ -39,7 +41,7 @@ def report(arguments: Sequence[str]) -> int:
             text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
     except (RunFileError, ValueError) as error:
         return commands.refuse(error)
-    print(text, end="")
+    print(coloured(text, sys.stdout), end="")
     return INCOMPLETE if any(run.incomplete for run in runs.values()) else 0
 
 

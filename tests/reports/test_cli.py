@@ -2,6 +2,8 @@
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,32 @@ def test_a_summary_reads_and_does_not_judge(failing):
     assert (done.returncode, done.stderr) == (0, "")
     assert "AUTOGRAD-1   1      1 fail\n" in done.stdout
     assert "1 of 1 case that ran failed" in done.stdout
+
+
+@pytest.mark.parametrize(("options", "count"), [((), "1 "), (("--cases",), "")], ids=["requirements", "cases"])
+def test_colour_changes_no_text(tmp_path, options, count):
+    colours = {"crash": 31, "unmet": 33, "expected-fail": 33, "pass": 32}
+    cases = [samples.case(id=one, requirement=one.upper(), verdict=one, missing=["2 pass"]) for one in colours]
+    path = written(tmp_path / "run.json", *cases, samples.case(verdict="fail", failure={"text": "    pass\n1 fail"}))
+    plain, done = report(path, *options).stdout, report(path, *options, FORCE_COLOR="1").stdout
+    assert re.sub(r"\x1b\[\d+m", "", done) == plain and "\x1b" not in plain
+    for verdict, colour in colours.items():
+        assert f"  \x1b[{colour}m{count}{verdict}\x1b[0m\n" in done
+    assert "\n        pass\n    1 fail\n" in done, "the text of a failure is as it is"
+    assert done.endswith("\n\n\x1b[31m2 of 4 cases that ran failed\x1b[0m; 1 skipped\n")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_coloured"),
+    [({"NO_COLOR": ""}, True), ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_a_terminal_is_coloured(failing, environment, is_coloured):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "shardproof", "report", str(failing)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"TERM": "xterm"} | environment, stdout=theirs, check=True)
+    os.close(theirs)
+    assert (b"\x1b[31mfail\x1b[0m: reference" in os.read(ours, 1 << 16)) is is_coloured
+    os.close(ours)
 
 
 def test_a_long_text_whole_on_request(tmp_path):

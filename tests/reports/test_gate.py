@@ -409,7 +409,14 @@ pytest a
     )
 
 
-def test_annotations_of_github(run):
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """The folder in which GitHub checks out the user's repository; none of shardproof's own files is in it."""
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    return tmp_path
+
+
+def test_annotations_of_github(run, workspace):
     failure = FAILURE | {"text": "RuntimeError: 100%, really"}
     code, printed = run([of()], [of(verdict="fail", failure=failure)], "--format", "github")
     assert code == 1
@@ -418,9 +425,30 @@ def test_annotations_of_github(run):
         """\
 BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
 HEAD DIR/head.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
-::error file=suites/test_x.py,title=new failure%3A ours a::fail, was pass: RuntimeError: 100%25, really
+::error title=new failure%3A ours a::fail, was pass: RuntimeError: 100%25, really
 ::notice title=shardproof not compared::collectives, bytes and peak memory of 1 case: they do not pass in HEAD
 ::notice title=shardproof not compared::time: no --time-ratio was given
 WORSE: new failure 1; compared: 1 case that ran in both
 """,
     )
+
+
+@pytest.mark.parametrize(("file", "has_place"), [("suites/test_x.py", True), ("test_x.py", False), ("../x.py", False)])
+def test_an_annotation_names_a_file_only_if_the_repository_has_it(run, workspace, file, has_place):
+    (workspace / "suites").mkdir()
+    (workspace / "suites" / "test_x.py").touch()
+    (workspace.parent / "x.py").touch()
+    failing = of(verdict="fail", failure=FAILURE, nodeid=f"{file}::test_a[ours-w2]")
+    _, printed = run([of()], [failing], "--format", "github")
+    assert f"::error {f'file={file},' if has_place else ''}title=new failure" in printed
+
+
+def test_colour_is_for_text_alone(run, monkeypatch):
+    plain = {name: run([of()], [FAILED], "--format", name)[1] for name in ("text", "markdown")}
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = {name: run([of()], [FAILED], "--format", name)[1] for name in plain}
+    assert coloured["markdown"] == plain["markdown"]
+    shown = plain["text"].replace("\nWORSE", "\n\x1b[31mWORSE\x1b[0m")
+    assert coloured["text"] == shown.replace("new failure (1):", "\x1b[31mnew failure (1):\x1b[0m")
+    _, better = run([FAILED], [of()])
+    assert "\x1b[32mbetter (1):\x1b[0m" in better and "\x1b[32mnothing got worse\x1b[0m;" in better
