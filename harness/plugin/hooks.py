@@ -179,7 +179,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:
                 names = config.option.shardproof_impl or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
-                waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}")
+                worlds = f" on worlds of {sizes} ranks" if (sizes := config.option.shardproof_world) else ""
+                waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}{worlds}")
             if not _only_distributes(config):
                 _start_forkserver()
         state.open_journal()

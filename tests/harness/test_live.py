@@ -59,8 +59,8 @@ def on_terminal(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one-process", "workers"])
 def test_a_terminal_shows_how_far_the_run_is(on_terminal, options):
-    shown = on_terminal(*options)
-    assert shown.startswith("shardproof: importing torch and collecting the cases for ddp")
+    shown = on_terminal("--world", "2,3", *options)
+    assert shown.startswith("shardproof: importing torch and collecting the cases for ddp on worlds of 2,3 ranks\r\n")
     assert bool(options) or "shardproof: 2 cases of ddp; ranks: 2, 3; device: cpu; effort: full" in shown
     lines = LINE.findall(shown)
     assert ("0", "0") in {(done, failed) for done, failed, _, _ in lines}
