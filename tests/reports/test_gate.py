@@ -444,10 +444,10 @@ def test_an_annotation_names_a_file_only_if_the_repository_has_it(run, workspace
 
 
 def test_colour_is_for_text_alone(run, monkeypatch):
-    plain = {name: run([of()], [FAILED], "--format", name)[1] for name in ("text", "markdown")}
+    plain = {name: run([of()], [FAILED], "--format", name)[1] for name in ("text", "github")}
     monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = {name: run([of()], [FAILED], "--format", name)[1] for name in plain}
-    assert coloured["markdown"] == plain["markdown"]
+    assert coloured["github"] == plain["github"]
     shown = plain["text"].replace("\nWORSE", "\n\x1b[31mWORSE\x1b[0m")
     assert coloured["text"] == shown.replace("new failure (1):", "\x1b[31mnew failure (1):\x1b[0m")
     _, better = run([FAILED], [of()])
