@@ -2,7 +2,7 @@
 
 torchtitan 0.3.0. `data_parallel` shards a parameter once for each module that has it. Silent: each copy has a part of the gradient, and
 they diverge with the first step. Seen by TIED-1 and by the cases of the state dicts, whose model has tied weights ("untied:
-'tokens.weight' and 'output.weight' are one parameter of the model and several of the sharded one").
+'tokens.weight' and 'output.weight' are one parameter of the original model and several after sharding").
 """
 
 # /// finding

@@ -270,8 +270,8 @@ def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
     if not many:
         return []
     (first, count), *others = many
-    told = "".join(f", {name} from {count}" for name, count in others)
-    text = f"{first} alone keeps it from {count} cases{told}"
+    told = "".join(f", {count} only {name}" for name, count in others)
+    text = f"{count} cases lack only {first}{told}"
     return [printable(f"  hint: {text}; declare what the implementation has (docs/adapters.md)")]
 
 

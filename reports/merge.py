@@ -158,7 +158,7 @@ def _check(sources: Sequence[_Source]) -> None:
             seen[part.run_id] = source.path
         ours, theirs = dict(first.run.environment.numerics), dict(source.run.environment.numerics)
         if ours != theirs:
-            raise MergeError(f"{source.path}: compares by {theirs}, and {first.path} by {ours}; run one of them again")
+            raise MergeError(f"{source.path}: its numerics are {theirs}, {first.path} has {ours}; run one again")
 
 
 def _check_commits(sources: Sequence[_Source]) -> None:

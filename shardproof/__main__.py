@@ -28,13 +28,13 @@ commands:
   submit   check a run file and put its summary into a repository of results
   doctor   run your own training script and report mistakes in its first steps; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
-  compare  say where two such recordings first diverge, of any worlds, meshes and accumulation
+  compare  report where two such recordings first diverge; their ranks, mesh and accumulation may differ
   reproduce
            write a failing case of torch's own implementations as a program of plain torch
   check    train your own model on several ranks and in one process, and compare every stage
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
-           list what --impl can name, its version, and where it runs or why not
+           list the implementations that --impl accepts: version, and the devices on which each runs, or why not
   torch-names
            list the private names of torch that shardproof uses and the installed torch lacks
 

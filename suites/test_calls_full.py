@@ -78,11 +78,11 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
             return [sum(one.numel() for one in layer.parameters()) for layer in model.module]
 
     inside, own = counts(model, recurse=False)
-    assert own == 20 and inside < 20, f"of 20 parameters each, the unit inside and the outer one show {[inside, own]}"
+    assert own == 20 and inside < 20, f"the inner and the outer unit, of 20 parameters each, show {[inside, own]}"
     inside, own = counts(nn.Sequential(model), recurse=False)
-    assert own < 20 and inside < 20, f"asked of a plain module around, they show {[inside, own]}"
+    assert own < 20 and inside < 20, f"called on a plain module around them, they show {[inside, own]}"
     found = counts(model)
-    assert found == [20, 20], f"asked of the outer one with what is inside, they show {found}"
+    assert found == [20, 20], f"called on the outer unit with recurse=True, they show {found}"
 
 
 @contract("CALLS-3")

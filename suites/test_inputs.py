@@ -99,7 +99,7 @@ class Handing(_Entered):
             state=generator, fn=function,
         )  # fmt: skip
         wrong = [type(one).__name__ for one, other in zip(returned, self.things, strict=True) if one is not other]
-        assert not wrong, f"between a unit and its caller other objects took the place of {wrong}"
+        assert not wrong, f"between caller and unit these were replaced by copies or others: {wrong}"
         hidden: torch.Tensor = output
         return hidden
 

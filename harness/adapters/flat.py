@@ -437,7 +437,7 @@ class FlatAdapter(WrappingAdapter):
             f"there is no strategy that reshards to groups of {reshards}"
         )
         if not self.config.shards:
-            assert self.config.mesh.ndim != 2, "a mesh of replicas and shards has shards"
+            assert self.config.mesh.ndim != 2, "shards=False needs a mesh of one dimension, not replicas x shards"
             return strategies.NO_SHARD
         if reshards is False:
             return strategies._HYBRID_SHARD_ZERO2 if hybrid else strategies.SHARD_GRAD_OP

@@ -70,7 +70,7 @@ def kind_of(operator: str) -> str | None:
     kind = _KINDS.get(name)
     if kind is None and name not in _NO_COLLECTIVES:
         # Uncounted, it would let an implementation send what it must not.
-        raise UnknownCollective(f"{operator} is neither a known collective nor known to be none")
+        raise UnknownCollective(f"{operator} is not known to shardproof; it may be a collective")
     return kind
 
 

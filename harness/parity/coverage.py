@@ -224,7 +224,7 @@ class Evidence:
         for name, piece in pieces.items():
             if piece is not None and piece.tensor.numel() and piece.tensor.untyped_storage().data_ptr() in addresses:
                 where = Location(stage=stage, rank=self._rank, name=name)
-                self._borrowed = (where, "its memory belongs to the run with which it would be compared")
+                self._borrowed = (where, "it shares its memory with the run that it is compared with")
 
     def show(self, stages: Iterable[tuple[Stage, Mapping[str, Piece | None] | None]], *, step: int) -> Shown:
         """Return what this rank holds of the tensors that it has not shown before."""
@@ -320,7 +320,7 @@ class Evidence:
                 "elements are on several ranks"
             )
             if len(owners) == 1:
-                text = f"the shards of {tensor} are not its part: element {list(element)}, on {on}, is not its own"
+                text = f"the shards of {tensor} have elements of another part, such as {list(element)} on {on}"
         where = Location(stage=Stage.SHARDING, name=name, element=element)
         return Divergence(text, where)
 

@@ -256,7 +256,7 @@ class Pair:
         if not (missing := sorted(first - this - {""})):
             return finding
         listed = ", ".join(missing)
-        text = f"this forward did not gather {listed}, that of the first step did, as when it was never resharded"
+        text = f"this forward did not gather {listed}, the first step's did, as when it was never resharded"
         return dataclasses.replace(finding, text=f"{finding.text}\n  {text}")
 
     def _replayed(self, one: _Step) -> StepComparison:

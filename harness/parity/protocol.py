@@ -38,7 +38,7 @@ class Tie:
 
     def __str__(self) -> str:
         first, *others = map(repr, self.names)
-        return f"{first} and {', '.join(others)} are one parameter of the model and several of the sharded one"
+        return f"{first} and {', '.join(others)} are one parameter of the original model and several after sharding"
 
 
 def ties_of(model: nn.Module) -> list[Tie]:

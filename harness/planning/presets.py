@@ -238,7 +238,7 @@ def resized(shape: Shape, *, layers: int | None, dim: int | None) -> Shape:
     fitting = ((heads, by) for by in (shared, min(shared, 2), 1) for heads in range(most // by * by, 0, -by))
     heads, shared = next(((heads, by) for heads, by in fitting if dim % (2 * heads) == 0), (0, 1))
     if not heads:
-        raise ValueError(f"--dim {dim} has no heads of an even number of at least {_LEAST_HEAD} elements")
+        raise ValueError(f"--dim {dim} does not divide into heads of an even size of at least {_LEAST_HEAD}")
     hidden, vocab = (-(-one * dim // shape.dim // _MULTIPLE) * _MULTIPLE for one in (shape.hidden, shape.vocab))
     return dataclasses.replace(
         shape, layers=layers, dim=dim, heads=heads, key_heads=heads // shared, hidden=hidden, vocab=vocab

@@ -76,7 +76,7 @@ def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
 # Meshes as a command line names them, and larger or smaller ones of the same kind.
 
 
-_FORMS = "give ranks, as 512, or replicas x shards, as 64x8"
+_FORMS = "give ranks (512), or replicas x shards (64x8)"
 _NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 
 Mesh = tuple[int, ...]

@@ -52,7 +52,7 @@ class Subject:
     build: Callable[[int], Built]  # builds it for a number of tokens, on the default device
 
 
-_RETURNS = "return a torch.nn.Module, or a tuple of one, inputs(batch, sequence) and loss(output, *inputs)"
+_RETURNS = "return a torch.nn.Module, or (module, inputs, loss) with inputs(batch, sequence) and loss(output, *inputs)"
 
 #: Tokens of a sequence, for models of the user.
 _LENGTH = 2048
@@ -182,7 +182,7 @@ def _function(name: str, module_name: str, function_name: str) -> Callable[[], A
         raise ModelError(f"--model {name!r}: module {module_name!r} has no {function_name!r}")
     if not callable(function) or isinstance(function, nn.Module):
         kind = type(function).__name__
-        raise ModelError(f"--model {name!r}: {function_name!r} is no function that returns a model, but of type {kind}")
+        raise ModelError(f"--model {name!r}: {function_name!r} is of type {kind}, not a function that returns a model")
     needed = _needed(function)
     if needed:
         raise ModelError(

@@ -36,11 +36,11 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     unknown = sorted(set(plan.values()) - _STYLES.keys())
     if not plan or unknown:
-        raise ModelError(f"{kind} brings {f'a plan with {unknown[0]!r}' if unknown else 'no tensor-parallel plan'}")
+        raise ModelError(f"{kind} has {f'an unknown style {unknown[0]!r}' if unknown else 'no tensor-parallel plan'}")
     config = getattr(model, "config", None)
     heads: int = getattr(model, "key_heads", getattr(config, "num_key_value_heads", size))
     if heads % size:
-        raise ModelError(f"{kind} has {heads} heads of keys, which {size} tensor-parallel ranks do not divide")
+        raise ModelError(f"{kind} has {heads} key heads, which {size} tensor-parallel ranks do not divide")
     for name, module in model.named_modules():
         style = next((style for pattern, style in plan.items() if fnmatch.fnmatch(name, pattern)), "")
         features = {"colwise": "out_features", "rowwise": "in_features"}.get(style, "")

@@ -174,7 +174,7 @@ def _indivisible(item: pytest.Function, size: int) -> str:
     """Return what is missing where the meshes of a case do not fit into a simulated world; empty if they do."""
     mark = item.get_closest_marker("simulated")
     multiple = mark.kwargs.get("multiple_of", 1) if mark is not None else 1
-    return f"a simulated world of a multiple of {multiple} ranks ({size} is none)" if size % multiple else ""
+    return f"a simulated world whose size is a multiple of {multiple} (not {size})" if size % multiple else ""
 
 
 def skip_reason(made: MadeRecord) -> str:

@@ -16,12 +16,12 @@ MARKER_LINES = (
     "world(*sizes): the numbers of ranks that the case runs on, one pytest item each",
     "simulated(multiple_of): the case runs on single ranks of simulated worlds, with --simulate alone",
     "needs(*names): the capabilities and the hardware without which the case is skipped",
-    "takes(option): the field of Config without whose name in the adapter's option_names the case is skipped",
+    "takes(option): the case is skipped unless this field of Config is in the adapter's option_names",
     "alone(): the case measures time or memory and shares its devices with no other case",
-    "meaningful_from(size): on fewer ranks this value of a parameter means what another one does, or the case less",
+    "meaningful_from(size): on fewer ranks this value of a parameter tests nothing that other values do not",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
-    "each_value(*names): the values of these parameters name different things; --effort quick keeps an item of each",
-    "reproduced_by(command): the words that repeat the case, which a command has made of its own options",
+    "each_value(*names): --effort quick keeps an item for each value of these parameters, not one in all",
+    "reproduced_by(command): the command line that repeats the case, in place of pytest's",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 

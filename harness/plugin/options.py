@@ -49,12 +49,12 @@ _HELP = {
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
     "every number of ranks) or quick (one item of each test function)",
     "contract": "run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
-    "fuzz": "seconds in which the cases that draw models and schedules search, all together, for one that fails "
+    "fuzz": "seconds for which the cases that draw models and schedules, in total, search for a failing example "
     "(default: 10 examples each, always the same)",
     "expectations": "another file of known failures, in addition to those next to the cases; may be repeated",
     "explain": "run each failing case again with capture on, and name the first tensor that diverges",
     "ranks-per-gpu": "how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
-    "simulate": "run the cases marked for it, and no others, in one process on single ranks of simulated worlds of "
+    "simulate": "run only the cases with the mark simulated, in one process, as single ranks of simulated worlds of "
     "these sizes, such as 1024,16384",
     "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on accelerators)",
 }

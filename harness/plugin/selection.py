@@ -286,7 +286,7 @@ def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, i
         # Every rank of the job has the device of its local rank.
         count = place.size if count >= place.local_size else 0
     if ranks_per_gpu > 1 and not (count and here in Backend.backend_capability["gloo"]):
-        why = f"gloo moves no tensors of {here}" if count else "torch finds no accelerator here"
+        why = f"gloo does not support tensors on {here}" if count else "torch finds no accelerator here"
         raise ValueError(f"--ranks-per-gpu {ranks_per_gpu}: {why}; leave it out")
     # A world of one rank shards nothing, so "auto" takes the accelerator only where two ranks have a device.
     return (here if asked == here or (asked == "auto" and count * ranks_per_gpu > 1) else "cpu"), count

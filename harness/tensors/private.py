@@ -31,7 +31,7 @@ class MissingName(RuntimeError):
     """The installed torch lacks a private name that is used. The text is one line, which names it."""
 
 
-_UNMET = "they are unmet"
+_UNMET = "these cases are unmet"
 _UNSEEN = "not noticed"
 
 NAMES = tuple(
@@ -43,10 +43,10 @@ NAMES = tuple(
         ("_C._distributed_c10d._resolve_process_group", "recording functional collectives", _UNMET),
         # gloo
         ("distributed.ProcessGroupGloo._Options", "one thread for each gloo group (F-270)", "torch's own groups"),
-        ("distributed.ProcessGroupGloo._Options._timeout", "the mend of gloo", "torch's own groups"),
-        ("distributed.ProcessGroupGloo._Options._threads", "the mend of gloo", "torch's own groups"),
-        ("distributed.ProcessGroupGloo._Options._devices", "the mend of gloo", "torch's own groups"),
-        ("distributed.distributed_c10d.ProcessGroupGloo", "the mend of gloo", "torch's own groups"),
+        ("distributed.ProcessGroupGloo._Options._timeout", "the gloo workaround", "torch's own groups"),
+        ("distributed.ProcessGroupGloo._Options._threads", "the gloo workaround", "torch's own groups"),
+        ("distributed.ProcessGroupGloo._Options._devices", "the gloo workaround", "torch's own groups"),
+        ("distributed.distributed_c10d.ProcessGroupGloo", "the gloo workaround", "torch's own groups"),
         # left-overs
         ("distributed._functional_collectives", "noticing functional collectives that are patched", _UNSEEN),
         ("nn.modules.module._global_forward_hooks", "noticing global hooks left behind", _UNSEEN),

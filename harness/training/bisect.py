@@ -82,7 +82,7 @@ class Bisected:
             lines.append("  no axis cures it")
         left = " and ".join(one.name for one in self.smallest) or "no axis"
         ending = "" if self.is_complete else ", which did not suffice"
-        lines.append(f"  smallest plan that fails has {left} on   ({self.trials} trials{ending}, {seconds:.0f} s)")
+        lines.append(f"  smallest failing configuration: {left} on   ({self.trials} trials{ending}, {seconds:.0f} s)")
         lines += [f"  another failure: {text}" for text in self.others]
         lines.append(f"  command: {command}")
         return "\n".join(lines)

@@ -432,7 +432,7 @@ class _Pair:
         known = diagnose(mine, own, rank=rank, groups=evidence.groups_of(rank), earlier=earlier,
                          tolerance=max(evidence.tolerance(name), self.allowed)) if own else None  # fmt: skip
         if known is None:
-            return self._explain_parts(rank, field, name) or ["none of the mistakes that are known makes it"]
+            return self._explain_parts(rank, field, name) or ["it matches no known mistake"]
         if known.signature == "S1":
             return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
@@ -484,10 +484,10 @@ class _Pair:
         same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= 0.05 * abs(factor)]
         which = "every parameter" if len(same) == len(names) else listed(same)
         if kind == "decay":
-            return [f"by equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: another "
-                    "weight decay"]  # fmt: skip
+            return [f"with equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: the "
+                    "weight decay differs"]  # fmt: skip
         return [
-            f"by equal gradients, {which} moved {factor:.4g} times as far as the reference's: another learning rate"
+            f"with equal gradients, {which} moved {factor:.4g} times as far as the reference's: learning rates differ"
         ]
 
     def _explain_rates(self, names: Sequence[str]) -> list[str]:
@@ -519,8 +519,8 @@ class _Pair:
             return []
         listed_ = ", ".join(f"{one:.3g}" for one in factors[:8])
         more = f" and {len(factors) - 8} more" if len(factors) > 8 else ""
-        return [f"by equal gradients, what ranks hold moved {listed_}{more} times as far as the reference's, by rank: "
-                "another learning rate"]  # fmt: skip
+        return [f"with equal gradients, what ranks hold moved {listed_}{more} times as far as the reference's, by "
+                "rank: learning rates differ"]  # fmt: skip
 
     def _sizes(self, rank: int) -> dict[str, float]:
         """Return the sizes of the run by name; those that are equal are one."""
@@ -555,8 +555,8 @@ class _Pair:
         if not self._own_names or any(one is not None for one in self._factors):
             return []
         return [
-            "no factor makes these gradients the reference's, and losses agree by theirs: the forward or the loss "
-            "is another, as with other masks or positions, dropout, or parameters or buffers of another step"
+            "the losses are a multiple of the reference's, and these gradients are not: the forward or the loss "
+            "differs, as with other masks or positions, dropout, or parameters or buffers of another step"
         ]
 
     def _fitted(self) -> list[float]:

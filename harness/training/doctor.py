@@ -221,7 +221,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             self._say(f"{error} (last event here: {last}); detached on this rank", everywhere=True)
         else:
             text = "".join(traceback.format_exception(error))
-            self._say(f"an error of its own, which ends the watching; please report it:\n{text}", everywhere=True)
+            self._say(f"internal error, which ends the watching; please report it:\n{text}", everywhere=True)
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
@@ -310,8 +310,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
     def _nothing_seen(self) -> None:
         forwards, steps = self._watch.counts
         self._say(
-            f"the loop ended before a step did ({forwards} forwards with gradients, {steps} optimizer steps): was the "
-            "wrapped module called?"
+            f"the loop ended before a step was complete ({forwards} forwards with gradients, {steps} optimizer steps): "
+            "was the wrapped module called?"
         )
 
     def summary(self) -> str:

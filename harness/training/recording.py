@@ -273,8 +273,8 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         forwards, steps = self._watch.counts
         if self._watch.step <= self._steps[0]:
             print(
-                f"shardproof record: the loop ended before a step did ({forwards} forwards with gradients, {steps} "
-                "optimizer steps): was the wrapped module called?",
+                f"shardproof record: the loop ended before a step was complete ({forwards} forwards with gradients, "
+                f"{steps} optimizer steps): was the wrapped module called?",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
             self._detach()
@@ -506,7 +506,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
 
     def _on_error(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
-        print(f"shardproof record: an error of its own, which ends the recording; please report it:\n{text}",
+        print(f"shardproof record: internal error, which ends the recording; please report it:\n{text}",
               file=sys.stderr, flush=True)  # fmt: skip
         self._detach()
 
@@ -622,7 +622,7 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(data, dict) and isinstance(data.get("version"), int) and data["version"] != VERSION:
-            raise BadRecording(f"{path} is version {data['version']}, this reads {VERSION}")
+            raise BadRecording(f"{path} has version {data['version']}; only version {VERSION} can be read")
         check_version(data, "version", VERSION)
         head = decode(Head, data)
     except OSError as error:

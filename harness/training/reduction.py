@@ -237,9 +237,9 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     of = f" ({count})" if everything else f" ({count}: {listed(names)})"
     if diagnosis is None:
         lines = [
-            f"the gradients of {who} are no factor times the sum of what all ranks computed: a relative distance of "
-            f"{residual:.2g} remains{of}",
-            "and none of the mistakes that are known makes them",
+            f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
+            f"of {residual:.2g} remains{of}",
+            "and they match no known mistake",
         ]
         return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines))
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"

@@ -115,8 +115,8 @@ def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[st
     for reason, names in reasons.items():
         yield f"the reduction of {len(names)} parameters ({names[0]!r}, ...): {reason}"
     if not reduced[0].sums and not reasons and not reduced[0].is_skipped:
-        yield "gradients, as where the optimizer steps in backward: nothing is said of their reduction"
-    yield "whether the factor is right for this loss; a model in which all ranks agree on a wrong value"
+        yield "gradients and their reduction, as where the optimizer steps in backward"
+    yield "whether the factor is right for this loss; mistakes that are the same on all ranks"
 
 
 def _range(ranks: Sequence[int]) -> str:

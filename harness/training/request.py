@@ -136,12 +136,12 @@ def parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
         try:
             sizes = parse(text)
         except ValueError as error:
-            raise NotCheckable(f"check: {error}, or names, as dp=2,tp=2") from None
+            raise NotCheckable(f"check: {error}, or names (dp=2,tp=2)") from None
         return tuple(zip(("dp",) if len(sizes) == 1 else names_of(sizes), sizes, strict=True))
     found = re.findall(r"(?:^|,)([A-Za-z_]\w*)=(0*[1-9]\d{0,4})(?=,|$)", text)
     if ",".join(f"{name}={size}" for name, size in found) != text:
-        raise NotCheckable(f"check: --mesh {text!r} is not a mesh: give ranks, as 8, replicas x shards, as 2x4, or "
-                           "names, as dp=2,tp=2")  # fmt: skip
+        raise NotCheckable(f"check: --mesh {text!r} is not a mesh: give ranks (8), replicas x shards (2x4), or "
+                           "names (dp=2,tp=2)")  # fmt: skip
     if len({name for name, _ in found}) < len(found):
         raise NotCheckable(f"check: --mesh {text!r} has two dimensions of one name")
     return tuple((name, int(size)) for name, size in found)
@@ -285,11 +285,11 @@ def _adapter(request: Request) -> type[Adapter]:
             raise ValueError(f"{request.implementation} lacks the capability {capability}, for {what}")
     if request.param_dtype and Capability.MIXED_PRECISION not in adapter.capabilities():
         raise ValueError(
-            f"{request.implementation} has no --param-dtype; --dtype {request.param_dtype} has it all in it"
+            f"{request.implementation} has no --param-dtype; --dtype {request.param_dtype} sets the dtype of all"
         )
     others = [name for name, _ in request.mesh if name not in request.data_dims]
     if len(others) > 1 or (others and Capability.TENSOR_PARALLEL not in adapter.capabilities()):
-        raise ValueError(f"{request.implementation} does not divide over {others[-1]!r}: give --parallelize")
+        raise ValueError(f"{request.implementation} does not shard over {others[-1]!r}: give --parallelize")
     return adapter
 
 

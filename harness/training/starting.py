@@ -58,7 +58,7 @@ def name_of(function: Callable[..., Any]) -> str:
         raise ValueError(f"check: {name}() is defined in a cell of a notebook: write the cell to a file by %%writefile "
                          "my.py and import it")  # fmt: skip
     if not name.isidentifier() or not module:
-        raise ValueError(f"check: {name or function!r} is no function of a module: give one that can be imported")
+        raise ValueError(f"check: {name or function!r} is not at the top of a module: give one that can be imported")
     if module == "__main__":
         return f"{os.path.abspath(str(file))}:{name}"
     if getattr(importlib.import_module(module), name, None) is not function:

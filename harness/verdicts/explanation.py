@@ -59,7 +59,7 @@ class Divergent:
         if ranks := [rank for rank in ranks if rank != at.rank]:
             lines.append(f"  the same tensor diverges on {ranks_of(ranks)} too")
         elif not alike and size > 1 and at.rank is not None:
-            lines.append(f"  on no other rank does this tensor diverge first; {_elsewhere(others, size)}")
+            lines.append(f"  no other rank diverges at this tensor first; {_elsewhere(others, size)}")
         lines.append(f"  compared with {self.title}")
         return lines
 

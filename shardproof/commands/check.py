@@ -130,7 +130,7 @@ def _facts(record: CaseRecord) -> list[str]:
     used = [(one.sharded_ulps / one.allowed_ulps, one) for one in own.distances if one.allowed_ulps]
     if used:
         part, worst = max(used, key=lambda one: one[0])
-        facts.append(f"farthest  {part:.2f} of what is allowed: {worst.stage} of {worst.name!r} in step {worst.step}")
+        facts.append(f"worst     {part:.2f} of the allowed error: {worst.stage} of {worst.name!r} in step {worst.step}")
     return facts + [f"not seen  {text}" for text in own.notes]
 
 
@@ -141,8 +141,8 @@ def _fits(request: Request, device: str) -> None:
 
     count = devices.count() if device in ("auto", devices.accelerator()) else 0
     if (device not in ("auto", "cpu") or count > 1) and request.size > count:
-        raise NotCheckable(f"check: --mesh {request.mesh_text} has {request.size} ranks, this host {count} devices "
-                           f"for --device {device}; CPU: --device cpu")  # fmt: skip
+        raise NotCheckable(f"check: --mesh {request.mesh_text} needs {request.size} devices; this host has {count} for "
+                           f"--device {device}; pass --device cpu to run on the CPU")  # fmt: skip
 
 
 def _request(options: argparse.Namespace) -> Request:
@@ -201,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         "file.py:function, as for `shardproof plan`")  # fmt: skip
     add("--layers", type=positive, metavar="N", help="cut a known shape down to so many layers")
     add("--dim", type=positive, metavar="N", help="cut a known shape down to this width")
-    add("--mesh", required=True, metavar="MESH", help="ranks, as 4, replicas x shards, as 2x2, or names, as dp=2,tp=2")
+    add("--mesh", required=True, metavar="MESH", help="ranks (4), replicas x shards (2x2), or names (dp=2,tp=2)")
     add("--parallelize", default="", metavar="NAME", help="your function that shards the model; it may return its "
         "optimizer too")  # fmt: skip
     add("--impl", metavar="NAME", help="shard by an implementation of `shardproof implementations` (default: own with "
@@ -211,31 +211,31 @@ def _parser() -> argparse.ArgumentParser:
         "(default: seeded random tokens)")  # fmt: skip
     add("--step", default="", metavar="NAME", help="your function that trains one step (default: mean of the losses, "
         "clipping, step, zero_grad)")  # fmt: skip
-    add("--plain", default="", metavar="NAME", help="your function that gives the unsharded model the methods of its "
-        "wrapper")  # fmt: skip
+    add("--plain", default="", metavar="NAME", help="your function that adds the methods of the sharded model's "
+        "wrapper to the unsharded model")  # fmt: skip
     add("--axis", action="append", default=[], metavar="NAME=VALUE", help="a keyword argument of --parallelize")
     add("--off", type=_off, default=(), metavar="NAMES", help="turn these off: clipping, compile, foreach, "
         "mixed-precision, offload, prefetch, recomputation, reshard-after-forward, ties")  # fmt: skip
-    add("--bisect", action="store_true", help="find what a failure takes, by checks with each axis off: of these, mesh "
-        "dimensions, dtypes, microbatches, and arguments of --parallelize")  # fmt: skip
-    add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: an argument of "
-        "--parallelize has this value when it is off")  # fmt: skip
+    add("--bisect", action="store_true", help="find the smallest configuration that still fails, by turning off what "
+        "--off can name, mesh dimensions, dtypes, microbatches, and arguments of --parallelize")  # fmt: skip
+    add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: the value that "
+        "turns off this argument of --parallelize")  # fmt: skip
     add("--data-dims", default="", metavar="DIMS", help="mesh dimensions whose ranks read different data (default: "
         "those with names such as dp)")  # fmt: skip
     add("--steps", type=positive, default=3, metavar="N", help="steps to train (default: 3)")
-    add("--microbatches", type=positive, default=2, metavar="N", help="of the default data, per step (default: 2)")
+    add("--microbatches", type=positive, default=2, metavar="N", help="microbatches a step, if no --data (default: 2)")
     add("--batch", type=positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")
     add("--sequence", type=positive, default=32, metavar="N", help="tokens of a sequence (default: 32)")
     add("--max-norm", type=float, default=1.0, metavar="X", help="total norm to clip to; 0 does not clip (default: 1)")
-    add("--dtype", choices=dtypes, default="float32", help="of the parameters (default: float32)")
-    add("--param-dtype", choices=dtypes, default="", help="in which parameters are gathered and computed with")
-    add("--reduce-dtype", choices=dtypes, default="", help="in which gradients are reduced")
+    add("--dtype", choices=dtypes, default="float32", help="dtype of the parameters (default: float32)")
+    add("--param-dtype", choices=dtypes, default="", help="dtype of gathers and compute (default: --dtype)")
+    add("--reduce-dtype", choices=dtypes, default="", help="dtype in which gradients are reduced")
     add("--oracle", choices=("float64", "float32", "none"), default="float64", help="the dtype of the reference "
         "without sharding; none: the run is compared with the baseline alone (default: float64)")  # fmt: skip
     add("--device", default="auto", metavar="TYPE", help="cpu, or the type of the accelerator here (default: auto)")
-    add("--seed", type=int, default=0, metavar="N", help="of the model and the default data (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the model and of the default data (default: 0)")
     add("--explain", action="store_true", help="run a diverging step again, and name the first module that diverges")
     add("--keep", default="", metavar="DIR", help="leave the tensors that were compared in this folder")
     add("--report", metavar="FILE", help="write a run file, which the page and the gate read")
-    add("--deadline", type=float, default=900.0, metavar="SECONDS", help="for the whole check (default: 900)")
+    add("--deadline", type=float, default=900.0, metavar="SECONDS", help="time limit of the whole check (default: 900)")
     return parser

@@ -134,18 +134,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--layers", type=positive, metavar="N", help="cut a known shape down to so many layers")
     add("--dim", type=positive, metavar="N", help="cut a known shape down to this width; heads, vocabulary and the "
         "layers behind attention follow")  # fmt: skip
-    add("--mesh", required=True, metavar="MESH", help="ranks, as 512, or replicas x shards, as 64x8")
+    add("--mesh", required=True, metavar="MESH", help="ranks (512), or replicas x shards (64x8)")
     add("--impl", default="torch.fully_shard", metavar="NAME", help="an implementation of `shardproof implementations` "
         "(default: torch.fully_shard)")  # fmt: skip
-    add("--worlds", metavar="8,64,512", help="a table of these numbers of ranks too: with more shards, or with more "
-        "replicas where the mesh has replicas")  # fmt: skip
+    add("--worlds", metavar="8,64,512", help="also print a table for these numbers of ranks: with more shards, or, if "
+        "the mesh has replicas, with more replicas")  # fmt: skip
     add("--node-size", type=positive, default=8, metavar="N", help="ranks of a host (default: 8)")
     add("--rank", type=_rank, default=0, metavar="N", help="the rank that is simulated (default: 0)")
     add("--batch", type=positive, default=1, metavar="N", help="sequences of a rank's batch (default: 1)")
     add("--sequence", type=positive, metavar="N", help="tokens of a sequence (default: the shape's, or 2048)")
-    add("--dtype", choices=dtypes, default="float32", help="of parameters, shards and optimizer (default: float32)")
-    add("--param-dtype", choices=dtypes, help="in which parameters are gathered and computed with (default: --dtype)")
-    add("--reduce-dtype", choices=dtypes, help="in which gradients are reduced (default: the implementation's)")
+    add("--dtype", choices=dtypes, default="float32", help="dtype of parameters and optimizer state (default: float32)")
+    add("--param-dtype", choices=dtypes, help="dtype of gathers and compute (default: --dtype)")
+    add("--reduce-dtype", choices=dtypes, help="dtype in which gradients are reduced (default: the implementation's)")
     add("--optimizer", choices=("adamw", "sgd", "momentum"), default="adamw", help="AdamW, SGD, or SGD with momentum "
         "(default: adamw)")  # fmt: skip
     add("--reshard-after-forward", type=_reshard, metavar="yes|no|N", help="whether units are freed after forward, or "

@@ -89,7 +89,7 @@ def test_report():
         "bisect: 4 axes are on",
         "  fails without compile, offload",
         "  cured by each alone: tp -> 1; precision -> off",
-        "  smallest plan that fails has tp and precision on   (6 trials, 71 s)",
+        "  smallest failing configuration: tp and precision on   (6 trials, 71 s)",
         "  command: shardproof check --off compile,offload",
     ]
 

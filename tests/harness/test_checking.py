@@ -373,7 +373,7 @@ def test_data_that_change_are_refused(world, tmp_path):
 
 OWN = ("--model", f"{HERE}:model", "--parallelize", f"{HERE}:alone", "--mesh", "2", "--device", "cpu")
 LINES = [
-    (("--mesh", "2y2"), "--mesh '2y2' is not a mesh: give ranks, as 512, or replicas x shards, as 64x8, or names, as "),
+    (("--mesh", "2y2"), "--mesh '2y2' is not a mesh: give ranks (512), or replicas x shards (64x8), or names ("),
     (("--mesh", "dp=2,tp"), "--mesh 'dp=2,tp' is not a mesh"),
     (("--mesh", "dp=2,dp=2"), "has two dimensions of one name"),
     (("--mesh", "dp=2,tp=2", "--data-dims", "dpp"), "--data-dims dpp: no mesh dimension of this name; known: dp, tp"),
@@ -392,7 +392,7 @@ LINES = [
     (("--axis", "tp=1"), "parallelize() has no keyword argument 'tp'; it has none"),
     (("--param-dtype", "bfloat16"), "parallelize() has no keyword argument 'param_dtype'"),
     (("--impl", "ddp", "--param-dtype", "bfloat16"), "ddp has no --param-dtype; --dtype bfloat16"),
-    (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not divide over 'tp': give --parallelize"),
+    (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not shard over 'tp': give --parallelize"),
     (("--layers", "2"), "--layers and --dim are for known shapes"),
     (("--keep", f"{__file__}/values"), "Not a directory: give a folder that can be written"),
 ]
@@ -473,7 +473,7 @@ def test_the_optimizer_of_the_reference_takes_the_gradients_of_the_run(world):
 
 def test_functions_are_named_by_where_they_can_be_imported():
     assert name_of(model) == f"{HERE}:model"
-    with pytest.raises(ValueError, match="is no function of a module"):
+    with pytest.raises(ValueError, match="is not at the top of a module"):
         name_of(lambda: None)
     cell = types.FunctionType(model.__code__, {}, "cell")
     cell.__module__, cell.__qualname__ = "__main__", "cell"

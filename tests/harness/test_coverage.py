@@ -97,7 +97,7 @@ def test_what_makes_up_the_tensor(pieces, options):
          "replica 0 (ranks 0, 2)"),
         ([rows(range(4)), rows(range(3, 6)), rows(NOTHING), rows(NOTHING)],
          {"meshes": BESIDE_TP, "parts": TP_ROWS, "traits": Traits(shards=frozenset())},
-         "are not its part: element [3, 0], on rank 0 of replica 0 (ranks 0, 2), is not its own"),
+         "have elements of another part, such as [3, 0] on rank 0 of replica 0 (ranks 0, 2)"),
         ([Piece(FULL[:1], lambda full: full.new_zeros(1, 4)), rows(range(1, 6))], {}, "its cut selects element [0, 0] "
          "more than once"),
         ([Piece(FULL[:1], lambda full: full[:1] + 24), rows(range(1, 6))], {}, "its cut of positions has values "
@@ -181,6 +181,6 @@ def test_a_piece_in_memory_of_the_baseline_is_found_out(rank: Rank):
     pair.adapter.gradients = functools.partial(borrowed, pair.adapter.gradients)
     pair.adapter.parameters = functools.partial(borrowed, pair.adapter.parameters)
     pair.step(rank.batch(0, (2, 9)))
-    assert "its memory belongs to the run" in pair.sharded.evidence._borrowed[1]
+    assert "it shares its memory with the run" in pair.sharded.evidence._borrowed[1]
     with pytest.raises(AssertionError):
         pair.check()

@@ -109,7 +109,7 @@ def test_a_loop_without_steps(model, traces, capsys):
     with doctor(model):
         model(model(torch.ones(1, 4)).repeat(1, 2))
     counts = "2 forwards with gradients, 0 optimizer steps"
-    line = f"the loop ended before a step did ({counts}): was the wrapped module called?"
+    line = f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
     assert capsys.readouterr().err == f"shardproof doctor: {line}\n"
 
 

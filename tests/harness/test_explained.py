@@ -80,7 +80,7 @@ def test_case(rank):
     pair.check()
 """
 
-UNTIED = "untied: 'first.weight' and 'second.weight' are one parameter of the model and several of the sharded one"
+UNTIED = "untied: 'first.weight' and 'second.weight' are one parameter of the original model and several after sharding"
 TRAIT = "which an adapter declares with the trait unused_gradient='zero'"
 
 

@@ -445,7 +445,7 @@ def test_a_unit_with_the_values_of_an_earlier_step_is_named(rank: Rank):
     with pytest.raises(Divergence) as caught:
         pair.check()
     assert "output of 'microbatch 0, tensor 0' in the second step (step 1)" in str(caught.value)
-    told = "this forward did not gather layers.1, that of the first step did, as when it was never resharded"
+    told = "this forward did not gather layers.1, the first step's did, as when it was never resharded"
     assert f"\n  {told}\n" in str(caught.value)
 
 

@@ -235,7 +235,7 @@ def test_widths_that_have_no_heads():
     shape = presets.shape_of("llama:70b")
     found = [presets.resized(shape, layers=None, dim=dim) for dim in (128, 48, 24)]
     assert [(one.heads, one.key_heads) for one in found] == [(16, 2), (6, 3), (2, 1)]
-    with pytest.raises(ValueError, match=r"^--dim 7 has no heads of an even number of at least 8 elements$"):
+    with pytest.raises(ValueError, match=r"^--dim 7 does not divide into heads of an even size of at least 8$"):
         presets.resized(shape, layers=None, dim=7)
 
 
@@ -299,9 +299,9 @@ def test_a_model_that_tensor_parallel_ranks_share_computes_the_same(rank: Rank, 
 
 def test_models_without_a_plan():
     with simulated_world(4) as fake:
-        with pytest.raises(ModelError, match=r"^Sequential brings no tensor-parallel plan$"):
+        with pytest.raises(ModelError, match=r"^Sequential has no tensor-parallel plan$"):
             tensor_parallel.split(planned_models.one_layer()[0], fake.mesh())
-        line = r"^Llama has 2 heads of keys, which 4 tensor-parallel ranks do not divide"
+        line = r"^Llama has 2 key heads, which 4 tensor-parallel ranks do not divide"
         with pytest.raises(ModelError, match=line):
             tensor_parallel.split(planned_models.llama(), fake.mesh())
         line = r"^Gpt has 37 features in 'layers.0.up', which 4 tensor-parallel ranks do not divide$"

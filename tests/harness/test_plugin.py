@@ -34,7 +34,7 @@ def test_accelerator_of_another_vendor(run, pytester, monkeypatch):
     assert devices.accelerator() == ""  # without process groups
     monkeypatch.setitem(backends, "hpu", "hccl")
     assert last_error(run(CASE, "--device", "cuda")).endswith("the accelerator here is hpu; use hpu, cpu or auto")
-    assert "gloo moves no tensors of hpu" in last_error(run(CASE, "--ranks-per-gpu", "2"))
+    assert "gloo does not support tensors on hpu" in last_error(run(CASE, "--ranks-per-gpu", "2"))
     source = CASE.replace("test_case", "test_large").replace("(2)", "(4)") + CASE.replace("@", "@needs(STREAMS)\n@")
     more = "from shardproof.testing import Hardware, needs\nSTREAMS = Hardware.STREAMS\n"
     run(more + source.format(body="pass"), "--report", "run.json").assert_outcomes(skipped=2)

@@ -174,7 +174,7 @@ def test_a_loop_without_steps(tmp_path, capsys):
     with record(out=tmp_path / "run"):
         Net()(torch.ones(1, 4))
     counts = "1 forwards with gradients, 0 optimizer steps"
-    line = f"the loop ended before a step did ({counts}): was the wrapped module called?"
+    line = f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
     assert capsys.readouterr().err == f"shardproof record: {line}\n"
 
 
@@ -217,14 +217,14 @@ SAID = {
     "zero_grad": ("gradient of 'inner.0.weight' in step 1", "it has the last of 4 microbatches only", "[S4]"),
     "weights": ("gradient of the output of 'head' in step 1",
                 "other weights than in the reference: 0.4, 0.8, 1.2, 1.6 times the mean [S5]"),
-    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss is another, as with other"),
+    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss differs, as with other"),
     "no gradient": ("gradient at the optimizer's step of 'head.bias' in step 1", "has no gradient", "[S10]"),
     "not finite": ("gradient at the optimizer's step of 'head.bias' in step 1", "it is not finite"),
     "still": ("parameter after step of 'inner.0.weight' in step 1", "the optimizer has not moved it [S7]"),
     "rate": ("parameter after step of 'inner.0.weight' in step 1",
-             "by equal gradients, every parameter moved 1.5 times as far as the reference's: another learning rate"),
+             "with equal gradients, every parameter moved 1.5 times as far as the reference's: learning rates differ"),
     "decay": ("parameter after step of 'inner.0.weight' in step 1", "moved by -0.0099 x itself more than the "
-              "reference's: another weight decay"),
+              "reference's: the weight decay differs"),
     "between": ("parameter before step of 'head.weight' in step 1", "exactly 1.0100 x the reference's (1 of 4) [S1]"),
     "one element": ("gradient at the optimizer's step of 'head.weight' in step 1", "element [1, 3]: run "),
 }  # fmt: skip
@@ -278,7 +278,7 @@ EVENTS = "{run}/rank00000/events.jsonl"
 UNREADABLE = {
     "missing": (shutil.rmtree, "{run}: there is no recording: {run}/recording.json: No such file or directory"),
     "version": (lambda run: rewrite(run / "recording.json", '"version": 1', '"version": 2'),
-                "{run} is version 2, this reads 1"),
+                "{run} has version 2; only version 1 can be read"),
     "head": (lambda run: rewrite(run / "recording.json", '"world": 1', '"world": "one"'),
              "{run}/recording.json: world: 'one' is not an integer"),
     "rank": (lambda run: rewrite(run / "recording.json", '"world": 1', '"world": 2'),
@@ -353,5 +353,5 @@ def test_ranks_whose_learning_rates_differ(rank: Rank):
             optimizer.step()
     rank.exchange(None)
     found = compare(read(rank.tmp_path / "equal"), read(rank.tmp_path / "different"))
-    line = "what ranks hold moved 1, 3 times as far as the reference's, by rank: another learning rate"
-    assert found.divergent[0].lines == [f"by equal gradients, {line}"], found.divergent
+    line = "what ranks hold moved 1, 3 times as far as the reference's, by rank: learning rates differ"
+    assert found.divergent[0].lines == [f"with equal gradients, {line}"], found.divergent

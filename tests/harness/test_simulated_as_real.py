@@ -38,7 +38,7 @@ def test_ordinary_runs_leave_simulated_cases_out(tmp_path):
         ("test_resharded_to_eight[s12]", "ddp"): "unmet",
     }
     missing = {record["missing"][0] for record in records if record["missing"]}
-    assert "a simulated world of a multiple of 8 ranks (12 is none)" in missing
+    assert "a simulated world whose size is a multiple of 8 (not 12)" in missing
     assert any(line.startswith("it cannot be simulated: RuntimeError: ") for line in missing)
     assert {record["world"] for record in records} == {12}
 

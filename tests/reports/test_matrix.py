@@ -275,7 +275,7 @@ def test_a_capability_that_alone_keeps_it_from_many_is_hinted_at():
     """Hardware is not: no adapter can declare it."""
     cases = [*skips(10, "tied"), *skips(12, "reshard"), *skips(9, "offload"), *skips(30, "offload", "hybrid")]
     cases += skips(40, "streams", verdict="unmet")
-    hint = "  hint: reshard alone keeps it from 12 cases, tied from 10; declare what the implementation has"
+    hint = "  hint: 12 cases lack only reshard, 10 only tied; declare what the implementation has"
     assert shown(*cases).splitlines()[-1] == f"{hint} (docs/adapters.md)"
 
 

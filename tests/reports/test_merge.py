@@ -222,7 +222,7 @@ def test_what_cannot_be_joined(write, tmp_path):
     end = {"complete": False, "reason": "SIGTERM", "exit_code": 2, "seconds": 1}
     ended = write("ended.json", of("x"), run_id="3", end=end)
     for path, told in (
-        (other, f"compares by {{'slack_ulps': 9}}, and {good} by {{'slack_ulps': 8}}; run one of them again"),
+        (other, f"its numerics are {{'slack_ulps': 9}}, {good} has {{'slack_ulps': 8}}; run one again"),
         (ended, "is incomplete (SIGTERM); complete runs can be merged"),
     ):
         assert _refusal(good, path) == f"{path}: {told}"
