@@ -3,10 +3,8 @@
 import contextlib
 import os
 import sys
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
-from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
 
 CHECKS = tuple(f"D{number}" for number in range(1, 17))
 
@@ -36,7 +34,7 @@ class Unhealthy(RuntimeError):
     """A step has findings; every rank raises it at the end of the same step. The text has all of them."""
 
 
-class Doctor(contextlib.AbstractContextManager["Doctor"]):
+class Doctor(Watching):
     """Watch the first steps of a training loop and report what no right training does.
 
     Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
@@ -69,6 +67,8 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             initialized; in one line.
     """
 
+    name, activity, passes = "doctor", "watching", (NotWatchable, Unhealthy)
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -88,8 +88,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
     ) -> None:
         if unknown := sorted(set(checks) - set(CHECKS)):
             raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
-        if not steps or min(steps) < 0:
-            raise NotWatchable(f"doctor: steps={sorted(steps)}: expected steps counted from 0")
+        super().__init__(steps)
         if on_finding not in ("raise", "warn", "collect"):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
         self._models = as_list(model)
@@ -101,37 +100,19 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
         self._watch = Watch(
             self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=(Unhealthy,)
         )
-        self._steps = sorted(set(steps))
         self._exchange: Exchange | None = None
-        self._first: Any = None
         self._starts: list[Start] = []
         self._holders: dict[str, list[tuple[int, ...]]] = {}
         self._seen: list[Evidence] = []
         self._reduced: list[Reduced] = []
         self._memory: dict[int, list[int | None]] = {}
-        self._is_over = False
         self.findings: list[Finding] = []
 
     # The context ----------------------------------------------------------------------------
 
     def __enter__(self) -> "Doctor":
-        if self._models:
-            self._attach(self._models)
-        else:
-            hook = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
-            self._first = hook
+        self._attach(self._models)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        if not isinstance(error, Unhealthy) and self._watch.is_attached and self._watch.last:
-            # The user's exception passes as it is, with what the step had reached.
-            error.add_note(f"shardproof doctor: the step had reached: {self._watch.last}")
-        self._detach()
 
     def close(self) -> None:
         """End the last step, report, and remove all hooks. Every rank must call it, or leave the context."""
@@ -150,31 +131,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
 
     # Attaching ------------------------------------------------------------------------------
 
-    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        """Attach to the first root module of which something trains, when its forward begins."""
-        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
-            return
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
-        self._guarded(lambda: self._attach([module]))
-        # Hooks that are added while those of a forward run do not run in it.
-        if self._watch.is_attached:
-            self._watch.begin_forward(module, args)
-
-    def _attach(self, models: Sequence[nn.Module]) -> None:
-        try:
-            self._attach_to(models)
-        except Exception:
-            self._detach()
-            raise
-
     def _attach_to(self, models: Sequence[nn.Module]) -> None:
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise NotWatchable(
-                "doctor: torch.distributed is not initialized; call it after init_process_group "
-                "(in one process: WORLD_SIZE=1 works)"
-            )
         for model in models:
             self._watch.attach(model)
         names = [name for model in models for name, _ in _unique(model)]
@@ -206,22 +163,11 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
 
     # Steps ----------------------------------------------------------------------------------
 
-    def _guarded(self, call: Callable[[], None]) -> None:
-        """Call something of ours; an error of ours ends the watching, and never the training."""
-        try:
-            call()
-        except (Unhealthy, NotWatchable):
-            raise
-        except Exception as error:
-            self._on_error(error)
-
     def _on_error(self, error: Exception) -> None:
-        last = self._watch.last or "none"
-        if isinstance(error, Absent):
-            self._say(f"{error} (last event here: {last}); detached on this rank", everywhere=True)
-        else:
-            text = "".join(traceback.format_exception(error))
-            self._say(f"internal error, which ends the watching; please report it:\n{text}", everywhere=True)
+        if not isinstance(error, Absent):
+            super()._on_error(error)
+            return
+        self._say_here(f"{error} (last event here: {self._watch.last or 'none'}); detached on this rank")
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
@@ -298,7 +244,7 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
             return
         self._is_over = True
         if not self._seen:
-            self._nothing_seen()
+            self._say(self._nothing_seen())
         else:
             self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
             if self._on_finding != "collect":
@@ -307,29 +253,18 @@ class Doctor(contextlib.AbstractContextManager["Doctor"]):
                 report.write(self._report, self.findings, self._seen, self._checks)
         self._detach()
 
-    def _nothing_seen(self) -> None:
-        forwards, steps = self._watch.counts
-        self._say(
-            f"the loop ended before a step was complete ({forwards} forwards with gradients, {steps} optimizer steps): "
-            "was the wrapped module called?"
-        )
-
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
         if not self._seen:
             return "no step was seen"
         return report.summary(self._starts, self._seen, self._reduced, self.findings)
 
-    def _say(self, text: str, *, everywhere: bool = False) -> None:
-        if everywhere or self._exchange is None or self._exchange.rank == 0:
-            print(f"shardproof doctor: {text}", file=sys.stderr, flush=True)
+    def _say(self, text: str) -> None:
+        if self._exchange is None or self._exchange.rank == 0:
+            self._say_here(text)
 
     def _detach(self) -> None:
-        self._is_over = True
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
-        self._watch.detach()
+        super()._detach()
         if self._registered is not None:
             self._registered.close()
         if self._exchange is not None:

@@ -10,7 +10,6 @@ recordings of other meshes can be compared. Outputs of modules have the sum of t
 signs that depend on the row of the input alone: then they add over microbatches too, however rows are spread.
 """
 
-import contextlib
 import dataclasses
 import fnmatch
 import importlib.util
@@ -18,10 +17,8 @@ import json
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, cast
 
 import torch
@@ -49,7 +46,7 @@ from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
-from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
 from shardproof.jsonfiles import RecordError, check_version, decode, describe, described, encode, says
 
 VERSION = 1
@@ -179,7 +176,7 @@ class _Taken:
         return self.event.layout.box if self.event.layout is not None else Box(self.shape)
 
 
-class Recording(contextlib.AbstractContextManager["Recording"]):
+class Recording(Watching):
     """Write what this rank sees of some steps to a folder, for ``shardproof compare``.
 
     It communicates with no other rank and waits for none. It records from this call until the last of ``steps`` has
@@ -207,6 +204,8 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
             in one line.
     """
 
+    name, activity = "record", "recording"
+
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module] | None = None,
@@ -222,22 +221,20 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         mesh: DeviceMesh | None = None,
         max_bytes: int = 1 << 30,
     ) -> None:
-        if not steps or min(steps) < 0:
-            raise NotWatchable(f"record: steps={sorted(steps)}: expected steps counted from 0")
+        super().__init__(steps)
         if detail not in DETAILS:
             raise NotWatchable(f"record: detail={detail!r}: expected {' or '.join(map(repr, DETAILS))}")
         if unknown := sorted(set(stages) - set(STAGES)):
             raise NotWatchable(f"record: stages={unknown[0]!r}: expected {' or '.join(map(repr, STAGES))}")
         if detail == "tensors" and importlib.util.find_spec("safetensors") is None:
             raise NotWatchable(f"record: values need safetensors: {extras.command('own')}")
-        self._out, self._steps, self._mesh, self._names = Path(out), sorted(set(steps)), mesh, names
+        self._out, self._mesh, self._names = Path(out), mesh, names
         self._has_values, self._patterns, self._max_bytes = detail == "tensors", tuple(tensors) or ("*",), max_bytes
         self._watch = Watch(
             self._end, steps=steps, optimizers=as_list(optimizer), layout=layout, on_error=self._on_error,
             sink=self._take, modules="modules" in stages, digests=False,
         )  # fmt: skip
         self._folder: Path | None = None
-        self._first: Any = None
         self._number = self._bytes = self._waiting = 0
         self._layouts: dict[Layout, int] = {}
         self._taken: dict[Any, _Taken] = {}
@@ -246,22 +243,7 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         self._rows: dict[int, torch.Tensor] = {}
         self._length = 1
         self._left_out = {"values": 0, "events": 0}
-        self._is_over = False
-        models = as_list(model)
-        if models:
-            self._attach(models)
-        else:
-            self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        if self._watch.is_attached and self._watch.last:
-            error.add_note(f"shardproof record: the step had reached: {self._watch.last}")
-        self._detach()
+        self._attach(as_list(model))
 
     def close(self) -> None:
         """End the last step, mark the recording as complete, and remove all hooks."""
@@ -270,41 +252,16 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         self._watch.end_step()
         if self._is_over:
             return
-        forwards, steps = self._watch.counts
         if self._watch.step <= self._steps[0]:
-            print(
-                f"shardproof record: the loop ended before a step was complete ({forwards} forwards with gradients, "
-                f"{steps} optimizer steps): was the wrapped module called?",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            self._say_here(self._nothing_seen())
             self._detach()
             return
         self._finish()
 
     # Attaching
 
-    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
-            return
-        self._first.remove()
-        self._first = None
-        try:
-            self._attach([module])
-        except NotWatchable:
-            raise
-        except Exception as error:
-            self._on_error(error)
-            return
-        # Hooks that are added while those of a forward run do not run in it.
-        self._watch.begin_forward(module, args)
-
-    def _attach(self, models: Sequence[nn.Module]) -> None:
+    def _attach_to(self, models: Sequence[nn.Module]) -> None:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if world == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise NotWatchable(
-                "record: torch.distributed is not initialized; call it after init_process_group "
-                "(in one process: WORLD_SIZE=1 works)"
-            )
         shapes: dict[str, tuple[int, ...]] = {}
         owners: dict[str, int] = {}
         for number, model in enumerate(models):
@@ -504,18 +461,8 @@ class Recording(contextlib.AbstractContextManager["Recording"]):
         (self._folder / "done").write_text(json.dumps({"events": self._number, "left_out": left_out}) + "\n")
         self._detach()
 
-    def _on_error(self, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
-        print(f"shardproof record: internal error, which ends the recording; please report it:\n{text}",
-              file=sys.stderr, flush=True)  # fmt: skip
-        self._detach()
-
     def _detach(self) -> None:
-        self._is_over = True
-        if self._first is not None:
-            self._first.remove()
-            self._first = None
-        self._watch.detach()
+        super()._detach()
         self._taken, self._known, self._small, self._rows = {}, {}, [], {}
         forget()
 
