@@ -12,7 +12,7 @@ ends any other thread that asks for the GIL with `pthread_exit`. The exit unwind
 would join the threads. Once the mesh of the reproducer is deleted and garbage is collected, no thread of gloo is left
 after `destroy_process_group`; after `fully_shard`, torch's or ours, the threads stay, because DTensor's caches hold the
 mesh. A process is safe if it ends by `os._exit` after flushing its streams. The harness's ranks end so
-(multiprocessing's forkserver does it), and `examples/train_transformer.py` does.
+(multiprocessing's forkserver does it).
 
 Run it several times, as `torchrun --nproc-per-node 2 findings/F020.py`.
 """

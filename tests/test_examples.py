@@ -1,4 +1,4 @@
-"""The examples: the template, whose workflow runs from wheels whatever its packages are called, a job, a training."""
+"""The examples: the template, whose workflow runs from wheels whatever its packages are called, a job, a loop."""
 
 import os
 import pathlib
@@ -136,21 +136,15 @@ def test_nothing_starts_without_the_names_of_the_nodes(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
 
 
-# The training script
-
-
-def train(*args: str) -> list[str]:
-    """The lines that a run on two ranks prints."""
-    done = torchrun(2, ROOT / "examples" / "train_transformer.py", *args, code=0)
-    return [line for line in done.stdout.splitlines() if line.startswith("step")]
+# The loop that takes its implementation from a module
 
 
 @pytest.mark.parametrize(
     "bf16", [pytest.param((), id="fp32"), pytest.param(("--bf16",), id="bf16", marks=pytest.mark.nightly)]
 )
-def test_the_same_losses_with_both_and_after_a_resume(tmp_path: pathlib.Path, bf16: tuple[str, ...]) -> None:
-    whole = train("--impl", "torch.distributed.fsdp", "--steps", "4", *bf16)
-    assert len(whole) == 4
-    assert len({line.split()[-1] for line in whole}) == 4
-    options = ("--impl", "fsdp_impl", "--checkpoint", str(tmp_path / "checkpoint"), *bf16)
-    assert train(*options, "--steps", "2") + train(*options, "--steps", "4") == whole
+def test_the_same_losses_with_both(tmp_path: pathlib.Path, bf16: tuple[str, ...]) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text((ROOT / "examples/loops/fsdp2.py").read_text().replace("{total:.4f}", "{total.hex()}"))
+    words = (2, script, "--accumulate", "2", *bf16, "--impl")
+    theirs, ours = (torchrun(*words, name, code=0).stdout for name in ("torch.distributed.fsdp", "fsdp_impl"))
+    assert theirs == ours and len(set(re.findall(r"loss (0x\S+)", ours))) == 3

@@ -1,17 +1,19 @@
 """Train a small transformer with fully_shard.
 
     torchrun --nproc-per-node 4 examples/loops/fsdp2.py [--accumulate N] [--clip torch|hand|none] [--bf16]
+        [--impl torch.distributed.fsdp|fsdp_impl]
 
-The gradients of all microbatches but the last stay unsharded and are not reduced.
+The gradients of all microbatches but the last stay unsharded and are not reduced. ``--impl`` is the module from which
+``fully_shard`` is taken; with the reference implementation the losses are the same.
 """
 
 import argparse
+import importlib
 import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 STEPS, BATCH, LENGTH, DIM, VOCABULARY, MAX_NORM = 3, 4, 16, 32, 64, 0.5
@@ -20,7 +22,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--clip", choices=["torch", "hand", "none"], default="torch")
 parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--impl", default="torch.distributed.fsdp")
 args = parser.parse_args()
+impl = importlib.import_module(args.impl)
 
 
 class Transformer(nn.Module):
@@ -47,10 +51,10 @@ rank = dist.get_rank()
 
 torch.manual_seed(0)
 model = Transformer().to(device)
-options = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)} if args.bf16 else {}
+options = {"mp_policy": impl.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)} if args.bf16 else {}
 for layer in model.layers:
-    fully_shard(layer, **options)
-fully_shard(model, **options)
+    impl.fully_shard(layer, **options)
+impl.fully_shard(model, **options)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.Generator().manual_seed(100 + rank)
 
