@@ -1,138 +1,125 @@
-"""What the doctor costs, and a recording: their steps beside one without them, the steps after, memory, import, disk.
+"""What the doctor costs, and a recording: their steps beside one without them, and the steps after.
 
-    python -m benchmarks doctor [--device cpu] [--world 2] [--models ten,ten-wide] [--implementations ddp,fully_shard]
-        [--rounds 2] [--steps 4] [--json FILE]
+    torchrun --nproc-per-node 2 -m benchmarks doctor [--model ten] [--implementation ddp] [--rounds 2] [--steps 4]
 
-Each implementation trains a model of about 10 M parameters in processes of its own. In each round it trains so many
-steps without the doctor, then so many that it watches, then so many after it has removed its hooks, then so many that
-are recorded. Times are medians over all steps, of the slowest rank; `processor` is the time that its process spent,
-which other processes of the host lengthen less. A watched step may take 1.5 times as long as an unwatched one, and
-0.3 s more; a recorded one 1.3 times as long as a watched one. `memory` is what a watched step holds at its peak beyond
-an unwatched one; 1 % of the parameters and 64 MiB are allowed.
+Ranks train in float32, over NCCL where there are GPUs and over gloo otherwise. In each round they train so many steps
+without the doctor, then so many that it watches, then so many after it has removed its hooks, then so many that are
+recorded. Times are medians over all steps, of the slowest rank; `processor` is the time that its process spent, which
+other processes of the host lengthen less. A watched step may take 1.5 times as long as an unwatched one, and 0.3 s
+more; a recorded one 1.3 times as long as a watched one. On GPUs, what a watched step holds at its peak beyond an
+unwatched one may be 1 % of the parameters and 64 MiB.
 """
 
 import argparse
-import json
+import gc
 import pathlib
-import statistics
-import subprocess
-import sys
 import tempfile
-from typing import Any
+import time
+from collections import defaultdict
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training import models
+from training.implementations import units_of
+from training.worker import synchronize
 
-from training.processes import FOLDER, answer_in, names_in, start
+from shardproof import doctor, record
 
-MODELS = ("ten", "ten-wide", "small", "deep", "large", "tiny")
-IMPLEMENTATIONS = ("ddp", "fully_shard")
-_MIB = 1 << 20
+#: Steps before the measured ones: everything that lives as long as the model has been made.
+WARM_UP = 2
 
-_IMPORT = """
-import time, torch
-start = time.perf_counter()
-import torch.distributed.fsdp, torch.distributed.tensor, torch.nn.parallel
-middle = time.perf_counter()
-from shardproof import doctor
-print(1000 * (middle - start), 1000 * (time.perf_counter() - middle))
-"""
+
+class Rank:
+    """One rank of a training."""
+
+    def __init__(self, spec: models.Spec, implementation: str, device: torch.device) -> None:
+        self.spec, self.device, self.done = spec, device, 0
+        model = models.build(spec, device)
+        self.nbytes = sum(one.numel() * one.element_size() for one in model.parameters())
+        if implementation == "ddp":
+            model = DistributedDataParallel(model)
+        else:
+            for unit in [*units_of(model), model]:
+                fully_shard(unit)
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step(self) -> tuple[float, float]:
+        """Train one step; return its seconds, and those of this process's processor."""
+        given = models.batch(self.spec, self.done, 0, dist.get_rank(), self.device)
+        dist.barrier()
+        synchronize(self.device)
+        start, start_cpu = time.perf_counter(), time.process_time()
+        models.loss(self.spec, self.model, given).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        synchronize(self.device)
+        self.done += 1
+        return time.perf_counter() - start, time.process_time() - start_cpu
+
+    def round(self, steps: int) -> dict[str, list[tuple[float, float]]]:
+        """Train so many steps of each kind; return what :meth:`step` returns of each."""
+        found = {"unwatched": [self.step() for _ in range(steps)]}
+        with doctor(self.model, self.optimizer, steps=range(steps), on_finding="collect") as watching:
+            found["watched"] = [self.step() for _ in range(steps)]
+            found["after"] = [self.step() for _ in range(steps)]
+        assert not watching.findings, watching.findings
+        with tempfile.TemporaryDirectory() as folder:
+            with record(self.model, self.optimizer, out=folder, steps=range(steps)):
+                found["recorded"] = [self.step() for _ in range(steps)]
+            self.recorded = sum(one.stat().st_size for one in pathlib.Path(folder).rglob("*") if one.is_file())
+        return found
+
+    def peak(self) -> int:
+        """The most bytes that one step holds beyond what is held when it begins."""
+        gc.collect()
+        synchronize(self.device)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.step()
+        return torch.cuda.max_memory_allocated() - held
 
 
 def main() -> None:
-    """Run and print the table."""
-    options = parse()
-    print(imports(), flush=True)
-    rows = []
-    for model in options.models:
-        for name in options.implementations:
-            rows.append(measure(model, name, options))
-            print(table(rows[-1]), flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def parse() -> argparse.Namespace:
-    """The options of the command line."""
+    """Train, and print what the steps took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--models", type=names_in(MODELS), default=["ten", "ten-wide"])
-    parser.add_argument("--implementations", type=names_in(IMPLEMENTATIONS), default=list(IMPLEMENTATIONS))
+    parser.add_argument("--model", choices=models.SPECS, default="ten")
+    parser.add_argument("--implementation", choices=("ddp", "fully_shard"), default="ddp")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of each kind, in a round")
-    parser.add_argument("--json", type=pathlib.Path)
-    return parser.parse_args()
-
-
-def imports() -> str:
-    """What the import of the doctor takes, in a process of its own."""
-    process = start("timeit", "-n", "1", "-r", "1", "pass")  # the bytecode of what everything imports is written
-    process.communicate()
-    found = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", _IMPORT], cwd=FOLDER.parent, capture_output=True, text=True)
-        found.append([float(one) for one in done.stdout.split()])
-    of_torch, own = (statistics.median(column) for column in zip(*found, strict=True))
-    return f"import of the doctor: {own:.0f} ms after torch and its modules for sharding, which take {of_torch:.0f} ms"
-
-
-def measure(model: str, implementation: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return the seconds of each step on the slowest rank."""
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    job = {"model": model, "implementation": implementation, "backend": backend, "device": options.device}
-    job |= {"world": options.world, "rounds": options.rounds, "steps": options.steps}
-    with tempfile.TemporaryDirectory() as folder:
-        jobs = [json.dumps(job | {"rank": rank, "store": f"{folder}/store"}) for rank in range(options.world)]
-        processes = [start("training.watched", one, stderr=subprocess.PIPE) for one in jobs]
-        outputs = [process.communicate() for process in processes]
-    answers = [answer_in(output.splitlines()) for output, _ in outputs]
-    if None in answers:
-        raise SystemExit(outputs[answers.index(None)][1])
-    return job | {"ranks": answers}
-
-
-def seconds(row: dict[str, Any], kind: str, number: int) -> list[float]:
-    """The seconds of all steps of a kind, by the slowest rank; ``number`` is 1 for those of the processor."""
-    found: list[float] = []
-    for rounds in zip(*(one["rounds"] for one in row["ranks"]), strict=True):
-        found += [max(step[number] for step in ranks) for ranks in zip(*(one[kind] for one in rounds), strict=True)]
-    return found
-
-
-def table(row: dict[str, Any]) -> str:
-    """One training: times of its steps, and memory."""
-    first = row["ranks"][0]
-    lines = [
-        f"\n{row['model']}, {row['implementation']}: {first['nbytes'] / 4e6:.1f} M parameters, {row['world']} ranks, "
-        f"{first['device']}, torch {first['torch']}",
-        f"  {'seconds of a step':<20}{'':>10}{'ratio':>8}{'more':>8}{'processor':>12}{'ratio':>8}{'more':>8}",
-    ]
-    for kind in ("unwatched", "watched", "after", "recorded"):
-        line = f"  {kind:<20}"
-        for number, width in ((0, 10), (1, 12)):
-            plain, own = (statistics.median(seconds(row, one, number)) for one in ("unwatched", kind))
-            line += f"{own:>{width}.4f}"
-            line += f"{own / plain:>8.2f}{own - plain:>+8.3f}" if kind != "unwatched" else f"{'':>16}"
-        lines.append(line.rstrip())
-    for number, what in ((0, ""), (1, " of the processor")):
-        plain, own = (statistics.median(seconds(row, kind, number)) for kind in ("unwatched", "watched"))
-        allowed = 1.5 * plain + 0.3
-        lines.append(f"  a watched step may take {allowed:.3f} s{what}: {'kept' if own <= allowed else 'NOT KEPT'}")
-        recorded = statistics.median(seconds(row, "recorded", number)) / own
-        lines.append(
-            f"  a recorded step takes {recorded:.2f} of a watched one{what}: {'' if recorded <= 1.3 else 'NOT '}kept"
-        )
-    size, count = max(one["rounds"][0]["bytes"] for one in row["ranks"]), first["parameters"]
-    lines.append(f"  recorded: {size / 1e6:.2f} MB a rank, {count} parameters, {row['steps']} steps")
-    attach = statistics.median(one["rounds"][0]["attach"] for one in row["ranks"])
-    slowest = max(seconds(row, "watched", 0))
-    lines.append(f"  the longest watched step {slowest:.3f} s; attaching {attach:.3f} s")
-    more = max(one["peaks"]["watched"] - one["peaks"]["unwatched"] for one in row["ranks"])
-    room = first["nbytes"] / 100 + 64 * _MIB
-    kept = "kept" if more <= room else "NOT KEPT"
-    lines.append(f"  memory: {more / _MIB:.1f} MiB more at the peak of a step, of {room / _MIB:.1f}: {kept}")
-    lines += [f"  FOUND: {text}" for text in sorted({text for one in first["rounds"] for text in one["findings"]})]
-    return "\n".join(lines)
+    options = parser.parse_args()
+    dist.init_process_group()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_rank())
+        torch.cuda.set_device(device)
+    rank = Rank(models.SPECS[options.model], options.implementation, device)
+    for _ in range(WARM_UP):
+        rank.step()
+    times = defaultdict(list)
+    for _ in range(options.rounds):
+        for kind, steps in rank.round(options.steps).items():
+            times[kind] += steps
+    slowest = torch.tensor([times[kind] for kind in times], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if device.type == "cuda":
+        alone = rank.peak()
+        with doctor(rank.model, rank.optimizer, steps=(0,), on_finding="collect"):
+            more, room = rank.peak() - alone, rank.nbytes / 100 + (64 << 20)
+    if dist.get_rank() == 0:
+        print(f"{options.model}, {options.implementation}, {dist.get_world_size()} ranks, {device.type}")
+        print(f"  {'seconds of a step':<20}{'':>10}{'ratio':>8}{'processor':>12}{'ratio':>8}")
+        medians = dict(zip(times, slowest.median(1).values, strict=True))
+        for kind, found in medians.items():
+            ratio = found / medians["unwatched"]
+            print(f"  {kind:<20}{found[0]:>10.4f}{ratio[0]:>8.2f}{found[1]:>12.4f}{ratio[1]:>8.2f}")
+        allowed = 1.5 * medians["unwatched"][0] + 0.3, 1.3 * medians["watched"][0]
+        print(f"  allowed: {allowed[0]:.3f} s for a watched step, {allowed[1]:.3f} s for a recorded one")
+        print(f"  recorded: {rank.recorded / 1e6:.2f} MB, {options.steps} steps")
+        if device.type == "cuda":
+            print(f"  memory: {more / 2**20:.1f} MiB more at the peak of a step, of {room / 2**20:.1f}")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
