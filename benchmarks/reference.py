@@ -1,6 +1,6 @@
 """The reference beside torch's own, side by side in one run: time of a step, of the host, peak memory, and the limits.
 
-    python -m benchmarks reference [--device cuda] [--world 2] [--models large,deep,small] [--growth 8,32,128,512]
+    python -m benchmarks reference [--device cuda] [--world 2] [--models large,deep,small]
         [--implementations reference,torch.fully_shard,...] [--rounds 4] [--steps 10] [--seconds 450] [--json FILE]
         [--profile FOLDER]
 
@@ -27,13 +27,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from training.implementations import NAMES  # noqa: E402
-from training.models import SPECS, Spec, growing  # noqa: E402
+from training.models import SPECS, Spec  # noqa: E402
 from training.processes import answer_in, names_in, start  # noqa: E402
 from training.traced import exposed, picture  # noqa: E402
 
@@ -47,19 +47,6 @@ PARTNERS = {
 WARM_UP = 4
 #: So many steps are trained in all, whose losses are compared.
 COMPARED = 50
-
-
-class Effort(NamedTuple):
-    """How many steps each implementation trains."""
-
-    warm_up: int
-    rounds: int
-    steps: int
-    compared: int
-
-
-#: For models of many units, whose steps are long.
-GROWTH = Effort(warm_up=3, rounds=2, steps=3, compared=0)
 
 
 class Ranks:
@@ -135,15 +122,11 @@ def main() -> None:
         devices = 1 if backend == "fake" else options.world
         print(f"torch {host.get('torch')}, {devices} x {host.get('device')}, {backend}\n", flush=True)
         left_out = []
-        effort = Effort(WARM_UP, options.rounds, options.steps, COMPARED)
-        for spec, wanted in [
-            *((SPECS[name], effort) for name in options.models),
-            *((growing(layers), GROWTH) for layers in options.growth),
-        ]:
+        for spec in map(SPECS.__getitem__, options.models):
             if time.monotonic() - began > options.seconds:
                 left_out.append(spec.name)
                 continue
-            row = measure(spec, ranks, wanted, options.profile)
+            row = measure(spec, ranks, options)
             result["about"]["rows"].append(row)
             print(table(row), flush=True)
         result["left_out"] = left_out
@@ -157,16 +140,11 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The options of the command line."""
-
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",") if number]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--backend", choices=["fake"], help="one rank of a world that is not there")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--models", type=names_in(tuple(SPECS)), default=["large", "deep", "small"])
-    parser.add_argument("--growth", type=numbers, default=[], help="layers of further models, such as 8,32,128,512")
     parser.add_argument("--implementations", type=names_in(NAMES), default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each implementation in a round")
@@ -176,8 +154,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort, folder: pathlib.Path | None = None) -> dict[str, Any]:
-    """One row: all implementations on one model; profiles go into ``folder``."""
+def measure(spec: Spec, ranks: Sequence[Ranks], options: argparse.Namespace) -> dict[str, Any]:
+    """One row: all implementations on one model."""
     host = "cpu_ms" if all(one.is_fake for one in ranks) else "host_ms"
     row: dict[str, Any] = {"model": spec.name, "units": spec.units, "host": host, "implementations": {}}
     taking_part = []
@@ -190,23 +168,23 @@ def measure(spec: Spec, ranks: Sequence[Ranks], effort: Effort, folder: pathlib.
         elif built and one.name != "limits":
             row["implementations"][one.name] = {"numel": built[0]["numel"], "rounds": [], "held": worst(built, "held")}
             taking_part.append(one)
-    together(taking_part, do="steps", count=effort.warm_up)
-    for number in range(effort.rounds):
+    together(taking_part, do="steps", count=WARM_UP)
+    for number in range(options.rounds):
         for one in taking_part if number % 2 == 0 else taking_part[::-1]:
-            answers = one.ask(do="steps", count=effort.steps)
+            answers = one.ask(do="steps", count=options.steps)
             if answers:
                 slowest = {key: [max(step) for step in zip(*(a[key] for a in answers), strict=True)] for key in TIMES}
                 row["implementations"][one.name]["rounds"].append(slowest)
     for one, answers in together(taking_part, do="memory", count=2):
         row["implementations"][one.name]["peak"] = worst(answers)
-    trained = effort.warm_up + effort.rounds * effort.steps + 2
-    together(taking_part, do="steps", count=max(effort.compared - trained, 0))
+    trained = WARM_UP + options.rounds * options.steps + 2
+    together(taking_part, do="steps", count=max(COMPARED - trained, 0))
     for one, answers in together([one for one in taking_part if one.has_losses], do="losses"):
         row["implementations"][one.name]["losses"] = answers[0]["losses"]
-    if folder is not None:
-        row["streams"] = profiles(spec, taking_part, folder)
+    if options.profile is not None:
+        row["streams"] = profiles(spec, taking_part, options.profile)
     for one in ranks:
-        if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=effort.steps)):
+        if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=options.steps)):
             row["limits"] = {key: max(statistics.median(answer[key]) for answer in answers) for key in answers[0]}
         if one.failed is not None:
             row["implementations"][one.name] = {"failed": one.failed}

@@ -40,20 +40,20 @@ def run(*arguments: str | pathlib.Path, code: int | None = None) -> subprocess.C
 @pytest.mark.nightly
 def test_two_implementations_side_by_side(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "reference.json"
-    options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small", "--growth", "1"]
+    options = ["--backend", "fake", "--device", "cpu", "--models", "tiny,tiny-small"]
     options += ["--rounds", "2", "--steps", "3"]
     done = run("reference", *options, "--implementations", "reference,torch.fully_shard", "--json", file, code=0)
     found = json.loads(file.read_text())
     rows = found["about"]["rows"]
-    assert [row["model"] for row in rows] == ["2 x 32", "2 units of 4 small parameters", "1 x 256"]
+    assert [row["model"] for row in rows] == ["2 x 32", "2 units of 4 small parameters"]
     assert found["left_out"] == []
-    for row, steps, losses in zip(rows, (3, 3, 3), (50, 50, 11), strict=True):
+    for row in rows:
         ours, theirs = row["implementations"]["reference"], row["implementations"]["torch.fully_shard"]
         for one in (ours, theirs):
-            assert [len(each["ms"]) for each in one["rounds"]] == [steps, steps]
+            assert [len(each["ms"]) for each in one["rounds"]] == [3, 3]
             times = [pair for each in one["rounds"] for pair in zip(each["host_ms"], each["ms"], strict=True)]
             assert all(0 < host < whole for host, whole in times)
-        assert len(ours["losses"]) == len(theirs["losses"]) == losses
+        assert len(ours["losses"]) == len(theirs["losses"]) == 50
         if FAKE_REDUCES:
             assert ours["losses"] == theirs["losses"]
             assert ours["losses"][0] != ours["losses"][-1]

@@ -52,11 +52,6 @@ SPECS = {
 }
 
 
-def growing(layers: int) -> Spec:
-    """The deep model with another number of layers."""
-    return dataclasses.replace(DEEP, name=f"{layers} x 256", layers=layers)
-
-
 class Block(nn.Module):
     """A layer of a transformer: (batch, length, dim) to the same."""
 
