@@ -7,9 +7,9 @@ Run as ``python docs/make_crossed.py`` in the repository's root.
 """
 
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from generating import ROOT, run
+from generating import ROOT, write_or_compare
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.casework import crossed
@@ -54,11 +54,5 @@ def made() -> Mapping[pathlib.Path, str]:
     return {TABLE: table, PAGE: "\n".join([*page, ""])}
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the table and the page, or compare them; the exit code is 1 if one disagrees."""
-    about = "suites/crossed.toml, the trainings that cross features, and docs/crossed.md about what they cover"
-    return run(arguments, made, about=about, script="docs/make_crossed.py")
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_compare(made, __doc__))

@@ -9,15 +9,17 @@ implementations that declare these. Both ways are checked: every requirement has
 Run as ``python docs/make_features.py`` in the repository's root.
 """
 
+import contextlib
+import io
 import json
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from generating import ROOT, collect, run
+from generating import ROOT, write_or_compare
 
 from shardproof.contract import CLASSES, Chapter, Item, Profile
 from shardproof.harness.adapters.capability import Capability, Hardware, families
@@ -61,10 +63,15 @@ class Collector:
     def __init__(self) -> None:
         self.items: dict[str, Item] = {}
         self.listed: dict[str, Item] = {}
+        self._simulated: list[pytest.Item] = []  # cases that run with --simulate alone
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self._simulated += [item for item in items if item.get_closest_marker("simulated") is not None]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         # As they are written; a run takes one of each function first.
-        items = sorted(filter(cases.is_case, session.items), key=lambda item: (item.path, item.location[1]))
+        found = filter(cases.is_case, [*session.items, *self._simulated])
+        items = sorted(found, key=lambda item: (item.path, item.location[1]))
         self.items = {cases.case_id(item): _item(item) for item in items}
         asked = [item for item in items if not any(map(item.get_closest_marker, ("nightly", "simulated")))]
         kept = effort.choose(asked, session.config.stash[STATE].selection, Effort.STANDARD)
@@ -209,7 +216,12 @@ def listed(text: str, items: Mapping[str, Item]) -> dict[pathlib.Path, str]:
 def made() -> dict[pathlib.Path, str]:
     """The contents of each file; ValueError if the contract and the suites disagree."""
     collector = Collector()
-    collect(collector)
+    # For one implementation, nightly cases included.
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "nightly or not nightly", str(ROOT / "suites")]
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = pytest.main(arguments, plugins=[collector])
+    if code != pytest.ExitCode.OK:
+        raise ValueError(f"the suites cannot be collected:\n{output.getvalue()}")
     text = CONTRACT.read_text()
     contract, items = chapters(text), collector.items
     if found := [*problems(contract, items), *unused(text, collector.listed)]:
@@ -222,11 +234,5 @@ def made() -> dict[pathlib.Path, str]:
     }
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page and the JSON, or compare them; the exit code is 1 if something disagrees."""
-    about = "docs/features.md and contract.json, from the contract and the suites"
-    return run(arguments, made, about=about, script="docs/make_features.py")
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_compare(made, __doc__))

@@ -4,9 +4,9 @@
 """
 
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from generating import ROOT, run
+from generating import ROOT, write_or_compare
 
 from shardproof.findings import Finding, load
 
@@ -50,11 +50,5 @@ def made() -> dict[pathlib.Path, str]:
     return {PAGE: page(load())}
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page, or compare it; the exit code is 1 if a finding cannot be read or the page is out of date."""
-    about = "docs/findings.md, from the headers of findings/*.py"
-    return run(arguments, made, about=about, script="docs/make_findings.py")
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_compare(made, __doc__))

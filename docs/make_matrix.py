@@ -13,8 +13,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-import generating
-from generating import ROOT, between
+from generating import ROOT, write_or_compare
 
 from shardproof import contract
 from shardproof.findings import Finding, load, markdown
@@ -219,15 +218,13 @@ def _cell(text: str) -> str:
 def made() -> dict[pathlib.Path, str]:
     """The contents of each file; ValueError if a run file cannot be used."""
     runs = {place: run_of(place) for place in PLACES}
-    readme = between(README.read_text(), BEGIN, END, table(runs, SHORT))
+    before, begin, rest = README.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no {BEGIN.strip()} with {END.strip()} behind it")
+    readme = f"{before}{begin}{table(runs, SHORT)}{end}{after}"
     return {PAGE: page(runs, {one.id: one for one in load()}), README: readme}
 
 
-def main(arguments: Iterable[str] | None = None) -> int:
-    """Write the page and README's table, or compare them; the exit code is 1 if a file is out of date or unusable."""
-    about = "docs/matrix.md and README's table, from published run files"
-    return generating.run(arguments, made, about=about, script="docs/make_matrix.py")
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(write_or_compare(made, __doc__))
