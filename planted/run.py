@@ -2,13 +2,11 @@
 
     python -m planted.run table [REQUIREMENT ...]
     python -m planted.run score [--effort quick] [--jobs 2] [--at-least SHARE]
-    python -m planted.run watched [CHAPTER ...] [--jobs 2]
 
 ``table`` prints, for each requirement, the cases that check it, the bugs that they find, and what they say. ``score``
 counts the bugs that an effort finds. It may leave out the item that finds a bug: then the items of the same function
-that it keeps are run, and where they pass, those of the chapter. ``watched`` counts the bugs of chapters that the
-doctor finds (``shardproof.doctor``), which sees the training of their items and nothing that the items compare it with.
-Both leave out bugs of GPUs, of simulated worlds and of drawn cases.
+that it keeps are run, and where they pass, those of the chapter. It leaves out bugs of GPUs, of simulated worlds and of
+drawn cases.
 
 A run of pytest with ``-p planted.run`` collects the items on its command line alone: each function would otherwise
 become as many items as it has combinations, for each of some hundred implementations.
@@ -39,9 +37,6 @@ REFERENCES = ("reference", "reference.flat")
 
 #: Seconds after which an item hangs: a bug that makes ranks wait for each other is found by that, and costs as much.
 _DEADLINE = 30
-
-#: Bugs that share a run of pytest and its ranks while the doctor watches.
-_AT_A_TIME = 16
 
 Records = dict[str, dict[str, Any]]
 
@@ -196,58 +191,30 @@ def living(bugs: Sequence[Bug], kept: Sequence[str], jobs: int) -> list[Bug]:
     return left
 
 
-def _failing(ids: Iterable[str], names: Iterable[str], says: str = "") -> set[str]:
-    """The implementations that fail an item with a text; what is expected to fail does not count."""
+def _failing(ids: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The implementations that fail an item; what is expected to fail does not count."""
     with tempfile.TemporaryDirectory() as folder:
         records = records_of(dict.fromkeys(ids), names, pathlib.Path(folder), "--device", "cpu")
     failed = [one for one in records.values() if one["failure"] and one["verdict"] != "expected-fail"]
     lost = {one["implementation"] for one in failed if "in edited" in text_of(one)}
     assert not lost, f"the edits of {', '.join(lost)} cannot be made"
-    return {one["implementation"] for one in failed if says in text_of(one)}
-
-
-def _scored(bugs: Iterable[Bug]) -> list[Bug]:
-    return [
-        bug
-        for bug in bugs
-        if not bug.gpus and not bug.simulate and "test_drawn" not in bug.item and bug.implementation in REFERENCES
-    ]
+    return {one["implementation"] for one in failed}
 
 
 def score(options: argparse.Namespace) -> int:
     """Count what an effort finds, and say whether that is enough."""
     kept = collected("--effort", options.effort)
-    bugs = _scored(table.every().values())
+    bugs = [
+        bug
+        for bug in table.every().values()
+        if not bug.gpus and not bug.simulate and "test_drawn" not in bug.item and bug.implementation in REFERENCES
+    ]
     left = living(bugs, kept, options.jobs)
     share = 1 - len(left) / len(bugs)
     print(f"{options.effort} finds {len(bugs) - len(left)} of {len(bugs)} planted bugs ({share:.1%}); these live:")
     for bug in left:
         print(f"  {bug.id}: {bug.item}")
     return 0 if share >= options.at_least else 1
-
-
-def unnoticed(bugs: Sequence[Bug], jobs: int) -> list[Bug]:
-    """Return the bugs that the doctor does not find while it watches their items."""
-    mine = [table.watched(bug) for bug in bugs]
-    groups = [mine[start : start + _AT_A_TIME] for start in range(0, len(mine), _AT_A_TIME)]
-
-    def found_in(group: list[Bug]) -> set[str]:
-        return _failing([bug.with_bug(bug.item) for bug in group], [bug.name for bug in group], table.UNHEALTHY)
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as workers:
-        found = set().union(*workers.map(found_in, groups))
-    return [bug for bug, one in zip(bugs, mine, strict=True) if one.name not in found]
-
-
-def watched(options: argparse.Namespace) -> int:
-    """Count what the doctor finds, beside the suites."""
-    bugs = _scored(bug for chapter in options.chapters for bug in table.read(chapter).values())
-    left = unnoticed(bugs, options.jobs)
-    found = len(bugs) - len(left)
-    print(f"the doctor alone finds {found} of {len(bugs)}; the suites {len(bugs)}; it does not find these:")
-    for bug in left:
-        print(f"  {bug.id}: {bug.item}")
-    return 0
 
 
 # The table.
@@ -287,10 +254,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     other.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
     other.add_argument("--at-least", type=float, default=0.0, metavar="SHARE", help="fail if fewer are found")
     other.set_defaults(run=score)
-    third = commands.add_parser("watched")
-    third.add_argument("chapters", nargs="*", default=list(table.WATCHED), metavar="CHAPTER")
-    third.add_argument("--jobs", type=int, default=2, help="runs at a time (default: 2)")
-    third.set_defaults(run=watched)
     options = parser.parse_args(arguments)
     return options.run(options)
 

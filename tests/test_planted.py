@@ -1,7 +1,6 @@
 """Each planted bug is found by the item of its row, for the reason that the row gives; the tables fit the suites."""
 
 import concurrent.futures
-import dataclasses
 import itertools
 import operator
 import os
@@ -150,22 +149,6 @@ def test_the_score_tries_the_function_first_and_then_the_chapter(
     assert runs[0] == ["suites/test_x.py::test_x[planted.adapters:function-w2-two]"]
     assert ["suites/test_x.py::test_xy[planted.adapters:chapter-w2-one]"] in runs[1:]
     assert "by their own item 1, by another of its function 1, of its chapter 1" in capsys.readouterr().out
-
-
-def test_the_doctors_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-
-    def failing(ids: list[str], names: list[str], says: str) -> set[str]:
-        runs.append(ids)
-        return set(names) - {"planted.watched:lives"} if says == table.UNHEALTHY else set()
-
-    monkeypatch.setattr(run, "_failing", failing)
-    item = "test_x[reference-w2-two]"
-    written = dataclasses.replace(_bug("written", item), place="planted.adapters:Written", old=None, new=None)
-    bugs = [_bug("found", item), _bug("lives", item), written]
-    assert run.unnoticed(bugs, jobs=1) == [bugs[1]]
-    names = ("found", "lives", "Written")
-    assert runs == [[f"suites/test_x.py::test_x[planted.watched:{name}-w2-two]" for name in names]]
 
 
 def test_the_table_of_a_requirement() -> None:
