@@ -110,7 +110,7 @@ _Read = Callable[[object, str], Any]
 
 
 class RecordError(ValueError):
-    """A file violates the schema. The message is one line with the field and its value."""
+    """A file violates the schema or is no such file. The message is one line, with the field and its value."""
 
 
 def missing(name: str, where: str = "") -> RecordError:
@@ -307,10 +307,6 @@ _CASES = re.compile(rb'^,"cases": \[$', re.MULTILINE)
 _END = re.compile(rb"^\]$", re.MULTILINE)
 
 
-class _FileError(ValueError):
-    """A file is no run file, whatever its content means. The message is one line without the path."""
-
-
 def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueError]) -> T:
     """Read and parse a file of JSON, which may be compressed or a journal. Nothing in it is executed or unpickled.
 
@@ -327,7 +323,7 @@ def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueE
         return parse(content(path, is_journal=path.name.endswith(PARTIAL)))
     except OSError as error:
         raise error_type(f"{path}: {error.strerror or error}") from error
-    except (RecordError, _FileError) as error:
+    except RecordError as error:
         raise error_type(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
         raise error_type(f"{path}: not a JSON file: {error}") from error
@@ -348,15 +344,15 @@ def content(path: Path, *, is_journal: bool) -> object:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(21, "Is a directory")
     if not stat.S_ISREG(status.st_mode):
-        raise _FileError("not a regular file")
+        raise RecordError("not a regular file")
     with path.open("rb") as file:
         text = file.read(MOST_BYTES + 1)
     if text.startswith(_MAGIC):
         text = _decompress(text, allow_cut=is_journal)
     elif path.name.removesuffix(PARTIAL).endswith(".gz") and not (is_journal and not text):
-        raise _FileError("not compressed by gzip: its name ends in .gz, its content is something else")
+        raise RecordError("not compressed by gzip: its name ends in .gz, its content is something else")
     if len(text) > MOST_BYTES:
-        raise _FileError(f"more than {MOST_BYTES >> 20} MiB of text")
+        raise RecordError(f"more than {MOST_BYTES >> 20} MiB of text")
     try:
         return json.loads(text)
     except ValueError:
@@ -375,9 +371,9 @@ def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
     try:
         is_newer = started >= path.stat().st_mtime_ns
     except FileNotFoundError:
-        raise _FileError(f"there is no such file, but an incomplete run has left {partial.name}") from None
+        raise RecordError(f"there is no such file, but an incomplete run has left {partial.name}") from None
     if is_newer:
-        raise _FileError(f"a newer run is incomplete; read {partial.name}, or delete it to read this older one")
+        raise RecordError(f"a newer run is incomplete; read {partial.name}, or delete it to read this older one")
 
 
 def _decompress(text: bytes, *, allow_cut: bool) -> bytes:
@@ -385,11 +381,11 @@ def _decompress(text: bytes, *, allow_cut: bool) -> bytes:
     try:
         plain = decompressor.decompress(text, MOST_BYTES + 1)
     except zlib.error as error:
-        raise _FileError(f"not compressed by gzip: {error}") from None
+        raise RecordError(f"not compressed by gzip: {error}") from None
     if not decompressor.eof and not allow_cut and len(plain) <= MOST_BYTES:
-        raise _FileError("not compressed by gzip: the file is cut short")
+        raise RecordError("not compressed by gzip: the file is cut short")
     if decompressor.unused_data:
-        raise _FileError("not compressed by gzip: there is something after the end")
+        raise RecordError("not compressed by gzip: there is something after the end")
     return plain
 
 

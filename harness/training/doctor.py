@@ -192,7 +192,7 @@ class Doctor(Watching):
             self._reduced.insert(0, Reduced(is_skipped=True))
         found += [
             *invariants.check_updates(evidence),
-            *invariants.check_gathered(evidence, None),
+            *invariants.check_gathered(evidence),
             *invariants.check_memory(self._memory),
         ]
         self._add(found)

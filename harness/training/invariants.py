@@ -140,8 +140,6 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
 
 def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D4, after the last step: each parameter that trains is in an optimizer that has stepped in one of the steps."""
-    if not records:
-        return
     trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
     left = [name for name in trains if all(name in one.left for one in records)]
     if left:
@@ -335,14 +333,14 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(("D16",), "", evidence.step, "a tensor is not finite", (*lines, on))
 
 
-def check_gathered(evidence: Evidence, before: bool | None) -> Iterator[Finding]:
+def check_gathered(evidence: Evidence) -> Iterator[Finding]:
     """D14: no unit stays gathered after the optimizer's step."""
     names = list(dict.fromkeys(name for record in evidence.records for name in record.gathered))
     if names:
         are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
         line = f"{listed(names)}: {are} still gathered after the optimizer's step"
         lines = (line, "fine where resharding after backward is switched off; else the shards save no memory")
-        yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=before is not False)
+        yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:
@@ -378,8 +376,6 @@ def check_contributions(evidence: Evidence) -> Iterator[Finding]:
 
 def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
-    if not records:
-        return
     never = []
     for name in records[0].names:
         held = [one.records[0].parameters.get(name) for one in records]

@@ -47,7 +47,7 @@ from shardproof.harness.watching.groups import DATA, groups_of
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
-from shardproof.jsonfiles import RecordError, check_version, decode, describe, described, encode, says
+from shardproof.jsonfiles import RecordError, check_version, decode, described, encode, says
 
 VERSION = 1
 
@@ -107,49 +107,11 @@ class LayoutLine:
 
 
 @described()
-class EventLine:
-    """A tensor."""
-
-    n: Count = says("the number of the event on this rank, in execution order")
-    step: Count = says("the step")
-    stage: Stage = says("what the tensor is")
-    module: str = says("of outputs and their gradients, the module", default="")
-    parameter: str = says("the parameter", default="")
-    key: str = says("of optimizer state, its key", default="")
-    microbatch: Count = says("the number of the forward or the backward in the step", default=0)
-    call: Count = says("the number of the module's call in the microbatch, or of the norm in the step", default=0)
-    index: Count = says("the number of the tensor", default=0)
-    layout: Count | None = says("the number of its layout; without one it is plain", default=None)
-    shape: Sequence[Count] = says("of a plain tensor, its shape", default=())
-    dtype: str = says("its dtype")
-    squares: float = says("the sum of the squares of its elements", default=0.0)
-    sketch: Sequence[float] = says("eight numbers that are linear in its elements; empty if some are not finite",
-                                   default=())  # fmt: skip
-    bits: Sequence[int] = says("equal for equal elements", default=())
-    noise: Count = says("of a gradient of one dimension at the step, the elements that are not 0 and at most "
-                        "16 eps of the largest", default=0)  # fmt: skip
-    by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
-    rows: Sequence[int] = says("of the first input, a hash of each row", default=())
-    value: bool = says("whether step<step>.safetensors has it", default=False)
-
-
-@described()
 class EndLine:
     """The end of a step."""
 
     end: Count = says("the step")
     autocast: str = says("the dtype of autocast in its forwards", default="")
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of recording.json and, under ``$defs``, of the lines of events.jsonl."""
-    classes: dict[type, dict[str, Any]] = {}
-    head = describe(Head, classes)
-    lines = {one.__name__: describe(one, classes) for one in (RankLine, LayoutLine, EventLine, EndLine)}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"A recording, version {VERSION}", **head,
-        "$defs": {**lines, "Line": {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in lines]}},
-    }  # fmt: skip
 
 
 # Writing ------------------------------------------------------------------------------------
@@ -487,25 +449,25 @@ class BadRecording(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
-    """A tensor of a recording; see :class:`EventLine`."""
+    """A tensor of a recording: a line of events.jsonl, which leaves out what is 0, empty or false."""
 
-    n: int
+    n: int  # the number of the event on this rank, in execution order
     step: int
     stage: Stage
     parameter: str
-    module: str
-    key: str
-    microbatch: int
-    call: int
-    index: int
-    layout: Layout | None
-    shape: tuple[int, ...]
+    module: str  # of outputs and their gradients
+    key: str  # of optimizer state
+    microbatch: int  # the number of the forward or the backward in the step
+    call: int  # the number of the module's call in the microbatch, or of the norm in the step
+    index: int  # the number of the tensor
+    layout: Layout | None  # in the line its number; without one the tensor is plain
+    shape: tuple[int, ...]  # of a plain tensor
     dtype: str
-    fingerprint: Fingerprint
-    by_rows: bool
-    rows: tuple[int, ...]
-    has_value: bool
-    noise: int
+    fingerprint: Fingerprint  # in the line "squares", "sketch", which is empty if some elements are not finite, "bits"
+    by_rows: bool  # whether the sketch is the signed sum of those of its rows
+    rows: tuple[int, ...]  # of the first input, a hash of each row
+    has_value: bool  # in the line "value": whether step<step>.safetensors has it
+    noise: int  # of a gradient of one dimension at the step, the elements that are not 0 and rounding noise
 
     @property
     def box(self) -> Box:

@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.capability import Capability
@@ -291,11 +289,6 @@ def _adapter(request: Request) -> type[Adapter]:
     if len(others) > 1 or (others and Capability.TENSOR_PARALLEL not in adapter.capabilities()):
         raise ValueError(f"{request.implementation} does not shard over {others[-1]!r}: give --parallelize")
     return adapter
-
-
-def dtype_of(name: str) -> torch.dtype | None:
-    """Return the dtype of an option; None for an empty one."""
-    return DTYPES[name] if name else None
 
 
 def products(sizes: Mapping[str, int]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
 from shardproof.harness.training.evidence import flat_places
-from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of, dtype_of
+from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import sizes_of_flat
@@ -221,7 +221,7 @@ class Trainee:
         config = Config(
             mesh=self.mesh[request.data_dims] if others else self.mesh, microbatches=count,
             units=tuple((name,) for name in choose_units(model)),
-            precision=Precision(compute=dtype_of(request.param_dtype), reduce=dtype_of(request.reduce_dtype)),
+            precision=Precision(compute=DTYPES.get(request.param_dtype), reduce=DTYPES.get(request.reduce_dtype)),
             clip=Clip(request.max_norm) if request.max_norm else None,
         )  # fmt: skip
         adapter = kind(model, optimizer=None if own else self._by_name, config=config)

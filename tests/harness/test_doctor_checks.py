@@ -113,7 +113,7 @@ CHECKS |= {
     "ties": lambda made: invariants.check_ties(made.evidence(), [("w", "head")]),
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
-    "gathered": lambda made: invariants.check_gathered(made.evidence(), None),
+    "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 
-import jsonschema
 import pytest
 import torch
 from torch import nn
@@ -97,15 +96,8 @@ def compared(capsys, *arguments):
 # Writing
 
 
-def test_each_line_is_as_the_schema_says_and_the_files_are_small(runs):
-    schema = recording.schema()
-    jsonschema.validate(json.loads((runs / "ref/recording.json").read_text()), schema)
-    line = jsonschema.Draft202012Validator({"$defs": schema["$defs"], "$ref": "#/$defs/Line"})
+def test_the_files_are_small_and_in_order(runs):
     lines = [json.loads(text) for text in (runs / "ref/rank00000/events.jsonl").read_text().splitlines()]
-    for one in lines:
-        line.validate(one)
-    with pytest.raises(jsonschema.ValidationError):
-        line.validate({**lines[-2], "stage": "nothing"})
     events = [one for one in lines if "stage" in one]
     assert sum(map(len, map(json.dumps, events))) / len(events) < 320
     assert [one["n"] for one in events if one["step"] == 0] == sorted(one["n"] for one in events if one["step"] == 0)
