@@ -166,7 +166,7 @@ def measure(spec: Spec, ranks: Sequence[Ranks], options: argparse.Namespace) -> 
         if built and "unsupported" in built[0]:
             row["implementations"][one.name] = built[0]
         elif built and one.name != "limits":
-            row["implementations"][one.name] = {"numel": built[0]["numel"], "rounds": [], "held": worst(built, "held")}
+            row["implementations"][one.name] = {"rounds": []}
             taking_part.append(one)
     together(taking_part, do="steps", count=WARM_UP)
     for number in range(options.rounds):
@@ -214,10 +214,9 @@ def together(ranks: Sequence[Ranks], **command: Any) -> list[tuple[Ranks, list[d
     return [(one, answers) for one in ranks if (answers := one.answers())]
 
 
-def worst(answers: Sequence[dict[str, Any]], key: str | None = None) -> dict[str, int]:
+def worst(answers: Sequence[dict[str, Any]]) -> dict[str, int]:
     """The largest of each figure over the ranks."""
-    found = [answer if key is None else answer[key] for answer in answers]
-    return {name: max(one[name] for one in found) for name in found[0]}
+    return {name: max(one[name] for one in answers) for name in answers[0]}
 
 
 # The table

@@ -279,15 +279,9 @@ def _memory(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
         yield _worse(Kind.MEMORY, now, f"rank {-rank}{others}: a step holds {after} bytes at a time, {before} before")
 
 
-@dataclass(frozen=True)
-class _Sum:
-    number: Counter[str]
-    bytes: Counter[str]
-
-
-def _sums(traces: Sequence[Trace]) -> dict[int, _Sum]:
+def _sums(traces: Sequence[Trace]) -> dict[int, dict[Kind, Counter[str]]]:
     """The number and the bytes of the collectives of each rank, by their kind."""
-    found: dict[int, _Sum] = {}
+    found: dict[int, dict[Kind, Counter[str]]] = {}
     for trace in traces:
         number: Counter[str] = Counter()
         size: Counter[str] = Counter()
@@ -295,18 +289,17 @@ def _sums(traces: Sequence[Trace]) -> dict[int, _Sum]:
             if match := _COLLECTIVE.match(line):
                 number[match["kind"]] += 1
                 size[match["kind"]] += int(match["bytes"])
-        found |= dict.fromkeys(trace.ranks, _Sum(number, size))
+        found |= {rank: {Kind.COLLECTIVES: number, Kind.BYTES: size} for rank in trace.ranks}
     return found
 
 
 def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
     """The collectives of which a case sends more than before, on the rank with the largest increase."""
     before, after = _sums(then.collectives), _sums(now.collectives)
-    ranks = sorted(before.keys() & after.keys())
-    for kind, what in ((Kind.COLLECTIVES, "number"), (Kind.BYTES, "bytes")):
+    for kind in (Kind.COLLECTIVES, Kind.BYTES):
         grown = []
-        for rank in ranks:
-            one, other = getattr(before[rank], what), getattr(after[rank], what)
+        for rank in sorted(before.keys() & after.keys()):
+            one, other = before[rank][kind], after[rank][kind]
             if (more := other.total() - one.total()) > 0:
                 parts = [f"{other[name]} {name}, {one[name]} before" for name in other if other[name] > one[name]]
                 grown.append((more, -rank, parts))

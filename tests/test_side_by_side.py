@@ -81,7 +81,7 @@ def test_a_process_that_dies_is_reported(tmp_path: pathlib.Path, capsys: pytest.
 def measured(ms: float, host: float, allocated: int, losses: list[float]) -> dict[str, Any]:
     rounds = [{"ms": [ms, ms + 2, ms + 1], "host_ms": [host] * 3, "cpu_ms": [host] * 3} for _ in range(2)]
     rounds[1]["ms"] = [2 * one for one in rounds[1]["ms"]]
-    peak = {"allocated": allocated << 20, "requested": allocated << 20, "reserved": (allocated + 8) << 20}
+    peak = {"allocated": allocated << 20, "reserved": (allocated + 8) << 20}
     return {"rounds": rounds, "peak": peak, "losses": losses}
 
 

@@ -43,7 +43,6 @@ def simulate(job: dict[str, Any]) -> dict[str, Any]:
     (world,) = made.worlds
     return {
         "peaks": {phase.name: sum(phase.at_peak.values()) for phase in world.phases},
-        "kinds": {phase.name: phase.at_peak for phase in world.phases},
         "traffic": rows_of(world.traffic),
     }
 

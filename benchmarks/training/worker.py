@@ -23,9 +23,6 @@ from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, name
 from training.models import Spec
 from training.processes import answer
 
-#: Bytes that the allocator counts: of blocks with tensors, of what these asked for, of what it took from the device.
-COUNTED = {"allocated": "allocated_bytes", "requested": "requested_bytes", "reserved": "reserved_bytes"}
-
 
 class Worker:
     """What one rank of an implementation holds between commands."""
@@ -45,15 +42,10 @@ class Worker:
         self.spec = Spec(**spec, shape=tuple(shape) if shape else None)
         if self.name == "limits":
             return {}
-        self._reset_peaks()
-        held = self._stats("current")
-        model = models.build(self.spec, self.device)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        self.trained = named(self.name)(model, self.spec, self.device)
-        del model
+        self.trained = named(self.name)(models.build(self.spec, self.device), self.spec, self.device)
         options: dict[str, Any] = {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(self.trained.module.parameters(), lr=1e-4, **options)
-        return {"numel": numel, "held": held}
+        return {}
 
     def steps(self, count: int) -> dict[str, Any]:
         """Train so many steps: milliseconds of each, those of the host until the optimizer, and of its processor."""
@@ -64,11 +56,15 @@ class Worker:
         return {"ms": [row[0] for row in rows], "host_ms": [row[1] for row in rows], "cpu_ms": [row[2] for row in rows]}
 
     def memory(self, count: int) -> dict[str, Any]:
-        """The peaks of so many steps, in bytes."""
-        self._reset_peaks()
+        """The peaks of so many steps, in bytes: of blocks with tensors, and of what was taken from the device."""
+        if has_peaks := self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(count):
             self._step()
-        return self._stats("peak")
+        if not has_peaks:
+            return {}
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
     def trace(self) -> dict[str, Any]:
         """Profile steps of one microbatch; see :func:`training.traced.trace`."""
@@ -123,17 +119,6 @@ class Worker:
         self.done += 1
         self.losses.append(total)
         return 1000 * (end - start), 1000 * (host - start), 1000 * (host_cpu - start_cpu)
-
-    def _reset_peaks(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-
-    def _stats(self, which: str) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        found = torch.cuda.memory_stats()
-        return {name: found.get(f"{key}.all.{which}", 0) for name, key in COUNTED.items()}
 
 
 # What bounds a step whatever the implementation: its compute alone, and its communication alone.
