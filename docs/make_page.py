@@ -1,7 +1,11 @@
 """Writes the page of the published runs, those of docs/matrix.md, as out/published/index.html.
 
-Run as ``python docs/make_page.py`` in the repository's root, where the extra ``page`` is installed.
+Run as ``python docs/make_page.py`` in the repository's root, where the extra ``page`` is installed. With
+``--screenshots`` it also writes those of docs/page.md, for which the extra ``browser`` and Chromium are needed.
 """
+
+import argparse
+import pathlib
 
 from generating import ROOT
 from make_matrix import PLACES, run_of
@@ -9,21 +13,51 @@ from make_matrix import PLACES, run_of
 from shardproof.reports.page import Source, render
 
 OUT = ROOT / "out/published/index.html"
+MOST_BYTES = 150_000  # of one picture in the repository
+
+#: An expected failure of torch 2.11 that torch 2.13 does not have.
+CASE = "#case=suites/test_collectives.py::test_unit_with_modules_that_do_not_run%5Bw2-0%5D&of=torch.fully_shard"
+#: The name of each picture, with the fragment, whether it is dark, and what is scrolled to.
+SHOTS = {
+    "page-light": ("", False, ""),
+    "page-dark": ("#impl=reference&impl=torch.fully_shard&differ=ran&open=AUTOGRAD-6", True, "#count"),
+    "page-case": (CASE, False, ".records"),
+    "page-plots": (CASE, False, ".record figure"),
+}
 
 
-def published() -> str:
-    """Render a page with a run for each table of docs/matrix.md."""
+def shoot(page: pathlib.Path) -> int:
+    """Write the pictures; the exit code is 1 if one would be too large for the repository."""
+    from tests.browser.chromium import Browser
+
+    browser, code = Browser(width=1180, height=800), 0
+    try:
+        for name, (fragment, dark, selector) in SHOTS.items():
+            browser.media(dark=dark)
+            browser.open(page, fragment)
+            if selector:
+                browser.run("document.querySelector(arguments[0]).scrollIntoView()", selector)
+            path = ROOT / f"docs/{name}.png"
+            browser.driver.save_screenshot(str(path))
+            print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
+            code |= path.stat().st_size > MOST_BYTES
+    finally:
+        browser.close()
+    return int(code)
+
+
+def main() -> int:
+    """Write the page and, if they are asked for, the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--screenshots", action="store_true")
+    options = parser.parse_args()
     sources = [Source(" + ".join(place.files), run_of(place)) for place in PLACES]
-    return render(sources, title="shardproof: published runs")
-
-
-def main() -> None:
-    """Write the page."""
-    text = published()
+    text = render(sources, title="shardproof: published runs")
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(text)
     print(f"{OUT.relative_to(ROOT)}: {len(text) / 1e6:.1f} MB")
+    return shoot(OUT) if options.screenshots else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -210,7 +210,3 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         return full_of(norm)
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        names: Any = self.module.named_parameters()
-        return {original_name(name): value for name, value in names}

@@ -221,9 +221,10 @@ class Judge:
         if (found := list(self._routing())) or self._is_routed_otherwise:
             self.outcome.found = found
             return self.outcome
-        for stage in (self._outputs, self._losses, self._own_gradients, self._gradients, self._norms, self._clipped,
-                      self._parameters, self._states):  # fmt: skip
-            found = list(stage())
+        of_parameters = map(self._of_parameters, (Stage.CLIPPED_GRADIENT, Stage.PARAMETER, Stage.OPTIMIZER_STATE))
+        stages = (self._outputs(), self._losses(), self._own_gradients(), self._gradients(), self._norms())
+        for stage in itertools.chain(stages, of_parameters):
+            found = list(stage)
             if not found:
                 # Single ones are ill-conditioned; of most, it is the baseline that is wrong.
                 found = next((ill for kind, ill in self._ill.items() if len(ill) > self._well.get(kind, 0)), [])
@@ -403,7 +404,7 @@ class Judge:
 
     def _gradients(self) -> Iterator[Divergent]:
         found = list(self._of_parameters(Stage.GRADIENT))
-        clipped = list(self._clipped()) if found else []
+        clipped = list(self._of_parameters(Stage.CLIPPED_GRADIENT)) if found else []
         if not clipped:
             self.outcome.factor = 1.0
         if not found:
@@ -448,15 +449,6 @@ class Judge:
                 if text:
                     self.outcome.signature, self.outcome.lines = "S6", [text]
                 yield one
-
-    def _clipped(self) -> Iterator[Divergent]:
-        yield from self._of_parameters(Stage.CLIPPED_GRADIENT)
-
-    def _parameters(self) -> Iterator[Divergent]:
-        yield from self._of_parameters(Stage.PARAMETER)
-
-    def _states(self) -> Iterator[Divergent]:
-        yield from self._of_parameters(Stage.OPTIMIZER_STATE)
 
     # Comparisons ----------------------------------------------------------------------------
 
