@@ -11,11 +11,12 @@ from shardproof.harness.adapters.base import OptimizerFactory
 from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
-from shardproof.harness.parity.oracle import Oracle, OracleStep
+from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank_state import Member
+from shardproof.harness.parity.replay import picture_of
 from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.tensors.pieces import Piece, whole
-from shardproof.harness.tensors.trees import on_host, tensors_of
+from shardproof.harness.tensors.pieces import Piece
+from shardproof.harness.tensors.trees import on_host
 from shardproof.harness.verdicts.finding import raise_first, step_label
 
 # Plain copies of a model, whose gradients a case averages itself: a baseline of two models or several backwards.
@@ -99,7 +100,7 @@ class Undivided:
         )  # fmt: skip
         shown = member.exchange(picture.show(step=step))
         settled = run.settle(picture)
-        comparison = StepComparison(settled, on_host(_picture(baseline, member.index)), on_host(oracle), context)
+        comparison = StepComparison(settled, on_host(picture_of(baseline, member.index)), on_host(oracle), context)
         finding = comparison.first_finding()
         member.record.add_distances(comparison.measured)
         losses = {"sharded": settled.losses, "baseline": baseline.losses[member.index]}
@@ -107,16 +108,3 @@ class Undivided:
         member.record.add_losses(**{who: sum(map(float, values)) for who, values in losses.items()})
         raise_first(everyone.exchange(finding), title="the run diverges from one process with the whole batch")
         run.evidence.judge(shown)
-
-
-def _picture(step: OracleStep, index: int) -> StepPicture:
-    """What a rank has of a step of one process."""
-    return StepPicture(
-        outputs=[[*tensors_of(output)] for output in step.outputs[index]],
-        losses=step.losses[index],
-        gradients={name: None if value is None else whole(value) for name, value in step.gradients.items()},
-        norm=None,
-        clipped=None,
-        parameters={name: whole(value) for name, value in step.parameters.items()},
-        state={name: {key: whole(one) for key, one in state.items()} for name, state in step.state.items()},
-    )

@@ -313,6 +313,25 @@ def guess_gradient(
     return Guess(f"it {found.text}") if _near(found.factor, 1 / size) else None
 
 
+def guess_weights(sharded: torch.Tensor, shares: Mapping[str, torch.Tensor]) -> Guess | None:
+    """Guess that parts of the whole batch count more or less than in its one loss; ``shares`` add up to its gradient.
+
+    A shard with fewer than twice as many elements as there are parts tells nothing.
+    """
+    if not shares or sharded.numel() < 2 * len(shares):
+        return None
+    parts = [one.double().flatten() for one in shares.values()]
+    found = _weights(sharded.double().flatten(), parts)
+    if found is None or found[1] > _LIKENESS:
+        return None
+    listed = [f"{name} x {weight:.4g}" for name, weight in zip(shares, found[0], strict=True)]
+    return Guess(
+        f"it counts parts of the batch more or less than the loss of the whole batch does: {', '.join(listed[:8])}"
+        + ", ..." * (len(listed) > 8),
+        "the loss of each is divided by its own tokens, not by those of all",
+    )
+
+
 def _factors(size: int) -> list[tuple[float, str]]:
     """The factors by which mistakes in averaging over ``size`` ranks scale a gradient, with the mistake."""
     if size == 1:

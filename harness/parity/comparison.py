@@ -8,7 +8,7 @@ import torch
 
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import ADAM_NOISE_ULPS, distance, not_finite, ulp
-from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm
+from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm, guess_weights
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
@@ -42,6 +42,7 @@ class Context:
     # Whether the optimizer is adaptive (not SGD), so that elements whose gradient is rounding noise are left out of the
     # comparison of parameters.
     adaptive: bool = False
+    single_process: bool = False  # whether one process trained on the whole batch, whose loss no rank's own need equal
     evaluates: bool = False  # whether this is a forward without autograd before the step, and not the step
     frozen: frozenset[str] = frozenset()
     draws_random_numbers: bool = False
@@ -73,7 +74,7 @@ class StepComparison:
             if triple[0].is_floating_point():
                 where = "evaluation" if self.context.evaluates else f"microbatch {number}"
                 yield from self._scalar_or_tensor(Stage.OUTPUT, f"{where}, tensor {index}", *triple)
-        if not self.context.evaluates:
+        if not self.context.evaluates and not self.context.single_process:
             loss = self.sharded.losses[number], self.baseline.losses[number], self.oracle.losses[member][number]
             yield from self._scalar_or_tensor(Stage.LOSS, f"microbatch {number}", *loss)
 
@@ -243,7 +244,14 @@ class StepComparison:
             return None
         full = [one[name] for one in self.oracle.own_gradients]
         own = [None if gradient is None else mine.cut(gradient) for gradient in full]
-        return guess_gradient(value, expected, own, self.context.member)
+        size = len(self.oracle.shares)
+        shares = {
+            f"rank {rank}" + f" microbatch {number}" * (len(microbatches) > 1): mine.cut(part) / size
+            for rank, microbatches in enumerate(self.oracle.shares)
+            for number, share in enumerate(microbatches)
+            if (part := share[name]) is not None
+        }
+        return guess_gradient(value, expected, own, self.context.member) or guess_weights(value, shares)
 
     def _finding(
         self, stage: Stage, name: str, element: tuple[int, ...] | None, text: str, guess: Guess | None = None

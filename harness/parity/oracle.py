@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ class OracleStep:
     losses: list[list[torch.Tensor]] = dataclasses.field(default_factory=list)
     # Each data-parallel rank's gradients, summed over its microbatches, before the average.
     own_gradients: list[dict[str, torch.Tensor | None]] = dataclasses.field(default_factory=list)
+    # The same by rank and microbatch, where one loss is of the whole batch: each one's share of its gradient.
+    shares: list[list[dict[str, torch.Tensor | None]]] = dataclasses.field(default_factory=list)
     # The average of ``own_gradients`` over the ranks, added to what the last ``zero_grad`` left: after
     # ``set_to_none=False``, an unused parameter that has been used before has zeros here.
     gradients: dict[str, torch.Tensor | None] = dataclasses.field(default_factory=dict)
@@ -45,7 +48,7 @@ class Oracle:
     In float32 it is a baseline, with the rounding errors of one process, for cases that no baseline of several fits.
 
     Each step replays the microbatches of every data-parallel rank one by one, averages the gradients over the ranks,
-    clips, and steps the optimizer.
+    clips, and steps the optimizer. With ``global_loss`` the outputs of all of them are one batch, which has one loss.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Oracle:
         loss: Callable[[Any], torch.Tensor],
         submodule: str = "",
         set_to_none: bool = True,
+        global_loss: Callable[..., torch.Tensor] | None = None,
     ) -> OracleStep:
         """Train one step on the arguments of each forward, indexed ``[rank][microbatch]`` by data-parallel rank.
 
@@ -81,19 +85,24 @@ class Oracle:
         losses: list[list[torch.Tensor]] = []
         own: list[dict[str, torch.Tensor | None]] = []
         captured: list[Sequence[Event]] = []
+        shares: list[list[dict[str, torch.Tensor | None]]] = []
+        loss_of = self._in_whole_batch(batches, global_loss, submodule) if global_loss else None
         for microbatches in batches:
             outputs.append([])
             losses.append([])
             own.append(dict.fromkeys(self._names))
+            shares.append([])
             for index, arguments in enumerate(microbatches):
                 inputs = map_tensors(self._converted, as_inputs(arguments))
                 with capture.during(self.capture, "forward", index):
                     output = module(*inputs.args, **inputs.kwargs)
-                    value = loss(output)
+                    value = loss_of(output) if loss_of else loss(output, *inputs.labels)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
-                losses[-1].append(value.detach())
+                # Those of a rank add up to the loss of the whole batch, where it has one.
+                losses[-1].append(value.detach() / (len(batches) * len(microbatches) if loss_of else 1))
                 with capture.during(self.capture, "backward", index):
-                    own[-1] = self._add(own[-1], value)
+                    shares[-1].append(self._gradients_of(value))
+                own[-1] = {name: _sum(before, shares[-1][-1][name]) for name, before in own[-1].items()}
             captured.append(capture.taken(self.capture))
         average = {name: _average([one[name] for one in own]) for name in self._names}
         # Added to what `zero_grad` left in `.grad`, as backward does.
@@ -105,14 +114,39 @@ class Oracle:
             self.optimizer.step()
         parameters = {name: value.detach().clone() for name, value in self._names.items()}
         self.model.zero_grad(set_to_none=set_to_none)
-        return OracleStep(outputs, losses, own, gradients, norm, clipped, parameters, self._state(), captured)
+        shares = shares if global_loss else []
+        return OracleStep(outputs, losses, own, shares, gradients, norm, clipped, parameters, self._state(), captured)
+
+    def _in_whole_batch(
+        self, batches: Sequence[Sequence[Any]], loss: Callable[..., torch.Tensor], submodule: str
+    ) -> Callable[[Any], torch.Tensor]:
+        """Return the loss of the whole batch as a function of the output of each microbatch in turn.
+
+        The outputs of the others are constants in it, so that its gradient is the share of one microbatch in that of
+        the whole. A rank's own gradient is averaged over the ranks, so the loss is multiplied by their number.
+        """
+        inputs = [map_tensors(self._converted, as_inputs(one)) for mine in batches for one in mine]
+        with torch.no_grad():
+            outputs = [self.model.get_submodule(submodule)(*one.args, **one.kwargs) for one in inputs]
+        labels = [torch.cat(parts) for parts in zip(*(one.labels for one in inputs), strict=True)]
+        places = itertools.count()
+
+        def loss_of(output: torch.Tensor) -> torch.Tensor:
+            place = next(places)
+            return loss(torch.cat([*outputs[:place], output, *outputs[place + 1 :]]), *labels) * len(batches)
+
+        return loss_of
 
     @torch.no_grad()
-    def evaluate(self, inputs: Any, *, submodule: str = "") -> Any:
-        """Run one forward of this rank's inputs without autograd, and return its output."""
+    def evaluate(self, inputs: Any, *, submodule: str = "", mode: str = "no_grad") -> Any:
+        """Run one forward of this rank's inputs without autograd, whatever the ``mode``, and return its output."""
         converted = map_tensors(self._converted, as_inputs(inputs))
         with capture.during(self.capture, "forward", 0):
             return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by their names, as an adapter does."""
+        return self._names
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
@@ -126,10 +160,10 @@ class Oracle:
             for name, value in self._names.items()
         }
 
-    def _add(self, gradients: dict[str, torch.Tensor | None], loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def _gradients_of(self, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
         trained = {name: value for name, value in self._names.items() if value.requires_grad}
         new = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-        return gradients | {name: _sum(gradients[name], gradient) for name, gradient in zip(trained, new, strict=True)}
+        return dict.fromkeys(self._names) | dict(zip(trained, new, strict=True))
 
     def _picture(self) -> dict[str, torch.Tensor | None]:
         return {name: None if value.grad is None else value.grad.clone() for name, value in self._names.items()}

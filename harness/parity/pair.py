@@ -18,7 +18,7 @@ from shardproof.harness.parity.coverage import Counts, state_numel
 from shardproof.harness.parity.divergences import OfStep
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
-from shardproof.harness.parity.replay import Baseline, Replay
+from shardproof.harness.parity.replay import Baseline, Replay, State
 from shardproof.harness.parity.run import EvaluationMode, Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
@@ -67,7 +67,8 @@ class Pair:
         config: how to shard the model.
         options: how to drive the sharded run; the optimizer must not be None. The baseline and the oracle use the
             optimizer alone, and what is compared of the baseline is rounded alike.
-        baseline: "ddp", or "replicated" where DDP cannot express the case.
+        baseline: "ddp", or "replicated" where DDP cannot express the case, or "single-process", which trains on the
+            whole batch with one loss.
 
     Attributes:
         sharded: the run of the implementation under test.
@@ -90,6 +91,8 @@ class Pair:
         self.sharded.foreign = self._replay.storages
         self._must_clip = options.must_clip
         self._unchecked: list[_Step | _Evaluation] = []
+        #: The last step that was compared, and the oracle's: where the next of an adaptive optimizer begins.
+        self._compared: tuple[StepPicture, OracleStep] | None = None
         self._steps = 0
         self._state_kinds = 0
         self._step_starts: list[int] = []
@@ -123,7 +126,9 @@ class Pair:
         self,
         batch: Any,
         *,
+        labels: Any = None,
         loss: Loss = mean_square,
+        global_loss: Loss | None = None,
         before_loss: Callable[[Any], None] | None = None,
         submodule: str = "",
         set_to_none: bool = True,
@@ -137,8 +142,12 @@ class Pair:
         Args:
             batch: this rank's arguments of one forward (:class:`Inputs`, a tuple, or a single tensor), or a list of
                 such, one per microbatch.
-            loss: maps a forward's output to a scalar. Give it no state of its own, or the baseline and the oracle are
-                computed anew in every case.
+            labels: what the loss takes besides the output: a tensor, a tuple of several, or a list of such, one per
+                microbatch. None of it reaches the model.
+            loss: maps a forward's output, and the labels, to a scalar. Give it no state of its own, or the baseline and
+                the oracle are computed anew in every case.
+            global_loss: with the baseline "single-process", the loss of the whole batch, of the outputs and the labels
+                of all ranks and microbatches, joined in their first dimension; by default ``loss``.
             before_loss: called with each output of the sharded run alone, before its loss.
             submodule: the name of a module to call directly and train alone; the baseline must then be "replicated".
             set_to_none: whether gradients are set to None after the step, or to zeros.
@@ -149,10 +158,17 @@ class Pair:
         assert len(mine) == self.adapter.config.microbatches, (
             f"step() got {len(mine)} microbatches, but the pair is configured for {self.adapter.config.microbatches}"
         )
+        if labels is not None:
+            listed = labels if isinstance(batch, list) else [labels]
+            mine = [
+                dataclasses.replace(one, labels=label if isinstance(label, tuple) else (label,))
+                for one, label in zip(mine, listed, strict=True)
+            ]
         options: dict[str, Any] = {"loss": loss, "submodule": submodule, "set_to_none": set_to_none}
         # SGD with momentum moves a parameter whose gradient is zero and leaves one whose gradient is None. If the
         # implementation has zeros for unused parameters, the baseline and the oracle must keep zeros as well.
         filled = options | {"set_to_none": set_to_none and self.adapter.traits.unused_gradient == "none"}
+        filled["global_loss"] = global_loss
         if before_loss is not None:
             options["loss"] = functools.partial(_loss_after, before_loss, loss)
         self._step_starts.append(len(self.sharded.trace))
@@ -189,7 +205,8 @@ class Pair:
             Divergence: on every rank, at the first place where any rank's sharded run diverges, or where the ranks of
                 a group issued different collectives.
             AssertionError: there was no step since the last check; or clipping or a delay never took effect, so that
-                the case proves nothing about it; or a step under an adaptive optimizer is not the first.
+                the case proves nothing about it; or a later step under an adaptive optimizer has no state to begin
+                with.
             RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
         """
         assert self._unchecked, "nothing to check: no step since the last check"
@@ -261,8 +278,9 @@ class Pair:
 
     def _replayed(self, one: _Step) -> StepComparison:
         """Replay a step with the baseline and the oracle (collective), and record the losses of all three."""
-        replayed = self._replay.step(_copies(one.batch), options=one.options, ahead=one.ahead)
+        replayed = self._replay.step(_copies(one.batch), options=one.options, ahead=one.ahead, start=self._start())
         one.sharded = self.sharded.settle(one.sharded)
+        self._compared = one.sharded, replayed.oracle
         self._state_kinds = replayed.state_kinds
         self._assert_clipped(replayed.oracle)
         self._member.record.add_losses(
@@ -272,9 +290,37 @@ class Pair:
         )
         return StepComparison(one.sharded, replayed.baseline, replayed.oracle, self._context(one.number))
 
+    def _start(self) -> State | None:
+        """What the sharded run begins a step with (collective), where the replay must begin with the same.
+
+        An adaptive optimizer divides a gradient by its size, so that one of rounding noise moves an element by all of
+        the learning rate: from the second step on, runs that are right begin with parameters that differ.
+        """
+        if not self._replay.is_adaptive or self._compared is None:
+            return None
+        sharded, oracle = self._compared
+        assert sharded.state is not None, (
+            "under an adaptive optimizer later steps are judged from the state of the run, and the adapter has no "
+            "optimizer_state(): compare the first step only, or use SGD"
+        )
+        start = {
+            name: {key: torch.zeros_like(full) for key, full in {"": value, **oracle.state[name]}.items()}
+            for name, value in oracle.parameters.items()
+        }
+        held = {
+            (name, key): (piece.cut(torch.arange(start[name][key].numel()).view_as(start[name][key])), piece.tensor)
+            for name, parameter in sharded.parameters.items()
+            for key, piece in {"": parameter, **sharded.state.get(name, {})}.items()
+            if piece is not None and key in start[name]
+        }
+        for one in self._member.exchange(held):
+            for (name, key), (positions, values) in one.items():
+                start[name][key].view(-1)[positions.flatten()] = values.flatten().to(start[name][key].dtype)
+        return start
+
     def _replayed_evaluation(self, one: _Evaluation) -> StepComparison:
         """Replay a forward with the baseline and the oracle (collective)."""
-        found = self._replay.evaluate(_copies([one.inputs])[0], options=one.options)
+        found = self._replay.evaluate(_copies([one.inputs])[0], options=one.options, start=self._start())
         ranks = self.adapter.config.data_ranks
         replayed = OracleStep([[[found.oracle]] for _ in ranks], captured=[found.captured[1] for _ in ranks])
         context = dataclasses.replace(self._context(one.number), evaluates=True)
@@ -329,15 +375,13 @@ class Pair:
         return Trace(self.sharded.trace[starts[step] : starts[step + 1]])
 
     def _context(self, step: int) -> Context:
-        assert not (self._replay.is_adaptive and step), (
-            "under an adaptive optimizer parameters are comparable only after the first step; use SGD"
-        )
         config = self.adapter.config
         return Context(
             step=step, rank=self._member.index, member=self._position, size=len(config.data_ranks),
             norm_type=config.clip.norm_type if config.clip else 2.0,
             unused_is_zero=self.adapter.traits.unused_gradient != "none", adaptive=self._replay.is_adaptive,
             frozen=self._replay.frozen(), draws_random_numbers=self._replay.draws_random_numbers,
+            single_process=self._replay.is_single_process,
             untied={name: f"untied: {tie}" for tie in self.sharded.untied for name in tie.names},
         )  # fmt: skip
 
@@ -361,7 +405,8 @@ class Pair:
         if shown and steps[0][0] == 0:
             shown[0].counts |= self._counts(steps[0][1])
         everyone = self._member.exchange((finding, shown, self.sharded.trace))
-        raise_first([found for found, _, _ in everyone], title="the sharded run diverges from the baseline")
+        what = "one process with the whole batch" if self._replay.is_single_process else "the baseline"
+        raise_first([found for found, _, _ in everyone], title=f"the sharded run diverges from {what}")
         for index in range(len(steps)):
             self.sharded.evidence.judge([shown[index] for _, shown, _ in everyone])
         difference = first_difference([trace for _, _, trace in everyone])
@@ -380,9 +425,9 @@ class Pair:
         }
 
 
-def _loss_after(look: Callable[[Any], None], loss: Loss, output: Any) -> torch.Tensor:
+def _loss_after(look: Callable[[Any], None], loss: Loss, output: Any, *labels: Any) -> torch.Tensor:
     look(output)
-    return loss(output)
+    return loss(output, *labels)
 
 
 def _output_alone(outputs: list[torch.Tensor], captured: Sequence[Event]) -> StepPicture:

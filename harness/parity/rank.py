@@ -143,7 +143,8 @@ class Rank(Member):
         Args:
             model: float32, equal on all ranks. A model that the case initializes is, because the harness calls
                 ``torch.manual_seed`` with the same seed on all ranks before the case.
-            baseline: "ddp", or "replicated" where DDP cannot express the case.
+            baseline: "ddp"; "replicated" where DDP cannot express the case; "single-process", in which one process has
+                the whole batch and one loss of it, where DDP would scale the loss as wrongly as the case does.
             **options: fields of :class:`RunOptions` and of ``Config``. By default the optimizer is SGD with momentum
                 and the mesh has all ranks.
 

@@ -10,7 +10,7 @@ import io
 import marshal
 import pickle
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -23,7 +23,7 @@ from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member, is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
 from shardproof.harness.tensors.memory import raw_bytes
-from shardproof.harness.tensors.pieces import original_name
+from shardproof.harness.tensors.pieces import Piece, original_name, whole
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Event, Inputs
@@ -74,9 +74,12 @@ def _contents(tensor: torch.Tensor) -> tuple[Any, ...]:
     return *kind, raw_bytes(tensor)
 
 
-Baseline = Literal["ddp", "replicated"]
+Baseline = Literal["ddp", "replicated", "single-process"]
 
-_BASELINES: dict[Baseline, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+_BASELINES: dict[str, type[Adapter]] = {"ddp": DdpAdapter, "replicated": ReplicatedAdapter}
+
+State = dict[str, dict[str, torch.Tensor]]
+"""By parameter, its full value under the key "" and the full tensors of its optimizer state, on the host."""
 
 #: The fields of ``Config`` that no baseline looks at: how the implementation under test shards.
 _SHARDING = frozenset(
@@ -116,6 +119,7 @@ class _Request:
     everyone: list[Any]
     options: dict[str, Any]
     ahead: int
+    start: State | None
 
 
 class Replay:
@@ -143,21 +147,23 @@ class Replay:
         self._baseline = baseline
         self._compared_as = compared_as
         self._initial = copy.deepcopy(model)
-        self._made: tuple[Run, Oracle] | None = None
+        self._made: tuple[Run | Oracle, Oracle] | None = None
         #: What the two have not replayed yet, because the results were in the cache.
         self._behind: list[_Request] = []
         #: Whether a replay has drawn random numbers. The runs then drew other ones, and are not comparable.
         self.draws_random_numbers = False
         self._key = self._first_key() if member.explainer is None else None
+        self.is_single_process = baseline == "single-process"
         self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """The baseline's run, if it was made."""
-        return () if self._made is None else (self._made[0],)
+        return tuple(one for one in self._made or () if isinstance(one, Run))
 
     def _models(self) -> tuple[nn.Module, ...]:
-        return (self._initial,) if self._made is None else (self._made[0].adapter.module, self._made[1].model)
+        made = self._made or ()
+        return tuple(one.adapter.module if isinstance(one, Run) else one.model for one in made) or (self._initial,)
 
     def storages(self) -> set[int]:
         """The addresses of the storages of the baseline's and the oracle's parameters, which no other run may use."""
@@ -179,28 +185,32 @@ class Replay:
         """
         self._key = None
         self._catch_up()
-        return self._make()
+        baseline, oracle = self._make()
+        assert isinstance(baseline, Run), "the baseline is a single process, which is no run of this world"
+        return baseline, oracle
 
-    def step(self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int) -> Replayed:
-        """Replay a training step (collective)."""
-        return cast(Replayed, self._result(True, microbatches, options, ahead))
+    def step(
+        self, microbatches: list[Inputs], *, options: dict[str, Any], ahead: int, start: State | None = None
+    ) -> Replayed:
+        """Replay a training step (collective), from another state than that of the step before if one is given."""
+        return cast(Replayed, self._result(True, microbatches, options, ahead, start))
 
-    def evaluate(self, inputs: Inputs, *, options: dict[str, Any]) -> Evaluated:
-        """Replay a forward without autograd (collective)."""
-        return cast(Evaluated, self._result(False, inputs, options, 0))
+    def evaluate(self, inputs: Inputs, *, options: dict[str, Any], start: State | None = None) -> Evaluated:
+        """Replay a forward without autograd (collective), from another state if one is given."""
+        return cast(Evaluated, self._result(False, inputs, options, 0, start))
 
-    def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int) -> Any:
+    def _result(self, is_step: bool, mine: Any, options: dict[str, Any], ahead: int, start: State | None) -> Any:
         cache = self._member.replays
         # Of inputs that need gradients the caller looks at the gradients.
         needs_gradient = any(tensor.requires_grad for tensor in tensors_of(mine))
-        request_key = None if needs_gradient else digest((is_step, mine, options, ahead))
+        request_key = None if needs_gradient else digest((is_step, mine, options, ahead, start))
         key = None if self._key is None or request_key is None else self._key + request_key
         gathered = self._member.exchange_tensors((cache.version, key, mine))
         versions, keys, everyone = zip(*gathered, strict=True)
         if len(set(versions)) > 1:  # a rank failed between two results: what the ranks have may differ
             cache.clear(version=max(versions) + 1)
         self._key = None if None in keys else hashlib.blake2b(b"".join(keys), digest_size=16).digest()
-        self._behind.append(_Request(is_step, mine, list(everyone), options, ahead))
+        self._behind.append(_Request(is_step, mine, list(everyone), options, ahead, start))
         found = None if self._key is None else cache.get(self._key)
         if found is not None and not cache.is_due:
             return found.unpack()
@@ -228,25 +238,39 @@ class Replay:
 
     def _compute(self, request: _Request) -> Any:
         baseline, oracle = self._make()
+        if request.start is not None:
+            for one in (baseline, oracle):
+                _write(one.adapter if isinstance(one, Run) else one, request.start)
         mine = map_tensors(torch.clone, request.mine)
         if not request.is_step:
             expected = oracle.evaluate(mine, submodule=request.options["submodule"])
-            outputs = baseline.evaluate(map_tensors(torch.clone, mine), **request.options)
+            outputs = [*tensors_of(baseline.evaluate(map_tensors(torch.clone, mine), **request.options))]
             captured = capture.taken(baseline.capture), capture.taken(oracle.capture)
             return on_host(Evaluated(outputs, expected, captured))
         if self._member.implementation.traits.unused_gradient == "zero-unless-frozen":
             for value in (value for model in self._models() for value in model.parameters() if not value.requires_grad):
                 value.grad = None  # the zeros of the step before
-        picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **request.options))
         batches = [request.everyone[index] for index in self._config.data_ranks]
-        expected = oracle.step(batches, **request.options)
-        kinds = states_per_parameter(baseline.adapter.optimizer)
+        options = dict(request.options)
+        global_loss = options.pop("global_loss", None) or options["loss"]
+        if isinstance(baseline, Run):
+            picture = baseline.settle(baseline.step(mine, ahead=request.ahead, **options))
+        else:
+            options["global_loss"] = global_loss
+            position = self._config.data_ranks.index(self._member.index)
+            picture = on_host(picture_of(baseline.step(batches, **options), position))
+        expected = oracle.step(batches, **options)
+        kinds = states_per_parameter(oracle.optimizer)
         return Replayed(dataclasses.replace(picture, evidence=None), on_host(expected), kinds)
 
-    def _make(self) -> tuple[Run, Oracle]:
+    def _make(self) -> tuple[Run | Oracle, Oracle]:
         if self._made is None:
             captures = self._member.explainer is not None
-            oracle = Oracle(self._initial, optimizer=self._optimizer, clip=self._config.clip, captures=captures)
+            of_one: dict[str, Any] = {"optimizer": self._optimizer, "clip": self._config.clip, "captures": captures}
+            oracle = Oracle(self._initial, **of_one)
+            if self.is_single_process:
+                self._made = Oracle(self._initial, dtype=torch.float32, **of_one), oracle
+                return self._made
             options = RunOptions(optimizer=self._optimizer, compared_as=self._compared_as)
             kind = _BASELINES[self._baseline]
             self._made = Run(self._member, kind, self._initial, config=self._config, options=options), oracle
@@ -270,6 +294,34 @@ class Replay:
                 (torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled(device.type)),
             )
         )
+
+
+@torch.no_grad()
+def _write(one: Adapter | Oracle, values: State) -> None:
+    """Write full values to plain parameters and to the state of their optimizer."""
+    for name, parameter in one.named_parameters().items():
+        state = one.optimizer.state.get(parameter, {}) if one.optimizer is not None else {}
+        for key, tensor in {"": parameter, **state}.items():
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(values[name][key].view_as(tensor))
+
+
+def picture_of(step: OracleStep, position: int) -> StepPicture:
+    """What the data-parallel rank at ``position`` has of a step of one process."""
+
+    def pieces(values: Mapping[str, torch.Tensor | None]) -> dict[str, Piece | None]:
+        return {name: None if value is None else whole(value) for name, value in values.items()}
+
+    return StepPicture(
+        outputs=[[*tensors_of(output)] for output in step.outputs[position]],
+        losses=step.losses[position],
+        gradients=pieces(step.gradients),
+        norm=step.norm,
+        clipped=None if step.norm is None else pieces(step.clipped),
+        parameters=pieces(step.parameters),
+        state={name: {key: whole(one) for key, one in state.items()} for name, state in step.state.items()},
+        captured=step.captured[position],
+    )
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

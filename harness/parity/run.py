@@ -66,8 +66,8 @@ class Snapshots:
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""
 
-Loss = Callable[[Any], torch.Tensor]
-"""Maps a forward's output to a scalar."""
+Loss = Callable[..., torch.Tensor]
+"""Maps a forward's output, and the labels of its inputs, to a scalar."""
 
 Pieces = dict[str, Piece | None]
 """The local shards of one rank, by parameter names of the original model; None for a missing gradient."""
@@ -388,7 +388,7 @@ class Run:
         inputs = as_inputs(arguments)
         with self._during("forward"), capture.during(self.capture, "forward", microbatch):
             output = self._called(inputs, submodule)
-            return output, loss(output)
+            return output, loss(output, *inputs.labels)
 
     def _called(self, inputs: Inputs, submodule: str) -> Any:
         """Return the output of the adapter's forward, or raise the suspicion, on every rank."""

@@ -26,10 +26,11 @@ from shardproof.harness.verdicts.finding import Stage
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """The arguments of one forward."""
+    """The arguments of one forward, and what a loss takes besides its output."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    labels: tuple[Any, ...] = ()
 
 
 def as_inputs(arguments: Any) -> Inputs:

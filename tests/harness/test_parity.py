@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -510,3 +511,60 @@ def test_a_list_of_weights_outside_of_the_parameters_is_named(rank: Rank):
 
     with pytest.raises(Divergence, match=r"the model \(\w*Recurrent\) keeps \d+ bytes of tensors in 'kept'"):
         rank.run(Recurrent())
+
+
+def _token_mean(output, labels, *, tokens=None):
+    """The mean over the tokens that have a label, or the sum over them, divided by so many."""
+    kind = "mean" if tokens is None else "sum"
+    value = torch.nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction=kind)
+    return value if tokens is None else value / tokens
+
+
+@world(2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_token_mean_that_is_wrong_under_ddp_too(rank: Rank, microbatches: int):
+    batch = [rank.tokens(0, (2, 8), vocabulary=16, microbatch=number) for number in range(microbatches)]
+    labels = [one.clone() for one in batch]
+    for number, one in enumerate(labels):
+        one[:, 6 - 4 * rank.index + number :] = -100
+    own = rank.exchange([int((one >= 0).sum()) for one in labels])
+    right = sum(map(sum, own)) / rank.world_size  # the average over ranks makes all tokens of it
+
+    def check(tokens, baseline):
+        model = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16))
+        pair = rank.pair(model, baseline=baseline, microbatches=microbatches)
+        loss = functools.partial(_token_mean, tokens=tokens)
+        pair.checked_step(batch, labels=labels, loss=loss, global_loss=_token_mean)
+
+    check(right, "single-process")
+    check(None, "ddp")
+    with pytest.raises(Divergence) as caught:
+        check(None, "single-process")
+    numbers = [f"rank {r}" + f" microbatch {m}" * (microbatches > 1) for r in (0, 1) for m in range(microbatches)]
+    told = [f"{one} x {right / tokens:.4g}" for one, tokens in zip(numbers, itertools.chain(*own), strict=True)]
+    assert ", ".join(told) in str(caught.value)
+
+
+class Shifted(nn.Module):
+    """The gradient of its first element is rounding noise in the first step, and not in the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.cat([torch.zeros(1), torch.randn(8)]))
+
+    def forward(self, x):
+        shift, scale = self.weight[0], self.weight[1:]
+        return nn.functional.layer_norm(x * scale + shift, (8,)) * x * (1 + shift**2)
+
+
+@world(2)
+@pytest.mark.parametrize("baseline", ["ddp", "single-process"])
+def test_later_steps_of_adam_are_judged_from_the_state_of_the_run(rank: Rank, baseline: str):
+    pair = rank.pair(Shifted(), optimizer=optim.adamw(), baseline=baseline)
+    for number in range(4):
+        pair.step(rank.batch(number, (4, 8)))
+    pair.check()
+    next(iter(pair.adapter.optimizer.state.values()))["exp_avg"].zero_()
+    pair.step(rank.batch(4, (4, 8)))
+    with pytest.raises(Divergence, match="in the fifth step"):
+        pair.check()
