@@ -244,9 +244,8 @@ class StepComparison:
             return None
         full = [one[name] for one in self.oracle.own_gradients]
         own = [None if gradient is None else mine.cut(gradient) for gradient in full]
-        size = len(self.oracle.shares)
         shares = {
-            f"rank {rank}" + f" microbatch {number}" * (len(microbatches) > 1): mine.cut(part) / size
+            f"rank {rank} microbatch {number}": mine.cut(part) / len(self.oracle.shares)
             for rank, microbatches in enumerate(self.oracle.shares)
             for number, share in enumerate(microbatches)
             if (part := share[name]) is not None

@@ -144,10 +144,6 @@ class Oracle:
         with capture.during(self.capture, "forward", 0):
             return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by their names, as an adapter does."""
-        return self._names
-
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 

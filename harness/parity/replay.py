@@ -239,8 +239,8 @@ class Replay:
     def _compute(self, request: _Request) -> Any:
         baseline, oracle = self._make()
         if request.start is not None:
-            for one in (baseline, oracle):
-                _write(one.adapter if isinstance(one, Run) else one, request.start)
+            for model, one in zip(self._models(), (baseline, oracle), strict=True):
+                _write(model, one.adapter.optimizer if isinstance(one, Run) else one.optimizer, request.start)
         mine = map_tensors(torch.clone, request.mine)
         if not request.is_step:
             expected = oracle.evaluate(mine, submodule=request.options["submodule"])
@@ -297,13 +297,13 @@ class Replay:
 
 
 @torch.no_grad()
-def _write(one: Adapter | Oracle, values: State) -> None:
-    """Write full values to plain parameters and to the state of their optimizer."""
-    for name, parameter in one.named_parameters().items():
-        state = one.optimizer.state.get(parameter, {}) if one.optimizer is not None else {}
+def _write(model: nn.Module, optimizer: torch.optim.Optimizer | None, values: State) -> None:
+    """Write full values, in the order of the model, to its parameters and to the state of their optimizer."""
+    for parameter, full in zip(model.parameters(), values.values(), strict=True):
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, tensor in {"": parameter, **state}.items():
             if isinstance(tensor, torch.Tensor):
-                tensor.copy_(values[name][key].view_as(tensor))
+                tensor.copy_(full[key].view_as(tensor))
 
 
 def picture_of(step: OracleStep, position: int) -> StepPicture:

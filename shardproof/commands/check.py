@@ -131,7 +131,7 @@ def _facts(record: CaseRecord) -> list[str]:
     if used:
         part, worst = max(used, key=lambda one: one[0])
         facts.append(f"worst     {part:.2f} of the allowed error: {worst.stage} of {worst.name!r} in step {worst.step}")
-    return facts + [f"not seen  {text}" for text in own.notes]
+    return facts + [f"{'note' if '[S' in text else 'not seen':<10}{text}" for text in own.notes]
 
 
 def _fits(request: Request, device: str) -> None:
