@@ -117,12 +117,16 @@ def local_numel(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def kept_outside(model: nn.Module) -> list[str]:
-    """Say which modules keep tensors in attributes of their own, as ``nn.LSTM`` keeps a list of its weights.
+    """Say what is held: the largest registered parameters, and tensors that modules keep in attributes of their own.
 
-    Sharding replaces registered parameters, and does not know of such attributes: they keep the full ones.
+    Sharding replaces registered parameters, and does not know of such attributes, as of the list of its weights that
+    ``nn.LSTM`` has: they keep the full ones.
     """
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found = []
+    registered = [(original_name(name), local_of(one)) for name, one in model.named_parameters()]
+    sizes = {name: memory.bytes_of([one]) for name, one in registered if memory.is_allocated(one)}
+    largest = ", ".join(f"{name!r} {sizes[name]}" for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3])
+    found = [f"registered parameters hold {sum(sizes.values())} bytes, the largest {largest}"] if sizes else []
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
