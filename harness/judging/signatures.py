@@ -320,8 +320,7 @@ def guess_weights(sharded: torch.Tensor, shares: Mapping[str, torch.Tensor]) -> 
     """
     if not shares or sharded.numel() < 2 * len(shares):
         return None
-    parts = [one.double().flatten() for one in shares.values()]
-    found = _weights(sharded.double().flatten(), parts)
+    found = _weights(sharded.double().flatten(), [one.double().flatten() for one in shares.values()])
     if found is None or found[1] > _LIKENESS:
         return None
     listed = [f"{name} x {weight:.4g}" for name, weight in zip(shares, found[0], strict=True)]

@@ -98,8 +98,7 @@ class Oracle:
                     output = module(*inputs.args, **inputs.kwargs)
                     value = loss_of(output) if loss_of else loss(output, *inputs.labels)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
-                # Those of a rank add up to the loss of the whole batch, where it has one.
-                losses[-1].append(value.detach() / (len(batches) * len(microbatches) if loss_of else 1))
+                losses[-1].append(value.detach() / (len(batches) * len(microbatches) if loss_of else 1))  # add up to it
                 with capture.during(self.capture, "backward", index):
                     shares[-1].append(self._gradients_of(value))
                 own[-1] = {name: _sum(before, shares[-1][-1][name]) for name, before in own[-1].items()}

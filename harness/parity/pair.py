@@ -293,16 +293,13 @@ class Pair:
     def _start(self) -> State | None:
         """What the sharded run begins a step with (collective), where the replay must begin with the same.
 
-        An adaptive optimizer divides a gradient by its size, so that one of rounding noise moves an element by all of
-        the learning rate: from the second step on, runs that are right begin with parameters that differ.
+        An adaptive optimizer moves an element by all of the learning rate for a gradient of rounding noise, so that
+        from the second step on, runs that are right begin with parameters that differ.
         """
         if not self._replay.is_adaptive or self._compared is None:
             return None
         sharded, oracle = self._compared
-        assert sharded.state is not None, (
-            "under an adaptive optimizer later steps are judged from the state of the run, and the adapter has no "
-            "optimizer_state(): compare the first step only, or use SGD"
-        )
+        assert sharded.state is not None, "without optimizer_state(), Adam is judged in the first step only: use SGD"
         start = {
             name: {key: torch.zeros_like(full) for key, full in {"": value, **oracle.state[name]}.items()}
             for name, value in oracle.parameters.items()

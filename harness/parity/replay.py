@@ -162,8 +162,8 @@ class Replay:
         return tuple(one for one in self._made or () if isinstance(one, Run))
 
     def _models(self) -> tuple[nn.Module, ...]:
-        made = self._made or ()
-        return tuple(one.adapter.module if isinstance(one, Run) else one.model for one in made) or (self._initial,)
+        made = (one.adapter.module if isinstance(one, Run) else one.model for one in self._made or ())
+        return tuple(made) or (self._initial,)
 
     def storages(self) -> set[int]:
         """The addresses of the storages of the baseline's and the oracle's parameters, which no other run may use."""
