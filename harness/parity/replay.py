@@ -316,7 +316,7 @@ def picture_of(step: OracleStep, position: int) -> StepPicture:
         outputs=[[*tensors_of(output)] for output in step.outputs[position]],
         losses=step.losses[position],
         gradients=pieces(step.gradients),
-        norm=step.norm,
+        norm=None if step.norm is None else step.norm.float(),
         clipped=None if step.norm is None else pieces(step.clipped),
         parameters=pieces(step.parameters),
         state={name: {key: whole(one) for key, one in state.items()} for name, state in step.state.items()},
