@@ -107,6 +107,14 @@ def test_the_mistake_is_named_and_its_healthy_twin_has_no_finding(name: str) -> 
     assert "no finding" in text and not [line for line in _findings(text) if line.endswith("]")], text
 
 
+@pytest.mark.nightly
+def test_a_mean_of_means_is_a_note_because_it_may_be_meant() -> None:
+    script = EXAMPLES / "incidents" / "g14_mean_of_means.py"
+    code, text = _watched(script)
+    assert code == 0 and "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]" in text, text
+    assert "D17" not in _watched(script, "healthy")[1]
+
+
 def _checked(script: str, functions: dict[str, str], *options: str) -> tuple[int, str]:
     """The exit code of a check of four ranks, and what it prints."""
     path = EXAMPLES / "incidents" / f"{script}.py"

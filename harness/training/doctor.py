@@ -25,7 +25,7 @@ from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
 
-CHECKS = tuple(f"D{number}" for number in range(1, 17))
+CHECKS = tuple(f"D{number}" for number in range(1, 18))
 
 OnFinding = Literal["raise", "warn", "collect"]
 
@@ -49,7 +49,7 @@ class Doctor(Watching):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D16"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D17"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -180,6 +180,7 @@ class Doctor(Watching):
         found = [
             *invariants.check_finite(evidence),
             *invariants.check_data(evidence),
+            *invariants.check_tokens(evidence),
             *invariants.check_collectives(evidence),
             *invariants.check_contributions(evidence),
             *invariants.check_optimizers(evidence),

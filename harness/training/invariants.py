@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,6 +20,9 @@ APART_AT_THE_START = "replicas differ when training begins"
 
 #: The title of the finding that ranks of one data-parallel rank read different data.
 APART = "model-parallel ranks read different data"
+
+#: Relative difference up to which microbatches count alike.
+_SAME = 1e-3
 
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
@@ -319,6 +323,22 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Fi
                 "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
             )
             yield Finding(("D8",), "S8", evidence.step, "tied parameters are no longer tied", lines)
+
+
+def check_tokens(evidence: Evidence) -> Iterator[Finding]:
+    """D17: a token counts as much as any other, whichever rank and microbatch it is in."""
+    calls = [record.tokens for record in evidence.records]
+    ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
+    for who, parts in (("microbatch", list(itertools.chain(*calls))), ("rank", ranks)):
+        counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
+        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + _SAME):
+            fewest, most = min(counts), max(counts)
+            lines = (
+                f"{', '.join(map(str, counts[:8]))} tokens: one of {fewest} counts {most / fewest:.4g} x one of {most}",
+                "as when the loss of each is divided by its own tokens: divide by those of all ranks and microbatches",
+            )
+            yield Finding(("D17",), "S5", evidence.step, f"each {who} counts alike, whatever its tokens", lines, True)
+            return
 
 
 def check_finite(evidence: Evidence) -> Iterator[Finding]:

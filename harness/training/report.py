@@ -39,6 +39,7 @@ NAMES = {
     "D14": "units-are-resharded",
     "D15": "memory-is-flat",
     "D16": "all-is-finite",
+    "D17": "each-token-counts-alike",
 }
 
 _COLUMN = 10

@@ -46,6 +46,9 @@ class Observer(Protocol):
     def on_engine_stepped(self, engine: nn.Module) -> None:
         """After it."""
 
+    def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
+        """After a cross-entropy was computed, without weights of classes."""
+
     def on_collective(self, collective: Collective) -> None:
         """Before a collective is issued."""
 
@@ -87,6 +90,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     if (clip := private.find(_CLIP)) is not None:
         for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
             yield path, _before_clip(clip)
+    yield "torch.nn.functional.cross_entropy", _after_cross_entropy(nn.functional.cross_entropy)
     yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
@@ -123,6 +127,18 @@ def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
+
+
+def _after_cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def cross_entropy(input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+        value = function(input, target, weight, *args, **kwargs)
+        if weight is None and not args and not torch.compiler.is_compiling():
+            for one in list(_observers):
+                one.on_cross_entropy(value, target, kwargs)
+        return value
+
+    return cross_entropy
 
 
 def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,8 @@ class StepRecord:
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order
     norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
+    # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
+    tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
     # The first tensors with a NaN or an infinity, in execution order.
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)

@@ -237,6 +237,7 @@ class Watch:
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
+        self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._norm: Any = None
         self._norm_calls = 0
         self._calls: collections.Counter[str] = collections.Counter()
@@ -514,6 +515,14 @@ class Watch:
                 self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
 
     @_guarded
+    def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
+        is_plain = type(value) is torch.Tensor and type(target) is torch.Tensor and not target.is_floating_point()
+        if self.is_watching and not self._stepped and is_plain and value.ndim == 0 and value.requires_grad:
+            count, tokens = (target != options.get("ignore_index", -100)).sum(), self._tokens
+            divisor = count if options.get("reduction", "mean") == "mean" else 1
+            value.register_hook(lambda gradient: tokens.append((count, gradient.detach() / divisor)))
+
+    @_guarded
     def on_collective(self, collective: Collective) -> None:
         if self.is_watching and not self._stepped:
             phase = "backward" if self._is_backward else "forward" if self._depth else "between"
@@ -685,6 +694,7 @@ class Watch:
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
         record.parameters = self._parameters_held()
+        record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
         values = host_rows([_last_number(one) for _, one in self._finite])
         found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]

@@ -107,6 +107,7 @@ CHECKS = {
     for name in ("replicas", "optimizers", "updates", "data", "contributions", "norm", "collectives", "finite")
 }
 CHECKS |= {
+    "tokens": lambda made: invariants.check_tokens(made.evidence()),
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
     "optimizers_ever": lambda made: invariants.check_optimizers_ever([made.evidence()]),
@@ -204,6 +205,12 @@ FOUND = {
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
     "D16": ("finite", lambda m: setattr(m.records[2], "not_finite", [NotFinite(0, "output of '0'")]),
         "step 0: a tensor is not finite [D16]|first: output of '0' on rank 2|seen on rank 2 of 4"),
+    "D17": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / 8), (2 + n, 1 / (2 + n))]) for n in EVERY],
+        "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]|"
+        "8, 2, 8, 3, 8, 4, 8, 5 tokens: one of 2 counts 4 x one of 8|..."),
+    "D17-ranks": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / (9 + n)), (1 + n, 1 / (9 + n))])
+        for n in EVERY], "note: step 0: each rank counts alike, whatever its tokens [D17, S5]|"
+        "9, 10, 11, 12 tokens: one of 9 counts 1.333 x one of 12|..."),
 }  # fmt: skip
 
 
