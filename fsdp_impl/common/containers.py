@@ -24,21 +24,17 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any, _depth: 
     if _depth >= _MAX_DEPTH:
         raise RuntimeError(f"a {type(value).__name__} is nested {_MAX_DEPTH} containers deep: does it hold itself?")
 
-    def recurse(item: Any) -> Any:
-        return map_tensors(fn, item, _depth + 1)
-
     # dict before dataclass: a class that is both (an output class of a model library) keeps its keys and its
     # attributes in step when an item is set, not when an attribute is.
     if isinstance(value, dict):
-        return _rebuild_dict(value, {key: recurse(item) for key, item in value.items()})
+        return _rebuild_dict(value, {key: map_tensors(fn, item, _depth + 1) for key, item in value.items()})
     if isinstance(value, (tuple, list)):
         # A tensor is asked here: a call for each would add up, as each unit walks its inputs twice.
-        return _rebuild_sequence(
-            value, [fn(item) if isinstance(item, torch.Tensor) else recurse(item) for item in value]
-        )
+        items = [fn(item) if isinstance(item, torch.Tensor) else map_tensors(fn, item, _depth + 1) for item in value]
+        return _rebuild_sequence(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        return _rebuild_dataclass(value, {name: recurse(getattr(value, name)) for name in names})
+        return _rebuild_dataclass(value, {name: map_tensors(fn, getattr(value, name), _depth + 1) for name in names})
     return value
 
 
@@ -63,6 +59,8 @@ def cast(dtype: torch.dtype, value: Any) -> Any:
 
 
 def _rebuild_dict(old: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    if not items:
+        return old  # the keywords of nearly all forwards
     changed = {key: item for key, item in items.items() if item is not old[key]}
     if not changed:
         return old

@@ -1,5 +1,6 @@
 """Where autograd and optimizers call back."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakMethod
@@ -8,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
-from fsdp_impl.common.private import current_graph_task_id, disable_dynamo
+from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, eval_frame_callback
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -16,7 +17,16 @@ _R = TypeVar("_R")
 
 def outside_graphs(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep ``torch.compile`` out of ``fn``: a graph would fix who holds which parameters when it was traced."""
-    return cast(Callable[_P, _R], disable_dynamo(fn))
+    apart = cast(Callable[_P, _R], disable_dynamo(fn))
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # Where nothing is traced or compiled, as nearly always, `apart` would find that out in a dozen calls.
+        if torch.compiler.is_dynamo_compiling() or eval_frame_callback() is not None:
+            return apart(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return run
 
 
 class _CallOnBackward(torch.autograd.Function):

@@ -10,14 +10,29 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fsdp_impl.common.private import set_grad_enabled
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _NOTHING = nullcontext()
 
 
+class _Off:
+    """Autograd, which is on, off; ``torch.no_grad()`` makes three objects for it and calls Python ten times."""
+
+    def __enter__(self) -> None:
+        set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        set_grad_enabled(True)
+
+
+_OFF = _Off()
+
+
 def no_grad() -> AbstractContextManager[Any]:
     """``torch.no_grad()``."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return _OFF if torch.is_grad_enabled() else _NOTHING
 
 
 def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -27,7 +42,7 @@ def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
-        with torch.no_grad():
+        with _OFF:
             return fn(*args, **kwargs)
 
     return run

@@ -14,38 +14,45 @@ from torch import nn
 # meanwhile: then there are units whose modules are gone.
 
 
-class Owner:
-    """A module attribute that holds the parameter; shared parameters have several. Equal if both name the same."""
+_SETATTR = nn.Module.__setattr__
 
-    __slots__ = ("_module", "name")
+
+class Owner:
+    """A module attribute that holds the parameter; shared parameters have several. Equal if both name the same.
+
+    Attributes:
+        reference: to the module, for loops in which :meth:`find` would add up.
+    """
+
+    __slots__ = ("name", "reference")
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = ref(module)
+        self.reference = ref(module)
         self.name = name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Owner) and (self._module, self.name) == (other._module, other.name)
+        return isinstance(other, Owner) and (self.reference, self.name) == (other.reference, other.name)
 
     def __hash__(self) -> int:
-        return hash((self._module, self.name))
+        return hash((self.reference, self.name))
 
     @property
     def module(self) -> nn.Module:
         """The module, where it is known to be there: a forward runs, or a user calls its methods."""
-        module = self._module()
+        module = self.reference()
         assert module is not None, f"the module that held {self.name} is gone"
         return module
 
     def find(self) -> nn.Module | None:
         """The module, ``None`` if it is gone (see Note: ownership)."""
-        return self._module()
+        return self.reference()
 
     def hold(self, param: nn.Parameter) -> None:
         """Let the module, if it is still there, hold ``param``."""
-        module = self._module()
+        module = self.reference()
         if module is None:
             return
-        if type(module).__setattr__ is nn.Module.__setattr__:
+        if type(module).__setattr__ is _SETATTR:
             # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
             module._parameters[self.name] = param
         else:

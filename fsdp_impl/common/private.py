@@ -37,7 +37,9 @@ torch.Tensor._post_accumulate_grad_hooks | hooks of parameters | such hooks are 
 torch.Tensor._version | noticing writes to parameters | error when used
 torch.UntypedStorage._cdata | noticing moved parameters in flat parameters | error when used
 torch._C._autograd._profiler_enabled | the naming of ranges for profilers | no ranges
+torch._C._dynamo.eval_frame.get_eval_frame_callback | leaving FSDP out of graphs | slower where nothing is compiled
 torch._C._current_graph_task_id | every backward | error when used
+torch._C._set_grad_enabled | switching autograd off | torch.set_grad_enabled, which is slower
 torch._chunk_cat | the copy-in of gradients in fully_shard | a copy of each gradient more
 torch._compile._disable_dynamo | leaving FSDP out of graphs | torch.compiler.disable, with which importing takes seconds
 torch._foreach_add_ | accumulation in fully_shard | torch.foreach (2.15 and later); without either, error when used
@@ -123,7 +125,12 @@ State = _State
 
 # Autograd and the compiler
 current_graph_task_id: Callable[[], int] = _take("torch._C._current_graph_task_id")
+# `None` where torch.compile does not look at the frames of this thread.
+eval_frame_callback: Callable[[], Any] = _take(
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: NotImplemented
+)
 disable_dynamo = _take("torch._compile._disable_dynamo", torch.compiler.disable)
+set_grad_enabled: Callable[[bool], Any] = _take("torch._C._set_grad_enabled", torch.set_grad_enabled)
 preserve_version_counter = _take("torch.autograd._unsafe_preserve_version_counter")
 profiler_enabled: Callable[[], bool] = _take("torch._C._autograd._profiler_enabled", lambda: False)
 # Calls a function when the running backward has computed all gradients.

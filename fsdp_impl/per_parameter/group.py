@@ -207,9 +207,15 @@ class ParamGroup:
         if self._smaller is not None:
             self._smaller.sync_requires_grad()
         elif self.residence is Residence.UNSHARDED:
-            for param in self.shards.params:
-                assert param.unsharded is not None
-                param.sync_requires_grad(param.unsharded)
+            self._sync_unsharded()
+
+    def _sync_unsharded(self) -> None:
+        for param in self.shards.params:
+            unsharded, trains = param.unsharded, param.trains
+            assert unsharded is not None
+            # Asked here: mostly nothing has changed, and what a call costs adds up.
+            if unsharded.requires_grad is not trains or param.sharded.requires_grad is not trains:
+                param.sync_requires_grad(unsharded)
 
     def refresh(self) -> bool:
         """Notice sharded parameters that were moved or replaced; whether the current stream wrote a new buffer."""
@@ -250,9 +256,9 @@ class ParamGroup:
         self.shards.finish_unsharded()
 
     def _register_unsharded(self) -> None:
+        self._sync_unsharded()
         for param in self.shards.params:
             assert param.unsharded is not None
-            param.sync_requires_grad(param.unsharded)
             param.register(param.unsharded)
         # The copy-out is queued behind the gather on the current stream, so nothing reads the smaller shards any more.
         self._smaller = None

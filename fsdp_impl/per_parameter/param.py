@@ -212,7 +212,7 @@ class ShardedParam:
         fqn: its name from the root, set at lazy initialisation; before, its name in its module.
         precision: the policy of this parameter.
         size: the unsharded size; of a tensor-parallel parameter that of this rank's part.
-        slot: the local tensor of ``sharded`` while it lies in the group's buffer, else ``None``.
+        slot: the local tensor of ``sharded`` while it lies in the group's buffer, at ``slot_pointer``; else ``None``.
         accumulated: gradient of the unsharded parameter in the reduce dtype, of backwards that did not reduce.
         extension: what hooks of the local tensor need, if it brings any.
         serial: the same for two ShardedParams made from one original parameter, which is a mistake to report.
@@ -242,15 +242,17 @@ class ShardedParam:
         self.keep_grad_dtype(original)
         self.keep_grad_dtype(self.sharded)
         hooks.count_steps_of(self.sharded)
-        # Not `local` itself: nn.Parameter detaches, which makes another tensor object of the same memory.
-        self.slot: torch.Tensor | None = self.local if in_slot else None
-        self._slot_pointer = self.local.data_ptr() if in_slot else 0
+        self.slot: torch.Tensor | None = None
+        self.slot_pointer = 0
+        if in_slot:
+            # nn.Parameter detaches, which makes another tensor object of the same memory.
+            self.move_to(local)
         self.extension: Extension | None = None
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
         self.serial = _serial_number(original)
         # What all forms had when they were last compared.
-        self._requires_grad = original.requires_grad
+        self.trains = original.requires_grad
 
     @property
     def local(self) -> torch.Tensor:
@@ -295,7 +297,7 @@ class ShardedParam:
             data = dtensor.wrap(data, dtensor.with_dtype(self.unsharded_spec, data.dtype))
         # A cast between two microbatches makes it anew; what the first has left here is still to be reduced.
         grad = None if self.unsharded is None else self.unsharded.grad
-        self.unsharded = nn.Parameter(data, requires_grad=self._requires_grad)
+        self.unsharded = nn.Parameter(data, requires_grad=self.trains)
         if self.types is not None:
             self.types.restore(self.unsharded)
         # Any: autograd would round what it has computed in a wider dtype, and the reduction has one of its own.
@@ -335,7 +337,7 @@ class ShardedParam:
         elif len(self.owners) > 1:
             self.register(held)  # a load assigns a shared parameter under each of its names
         local = self.sharded._local_tensor  # type: ignore[attr-defined]  # not by the property: asked at each gather
-        if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self._slot_pointer:
+        if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self.slot_pointer:
             return
         self.keep_grad_dtype(held)
         self.slot = None
@@ -347,18 +349,15 @@ class ShardedParam:
         """Live in ``slot``, which holds the same values."""
         self.sharded._local_tensor = slot  # type: ignore[attr-defined]
         self.slot = slot
-        self._slot_pointer = slot.data_ptr()
+        self.slot_pointer = slot.data_ptr()
 
     def sync_requires_grad(self, shown: nn.Parameter) -> None:
         """Users freeze and unfreeze the sharded parameter, or ``shown``, which modules hold in its place."""
-        known = self._requires_grad
-        if self.sharded.requires_grad is known and shown.requires_grad is known:
-            return  # as nearly always
-        wanted = (self.sharded if shown.requires_grad == self._requires_grad else shown).requires_grad
+        wanted = (self.sharded if shown.requires_grad == self.trains else shown).requires_grad
         for form in (self.sharded, self.unsharded, shown):
             if form is not None and form.requires_grad != wanted:
                 form.requires_grad_(wanted)
-        self._requires_grad = wanted
+        self.trains = wanted
 
     def _check(self, held: Any) -> None:
         if not isinstance(held, DTensor):
@@ -374,6 +373,27 @@ class ShardedParam:
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.fqn}, size={tuple(self.size)})"
+
+
+def displaced(params: Sequence[ShardedParam]) -> list[ShardedParam]:
+    """Those of ``params`` at which :meth:`ShardedParam.adopt` has something to look, mostly none.
+
+    One loop without calls of Python's: each gather asks this of all parameters.
+    """
+    found = []
+    for param in params:
+        owner, sharded, slot = param.owners[0], param.sharded, param.slot
+        module = owner.reference()
+        if (
+            slot is None
+            or sharded._local_tensor is not slot  # type: ignore[attr-defined]
+            or slot.data_ptr() != param.slot_pointer
+            or module is None
+            or module._parameters.get(owner.name) is not sharded
+            or len(param.owners) > 1
+        ):
+            found.append(param)
+    return found
 
 
 def _serial_number(original: nn.Parameter) -> int:

@@ -287,7 +287,7 @@ class Reducer:
 
     def _to_grad_dtypes(self, total: Reduced) -> tuple[Layout, torch.Tensor]:
         """The shards of ``total`` in the dtypes of the gradients, and their layout."""
-        dtypes = [param.grad_dtype or total.layout.dtype for param in total.params]
+        dtypes = [param.sharded.grad_dtype or total.layout.dtype for param in total.params]
         layout = self._layout(total.params, *dtypes)
         if layout.dtype != torch.uint8:
             return layout, total.shards.to(layout.dtype)
@@ -321,12 +321,13 @@ def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequ
     The dtypes that they have now may be others, and differ between ranks: one may have added up, another is new.
     Parameters of several dtypes, of which one was thawed late, are a ``ValueError``.
     """
-    if len({param.dtype for param in params}) > 1:
+    if group.shards.layout.dtype == torch.uint8 and len({param.dtype for param in params}) > 1:
         found = {param.fqn: param.dtype for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    # Each once: a promotion for every parameter would add up.
+    # The policy's is one for all. Each once: a promotion for every parameter would add up.
+    asked = params if group.precision.reduce_dtype is None else params[:1]
     dtypes = dict.fromkeys(
-        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(params, grads, strict=True)]
+        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(asked, grads, strict=False)]
     )
     return functools.reduce(torch.promote_types, dtypes)
 
@@ -408,13 +409,16 @@ class Accumulator:
 
     def _add_views(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> None:
         views = shard_views(shards, layout.slots)
-        held = [param.sharded.grad for param in params]
-        existing = [(grad, view) for grad, view in zip(held, views, strict=True) if grad is not None]
-        if existing:
-            foreach_add_([dtensor.local_of(grad) for grad, _ in existing], [view for _, view in existing])
-        for param, grad, view in zip(params, held, views, strict=True):
-            if grad is None:
+        existing: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for param, view in zip(params, views, strict=True):
+            if (grad := param.sharded.grad) is None:
                 param.sharded.grad = dtensor.wrap(view, dtensor.with_dtype(param.spec, view.dtype))
+            else:
+                existing.append(dtensor.local_of(grad))
+                added.append(view)
+        if existing:
+            foreach_add_(existing, added)
         self._last = GradBuffer(tuple(params), layout.dtype, remember(shards, views))
 
     def _to_home(self, params: Sequence[ShardedParam], shards: torch.Tensor) -> tuple[torch.Tensor, bool]:

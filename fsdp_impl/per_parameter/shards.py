@@ -12,7 +12,7 @@ from fsdp_impl.common.private import foreach_copy_
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view, shard_views
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, has_hooks, is_extended
+from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, displaced, has_hooks, is_extended
 
 # Note: slots
 #
@@ -63,9 +63,10 @@ class Shards:
 
     def version(self) -> int:
         """A number that grows whenever sharded parameters are changed in place."""
-        # A DTensor counts what is done to it, and not what is done to its local tensor. Neither counts what fused
-        # kernels do.
-        counts = sum([param.sharded._version + param.local._version for param in self.params])
+        # A DTensor counts what is done to it, and not what is done to its local tensor: that counts for itself, or with
+        # the buffer, of which each slot is a view. Neither counts what fused kernels do.
+        counts = sum([param.sharded._version for param in self.params])
+        counts += sum([param.local._version for param in self.params if param.slot is None])
         return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
 
     @modes.without_grad
@@ -74,9 +75,10 @@ class Shards:
 
         Returns whether it wrote to a new buffer, on the current stream.
         """
-        for param in self.params:
+        moved = displaced(self.params)
+        for param in moved:
             param.adopt()
-        left = len([param for param in self.params if param.slot is None])
+        left = len([param for param in moved if param.slot is None])
         if left == 0:
             return False
         layout = self._layout([param.dtype for param in self.params])
