@@ -14,20 +14,13 @@ from torch import nn
 # meanwhile: then there are units whose modules are gone.
 
 
-_SETATTR = nn.Module.__setattr__
-
-
 class Owner:
-    """A module attribute that holds the parameter; shared parameters have several. Equal if both name the same.
-
-    Attributes:
-        reference: to the module, for loops in which :meth:`find` would add up.
-    """
+    """A module attribute that holds the parameter; shared parameters have several. Equal if both name the same."""
 
     __slots__ = ("name", "reference")
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.reference = ref(module)
+        self.reference = ref(module)  # for loops in which calls of `find` would add up
         self.name = name
 
     def __eq__(self, other: object) -> bool:
@@ -52,7 +45,7 @@ class Owner:
         module = self.reference()
         if module is None:
             return
-        if type(module).__setattr__ is _SETATTR:
+        if type(module).__setattr__ is nn.Module.__setattr__:
             # The checks of nn.Module.__setattr__ cost more than all else here, and hold by construction.
             module._parameters[self.name] = param
         else:

@@ -37,8 +37,8 @@ torch.Tensor._post_accumulate_grad_hooks | hooks of parameters | such hooks are 
 torch.Tensor._version | noticing writes to parameters | error when used
 torch.UntypedStorage._cdata | noticing moved parameters in flat parameters | error when used
 torch._C._autograd._profiler_enabled | the naming of ranges for profilers | no ranges
-torch._C._dynamo.eval_frame.get_eval_frame_callback | leaving FSDP out of graphs | slower where nothing is compiled
 torch._C._current_graph_task_id | every backward | error when used
+torch._C._dynamo.eval_frame.get_eval_frame_callback | leaving FSDP out of graphs | slower where nothing is compiled
 torch._C._set_grad_enabled | switching autograd off | torch.set_grad_enabled, which is slower
 torch._chunk_cat | the copy-in of gradients in fully_shard | a copy of each gradient more
 torch._compile._disable_dynamo | leaving FSDP out of graphs | torch.compiler.disable, with which importing takes seconds

@@ -33,5 +33,5 @@ class Views(NamedTuple):
 
 def remember(buffer: torch.Tensor, views: Sequence[torch.Tensor]) -> Views:
     """Remember ``views`` of ``buffer`` (1-D)."""
-    given = tuple(zip(map(weakref.ref, views), map(torch.Tensor.data_ptr, views), strict=True))
+    given = tuple([(weakref.ref(view), view.data_ptr()) for view in views])
     return Views(given, int(buffer.storage_offset()), buffer.numel())

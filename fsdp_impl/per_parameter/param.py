@@ -245,8 +245,7 @@ class ShardedParam:
         self.slot: torch.Tensor | None = None
         self.slot_pointer = 0
         if in_slot:
-            # nn.Parameter detaches, which makes another tensor object of the same memory.
-            self.move_to(local)
+            self.move_to(local)  # nn.Parameter has detached: another tensor, with a version of its own
         self.extension: Extension | None = None
         self.unsharded: nn.Parameter | None = None
         self.accumulated: torch.Tensor | None = None
@@ -376,10 +375,7 @@ class ShardedParam:
 
 
 def displaced(params: Sequence[ShardedParam]) -> list[ShardedParam]:
-    """Those of ``params`` at which :meth:`ShardedParam.adopt` has something to look, mostly none.
-
-    One loop without calls of Python's: each gather asks this of all parameters.
-    """
+    """Those that :meth:`ShardedParam.adopt` has to look at, mostly none; each gather asks this, so without calls."""
     found = []
     for param in params:
         owner, sharded, slot = param.owners[0], param.sharded, param.slot
