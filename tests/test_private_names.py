@@ -23,18 +23,20 @@ FOLDERS = ("harness", "suites", "shardproof", "benchmarks", "reports")
 
 OF_MODULES = "what subclasses of nn.Module are written against"
 
-#: Attributes of objects whose class a scan cannot tell, by the reason why they may stand where they are.
+#: Attributes of objects whose class a scan cannot tell, by the reason why they may stand where they are. Those that the
+#: tables list by the class of the object may too.
 OF_OBJECTS = {
     OF_MODULES: {"_apply", "_buffers", "_metadata", "_parameters", "_version"},
-    "listed in the table, by the class of the object": {
-        name.path.rpartition(".")[2] for name in private.NAMES if name.path.rpartition(".")[2].startswith("_")
+    "marks that torch and spmd_types leave on objects": {
+        "_checkpoint_wrapped_module", "_compiled_call_impl", "_in_backward_optimizers", "_local_type",
     },
+    "our own marks on parameters": {"_fsdp_flat_managed", "_fsdp_impl_serial", "_fsdp_impl_shard"},
     "options of gloo, which are read before they are set": {"_devices", "_options", "_threads", "_timeout"},
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
     "not torch's: of Python, pytest, hypothesis and DeepSpeed": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
-        "_getframe", "_groups", "_lru_cache_wrapper", "_tw",
+        "_getframe", "_groups", "_lru_cache_wrapper", "_make", "_tw",
     },
 }  # fmt: skip
 
@@ -94,12 +96,18 @@ def attributes_of_objects(tree):
     """Each private attribute that a file reads or sets of something else than itself: (line, name)."""
     bound = {*imported_from_torch(tree), "self", "cls"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            value = node.value
+        match node:
+            case ast.Attribute(value=value, attr=name):
+                pass
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(name)), *_]):
+                pass
+            case _:
+                continue
+        if name.startswith("_") and not name.startswith("__"):
             while isinstance(value, ast.Attribute):
                 value = value.value
             if not isinstance(value, ast.Name) or value.id not in bound:
-                yield node.lineno, node.attr
+                yield node.lineno, name
 
 
 def own_names(trees):
@@ -117,11 +125,13 @@ def own_names(trees):
                 yield node.asname or node.name
 
 
-def found_outside(trees, table):
-    """What stands outside of the table: one line for each private name of torch."""
-    lines = [line for path, tree in trees.items() if path != table for line in paths_where(is_private, path, tree)]
-    allowed = {*own_names(trees.values()), *(name for names in OF_OBJECTS.values() for name in names)}
-    for path, tree in trees.items():
+def found_outside(trees, table, names=()):
+    """What stands outside of the table of these names: one line for each private name of torch."""
+    others = {path: tree for path, tree in trees.items() if path != table}
+    listed = {name.path.rpartition(".")[2] for name in names}
+    allowed = listed.union(own_names(trees.values()), *OF_OBJECTS.values())
+    lines = [line for path, tree in others.items() for line in paths_where(is_private, path, tree)]
+    for path, tree in others.items():
         found = [one for one in attributes_of_objects(tree) if one[1] not in allowed]
         lines += [f"{path}:{line}: an attribute {name}" for line, name in found]
     return sorted(set(lines))
@@ -133,16 +143,18 @@ def trees_of(*folders):
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
-def test_private_names_stand_in_one_file():
-    trees = {name: tree for name, tree in trees_of(*FOLDERS).items() if not name.startswith("shardproof/harness")}
-    assert len(trees) > 200, "the folders have moved"
-    assert found_outside(trees, "harness/tensors/private.py") == []
+#: The files that may take private names, the names that they list, for which folders, and how many files these have.
+TABLES = [
+    ("harness/tensors/private.py", private.NAMES, FOLDERS, 200),
+    ("fsdp_impl/common/private.py", private_of_the_reference.NAMES, ("fsdp_impl",), 30),
+]
 
 
-def test_private_names_of_the_reference_stand_in_one_file():
-    trees = trees_of("fsdp_impl")
-    del trees["fsdp_impl/common/private.py"]
-    assert [line for path, tree in trees.items() for line in paths_where(is_private, path, tree)] == []
+@pytest.mark.parametrize(("table", "names", "folders", "least"), TABLES, ids=["harness", "reference"])
+def test_private_names_stand_in_one_file(table, names, folders, least):
+    trees = trees_of(*folders)
+    assert len(trees) > least, "the folders have moved"
+    assert found_outside(trees, table, names) == []
 
 
 @pytest.mark.parametrize(
@@ -192,14 +204,16 @@ def test_the_reference_borrows_nothing_from_its_peer():
     assert [line for path, tree in trees.items() for line in paths_where(PEER.match, path, tree)] == []
 
 
-def test_every_name_that_is_taken_is_listed():
-    """And every listed one is in the source: taken by its path, or an attribute of an object."""
-    text = "".join(path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-    table = (ROOT / "harness/tensors/private.py").read_text()
-    text, unused = text.replace(table, ""), []
-    for path in (name.path for name in private.NAMES):
+@pytest.mark.parametrize(("table", "names", "folders", "least"), TABLES, ids=["harness", "reference"])
+def test_every_name_that_is_listed_is_in_the_source(table, names, folders, least):
+    """Taken by its path or by the last part of it, or an attribute of an object."""
+    text = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    own = (ROOT / table).read_text()
+    text, unused = text.replace(own, ""), []
+    for path in (name.path for name in names):
         last = path.rpartition(".")[2]
-        if not any(found in text for found in (path, f".{last}", f'"{last}"')) and table.count(last) < 2:
+        is_taken = any(found in text for found in (path, f".{last}", f'"{last}"'))
+        if not is_taken and own.count(last) < 2 and f'"{last.removeprefix("_foreach_")}"' not in own:
             unused.append(path)
     assert unused == []
 
@@ -219,8 +233,8 @@ def test_nothing(rank):
 
 @world(2)
 def test_training(rank):
-    pair = rank.pair(models.Tower(dim=4), units=models.Tower(dim=4).units())
-    pair.step(rank.batch(0, (2, 4)))
+    pair = rank.pair(models.Tower(dim=5), units=models.Tower(dim=5).units())
+    pair.step(rank.batch(0, (2, 5)))
     pair.check()
 
 @world(1)

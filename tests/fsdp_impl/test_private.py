@@ -1,11 +1,9 @@
-"""The list of the private names of torch that the reference takes, and what happens without them.
+"""What happens without the private names of torch that the reference takes.
 
 That no other file takes one, and what trains without one, is in tests/test_private_names.py.
 """
 
-import ast
 import importlib.util
-import itertools
 import pkgutil
 from pathlib import Path
 from types import ModuleType
@@ -15,60 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-import fsdp_impl
 from fsdp_impl.common import private
 
-ROOT = Path(fsdp_impl.__file__).parent
 FILE = Path(private.__file__)
-OTHERS = sorted(path for path in ROOT.rglob("*.py") if path != FILE)
-# What subclasses of modules are written against, and of named tuples; marks that torch leaves on objects; the method by
-# which policies of wrapping are called, torch's and ours; what spmd_types sets on the parameters that it annotates.
-UNLISTED = {"_parameters", "_buffers", "_modules", "_apply", "_load_from_state_dict", "_metadata", "_make", "_fields"}
-UNLISTED |= {"_in_backward_optimizers", "_checkpoint_wrapped_module", "_run_policy", "_local_type"}
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and "fsdp" not in name
-
-
-def test_private_attributes_of_objects_are_listed() -> None:
-    own, used = set(UNLISTED), {}
-    for path in OTHERS:
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
-                    own.add(name)
-                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                    own.add(name)
-                case ast.Dict(keys=keys):  # of a class that is made by calling type
-                    own |= {key.value for key in keys if isinstance(key, ast.Constant)}
-                case ast.Attribute(attr=name) if is_private(name):
-                    used[name] = path.name
-                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
-                    if is_private(name):
-                        used[name] = path.name
-    listed = {name.path.rpartition(".")[2] for name in private.NAMES}
-    assert {name: file for name, file in used.items() if name not in own | listed} == {}
-
-
-def test_every_row_is_used() -> None:
-    """A row whose name nothing takes any more has to go."""
-    words = set()
-    for path in [FILE, *OTHERS]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                words.add(node.value)
-    words |= {f"torch._foreach_{word}" for word in words}
-    unused = [name.path for name in private.NAMES if not {name.path, name.path.rpartition(".")[2]} & words]
-    assert not unused
-
-
-def test_rows_are_sorted_and_complete() -> None:
-    paths = [name.path for name in private.NAMES]
-    assert paths == sorted(set(paths))
-    assert all(part == part.strip() != "" for name in private.NAMES for part in name)
 
 
 def test_this_torch_lacks_none() -> None:
@@ -126,26 +73,6 @@ def test_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     module = without("torch.distributed._symmetric_memory.get_mem_pool", monkeypatch)
     with pytest.raises(RuntimeError, match="get_mem_pool, which set_symm_mem_for_comm needs"):
         module.symmetric_memory("get_mem_pool")(torch.device("cpu"))
-
-
-SHAPES = [[(5, 3)], [(1,), (4, 2), (7,)], [(2, 3, 2, 2), (3,)], [(8, 1), (3, 3)]]
-
-
-@pytest.mark.parametrize(("shapes", "chunks"), [*itertools.product(SHAPES, [1, 2, 3, 4])])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_put_together_alike(
-    shapes: list[tuple[int, ...]], chunks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = [torch.randn(shape) for shape in shapes]
-    if len(shapes[0]) == 4:
-        tensors[0] = tensors[0].to(memory_format=torch.channels_last)
-    padded = [-(-len(tensor) // chunks) * tensor[0].numel() for tensor in tensors]
-    outputs = [torch.full((chunks, sum(padded)), 7.0, dtype=dtype) for _ in range(2)]
-    for chunk_cat, out in zip(
-        [torch._chunk_cat, without("torch._chunk_cat", monkeypatch).chunk_cat], outputs, strict=True
-    ):
-        chunk_cat(tensors, 0, chunks, out=out)
-    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("operation", ["add_", "copy_", "mul_", "norm"])

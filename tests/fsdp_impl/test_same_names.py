@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.wrap
+from torch import nn
 
 import fsdp_impl as ours
+import fsdp_impl.wrap
 
 # What torch has too.
 NAMES = [name for name in ours.__all__ if hasattr(theirs, name)]
@@ -80,7 +83,7 @@ def test_methods_of_handles() -> None:
 
 def members_of_the_wrapper(half: Any) -> list[str]:
     """What a wrapper adds to ``nn.Module`` or changes in it, for users."""
-    added = [kind for kind in half.FullyShardedDataParallel.__mro__ if kind not in torch.nn.Module.__mro__]
+    added = [kind for kind in half.FullyShardedDataParallel.__mro__ if kind not in nn.Module.__mro__]
     return sorted({name for kind in added for name in vars(kind) if not name.startswith("_")})
 
 
@@ -91,7 +94,7 @@ def test_members_of_the_wrapper(name: str) -> None:
     mine, other = (inspect.getattr_static(half.FullyShardedDataParallel, name) for half in (ours, theirs))
     assert isinstance(mine, (staticmethod, property)) == isinstance(other, (staticmethod, property))
     if name in ("named_parameters", "named_buffers"):  # there they take whatever nn.Module takes
-        other = getattr(torch.nn.Module, name)
+        other = getattr(nn.Module, name)
     if not isinstance(other, property):
         assert shape(getattr(ours.FullyShardedDataParallel, name)) == shape(
             other if inspect.isfunction(other) else getattr(theirs.FullyShardedDataParallel, name)
@@ -112,4 +115,25 @@ def test_all_public_names_are_exported_and_our_own() -> None:
 
 
 def test_the_state_of_a_module_can_be_asked_for() -> None:
-    assert ours.fully_shard.state(torch.nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
+    assert ours.fully_shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
+
+
+# Policies of wrapping; what they choose, the cases of WRAPPING show
+
+
+@pytest.mark.parametrize("name", theirs.wrap.__all__)
+def test_names_of_policies(name: str) -> None:
+    assert name in ours.wrap.__all__
+    assert shape(getattr(ours.wrap, name)) == shape(getattr(theirs.wrap, name))
+
+
+def test_a_script_adds_to_the_classes_of_the_size_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads them from the policy function, and may add its own there for all policies that follow."""
+    found: list[list[bool]] = []
+    for half in (theirs.wrap, ours.wrap):
+        policy: Any = half.size_based_auto_wrap_policy
+        monkeypatch.setattr(policy, "FORCE_LEAF_MODULES", policy.FORCE_LEAF_MODULES | {nn.LSTM})
+        monkeypatch.setattr(policy, "EXCLUDE_WRAP_MODULES", policy.EXCLUDE_WRAP_MODULES | {nn.GRU})
+        modules = (nn.LSTM(2, 2), nn.GRU(2, 2), nn.MultiheadAttention(2, 2), nn.ModuleList(), nn.Linear(2, 2))
+        found.append([policy(module, recurse, 10**9) for module in modules for recurse in (False, True)])
+    assert found[0] == found[1] == [True, False, False, True, True, False, False, True, True, True]
