@@ -75,20 +75,7 @@ def check(rank: Rank, make: Make, use: Use) -> None:
         assert all(storage.expired() for storage in held)
 
 
-# What is done with a model; what is returned lives as long
-
-
-def nothing(rank: Rank, model: Any) -> Any:
-    return None
-
-
-def forward(rank: Rank, model: Any) -> Any:
-    return model(batch(rank, 0, (2, 4)))
-
-
-def evaluation(rank: Rank, model: Any) -> Any:
-    with torch.no_grad():
-        return model.eval()(batch(rank, 0, (2, 4)))
+# What is done with a model, besides what the cases of MEMORY-4 do; what is returned lives as long
 
 
 def steps(rank: Rank, model: Any) -> Any:
@@ -100,13 +87,10 @@ def steps(rank: Rank, model: Any) -> Any:
     return optimizer, output
 
 
-def microbatches(rank: Rank, model: Any) -> Any:
-    with model.no_sync():
-        return forward(rank, model).sum().backward()
-
-
 def around(rank: Rank, model: Any) -> Any:
     """What happens between steps."""
+    with model.no_sync():
+        model(batch(rank, 0, (2, 4))).sum().backward()
     with fsdp_impl.FullyShardedDataParallel.summon_full_params(model):
         pass
     model.load_state_dict(model.state_dict())
@@ -114,34 +98,22 @@ def around(rank: Rank, model: Any) -> Any:
     return model.to(torch.float64)
 
 
-def steps_with_prefetch(rank: Rank, model: Any) -> Any:
+def by_hand(rank: Rank, model: Any) -> Any:
+    """What a script asks of units and of their collectives."""
     first, second = (module for module in list(model.modules())[:3] if hasattr(module, "unshard"))
     for one, other in ((first, second), (second, first)):
         one.set_modules_to_forward_prefetch([other])
         one.set_modules_to_backward_prefetch([other])
-    return steps(rank, model)
-
-
-def accumulation(rank: Rank, model: Any) -> Any:
+    fsdp_impl.validate_order(model)
     for number in range(3):
         model.set_requires_gradient_sync(number == 1)
         model(batch(rank, number, (2, 4))).sum().backward()
-
-
-def replicas_not_reduced(rank: Rank, model: Any) -> Any:
     model.set_requires_all_reduce(False)
-    model(batch(rank, 0, (2, 4))).sum().backward()
-
-
-def unsharded_by_hand(rank: Rank, model: Any) -> Any:
+    left = steps(rank, model)
     model.unshard()
     model.state_dict()
     model.unshard(async_op=True)
-
-
-def checked(rank: Rank, model: Any) -> Any:
-    fsdp_impl.validate_order(model)
-    return steps(rank, model)
+    return left
 
 
 # Under FullyShardedDataParallel
@@ -157,7 +129,7 @@ FLAT: dict[str, dict[str, Any]] = {
 
 
 @world(2)
-@pytest.mark.parametrize("use", [nothing, forward, evaluation, steps, microbatches, around])
+@pytest.mark.parametrize("use", [steps, around])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("options", FLAT)
 def test_a_deleted_model_of_wrappers_is_freed(rank: Rank, options: str, use_orig_params: bool, use: Use) -> None:
@@ -183,14 +155,6 @@ def test_an_inner_wrapper_keeps_no_other(rank: Rank, use_orig_params: bool) -> N
 
 # Under fully_shard
 
-
-def sharded(rank: Rank, **options: Any) -> nn.Module:
-    model = tower(4, 2).to(rank.device)
-    for layer in model[1:]:
-        fully_shard(layer, mesh=rank.mesh(), **options)
-    return fully_shard(model, mesh=rank.mesh(), **options)
-
-
 FORMS: dict[str, dict[str, Any]] = {
     "freed": {},
     "kept": {"reshard_after_forward": False},
@@ -200,43 +164,18 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def with_replicas(rank: Rank) -> nn.Module:
-    mesh = rank.mesh((2, rank.world_size // 2), ("replicate", "shard"))
-    model = tower(4, 2).to(rank.device)
-    fully_shard(model[1], mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def of_several_modules(rank: Rank) -> nn.Module:
+def sharded(rank: Rank, **options: Any) -> nn.Module:
+    """Two units, of which the first has two modules with a parameter in common; with four ranks they have replicas."""
     model = tower(4, 3).to(rank.device)
-    fully_shard([model[1], model[2]], mesh=rank.mesh())
-    return fully_shard(model, mesh=rank.mesh())
+    model[2].in_proj.weight = model[1].in_proj.weight
+    mesh = rank.mesh() if rank.world_size == 2 else rank.mesh((2, 2), ("replicate", "shard"))
+    for unit in ([model[1], model[2]], model[3]):
+        fully_shard(unit, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
 
 
-def tied(rank: Rank) -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(rank.device)
-    model[2].weight = model[0].weight
-    return fully_shard(model, mesh=rank.mesh())
-
-
-USES = [nothing, forward, evaluation, steps, accumulation, unsharded_by_hand, checked, steps_with_prefetch]
-
-
-@world(2)
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("form", ["freed", "kept"])
+@world(2, 4)
+@pytest.mark.parametrize("use", [steps, by_hand])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_deleted_model_is_freed(rank: Rank, form: str, use: Use) -> None:
     check(rank, functools.partial(sharded, **FORMS[form]), use)
-
-
-@world(2)
-@pytest.mark.parametrize("use", [forward, steps])
-@pytest.mark.parametrize("form", ["in two sizes", "offloaded", "low precision", of_several_modules, tied])
-def test_in_every_form(rank: Rank, form: str | Make, use: Use) -> None:
-    check(rank, functools.partial(sharded, **FORMS[form]) if isinstance(form, str) else form, use)
-
-
-@world(4)
-@pytest.mark.parametrize("use", [steps, replicas_not_reduced])
-def test_with_replicas(rank: Rank, use: Use) -> None:
-    check(rank, with_replicas, use)
