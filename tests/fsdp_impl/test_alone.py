@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
 
 import fsdp_impl
 from fsdp_impl import fully_shard
@@ -76,15 +75,6 @@ def test_the_mesh_of_a_parameter_may_be_of_any_class_and_is_one_to_shard_over() 
     wrong = fsdp_impl.ShardPlacementResult(None, fsdp_impl.FSDPMeshInfo(mesh))
     with pytest.raises(ValueError, match="a mesh for parameter weight should be"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda param: wrong)
-
-
-def test_no_collectives_at_shard_size_one() -> None:
-    module = two_layers()
-    fully_shard(module[0])
-    fully_shard(module)
-    with CommDebugMode() as comm:
-        module(batch()).sum().backward()
-    assert comm.get_total_counts() == 0
 
 
 def test_a_groups_shards_share_one_storage_and_so_do_its_gradients() -> None:
