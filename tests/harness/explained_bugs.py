@@ -31,7 +31,7 @@ class _Planted(ReferenceAdapter):
         super().__init__(*args, **kwargs)
 
 
-_reshard, _gather, _reduce = ParamGroup.reshard, collectives.gather, collectives.reduce
+_reshard, _gather = ParamGroup.reshard, collectives.gather
 
 
 def _never_freed(self: ParamGroup, phase: Phase) -> None:
@@ -43,18 +43,6 @@ class StaleParameters(_Planted):
     """One unit is never freed, and not gathered again after the optimizer's step."""
 
     changes = ((ParamGroup, "reshard", _never_freed), (ParamGroup, "drop_stale", lambda self: None))
-
-
-def _rolled(output: torch.Tensor, contributions: torch.Tensor, group: Any, op: Any, *, unit: str) -> None:
-    _reduce(output, contributions, group, op, unit=unit)
-    if unit == UNIT:
-        output.copy_(output.roll(1))
-
-
-class PaddingInShards(_Planted):
-    """The reduced gradients of one unit lie one element further, so that padding takes the place of the first."""
-
-    changes = ((collectives, "reduce", _rolled),)
 
 
 def _in_wrong_order(
@@ -122,15 +110,6 @@ class SkippedUpdate(_Stepping, TorchFullyShardAdapter):
 
     def spoil(self, before: dict[str, torch.Tensor]) -> None:
         self.held_parameters()[f"{UNIT}.first.weight"].copy_(before[f"{UNIT}.first.weight"])
-
-
-class FlatSkippedUpdate(_Stepping, TorchFsdpAdapter):
-    """The parameters of one unit are left out of the optimizer's step."""
-
-    def spoil(self, before: dict[str, torch.Tensor]) -> None:
-        for name, value in self.held_parameters().items():
-            if name.startswith(UNIT):
-                value.copy_(before[name])
 
 
 class SwappedState(_Stepping, TorchFullyShardAdapter):

@@ -1,52 +1,14 @@
 """Reading one case: what is there is kept, what is wrong is named."""
 
-import math
-
 import pytest
 
 from shardproof.jsonfiles import RecordError, decode
-from shardproof.runfile import CaseRecord, Distance, Failure, Trace, Verdict
+from shardproof.runfile import CaseRecord
 from tests.errors import error_of
 from tests.reports import samples
 
-DISTANCE = Distance(
-    stage="gradient", step=1, name="head0.weight", sharded_ulps=4e6, baseline_ulps=1.0, allowed_ulps=12.0
-)
-
-
-def test_a_whole_case_is_read_field_by_field():
-    record = decode(CaseRecord, samples.whole_case(), "cases[0]")
-    assert record.id == "suites/test_autograd.py::test_unused[w2]"
-    assert record.nodeid == "suites/test_autograd.py::test_unused[reference-w2]"
-    assert (record.implementation, record.requirement) == ("reference", "AUTOGRAD-1")
-    assert (record.world, record.device, record.seconds) == (2, "cpu", 0.25)
-    assert record.parameters == {"reshard": True}
-    assert record.seeds == {"init": 1, "data": 2}
-    assert record.verdict is Verdict.FAIL
-    text = "the sharded gradient is twice the baseline's"
-    assert record.failure == Failure(text=text, stage="gradient", step=1, rank=0, name="head0.weight", element=(3, 4))
-    assert record.losses["sharded"] == (1.5, 1.25)
-    assert record.losses["oracle"][0] == 1.5 and math.isnan(record.losses["oracle"][1])
-    assert record.distances == (DISTANCE,)
-    assert record.collectives == (Trace(ranks=(0, 1), trace=("forward all_gather float32 1024",)),)
-
-
 FIRST = {"stage": "gathered parameter", "values": {"sharded": 1.5, "baseline": "nan"}, "ulps": {"sharded": "inf"}}
 EXPLAINED = samples.EXPLANATION | {"first": samples.EXPLANATION["first"] | FIRST}
-
-
-def test_an_explanation_is_read_field_by_field():
-    record = decode(CaseRecord, samples.case(verdict="fail", explanation=EXPLAINED), "cases[0]")
-    found = record.explanation
-    assert (found.again, found.alike, found.text, found.compared) == (Verdict.FAIL, True, "the same in words", 12)
-    first = found.first
-    assert (first.stage, first.step, first.rank, first.element) == ("gathered parameter", 1, 0, (3, 4))
-    assert (first.module, first.parameter, first.where, first.offset) == ("head", "head.weight", "the second call", 7)
-    assert first.values["sharded"] == 1.5 and math.isnan(first.values["baseline"])
-    assert first.ulps == {"sharded": math.inf}
-    assert (first.also, found.unseen) == (("head.bias",), ("the sharded run did not show: buffer",))
-    assert (found.stopped, found.collectives) == ("", ("- forward all_gather", "+ forward all_reduce"))
-    assert record.reason == "first, gathered parameter of head.weight diverges in step 1 on rank 0"
 
 
 @pytest.mark.parametrize(
