@@ -47,9 +47,9 @@ def run(pytester, monkeypatch):
     """Run a case with this body between two sound ones; the lines that pytest printed."""
     monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
 
-    def run(body, *options, within=DEADLINE + 5):
-        body = body.strip().replace("\n", "\n    ")
-        pytester.path.joinpath("test_inner.py").write_text(FOLLOWED.format(body=body))
+    def run(body, *options, within=DEADLINE + 5, ranks="2"):
+        source = FOLLOWED.format(body=body.strip().replace("\n", "\n    "))
+        pytester.path.joinpath("test_inner.py").write_text(source.replace("@world(2)", f"@world({ranks})"))
         result = pytester.runpytest_inprocess(*OPTIONS, *options)
         result.assert_outcomes(passed=2, failed=1)
         reports = result.reprec.getreports("pytest_runtest_logreport")
@@ -134,6 +134,12 @@ def test_chaos(run, what):
     printed = run(body, within=WITHIN.get(what, DEADLINE + 5))
     printed.fnmatch_lines(lines)
     assert len(printed.str()) < 2_000_000
+
+
+@pytest.mark.parametrize("what", ["exception-on-one-rank", "sigsegv", "sleeps-for-ever"])
+def test_chaos_of_ranks_with_hash_seeds_of_their_own(run, what):
+    body, lines = CHAOS[what]
+    run(body, ranks="2, own_hash_seeds=True").fnmatch_lines(lines)
 
 
 def test_chaos_wrong_order_of_collectives_is_stopped_before_it_blocks(run):

@@ -1,7 +1,6 @@
-"""Worlds whose ranks have hash seeds of their own: which they are, and that such ranks end as others do."""
+"""Worlds whose ranks have hash seeds of their own: which they are. That they end as others do, test_chaos.py has."""
 
 import dataclasses
-import json
 import os
 import pathlib
 
@@ -12,7 +11,6 @@ from shardproof.harness.worlds.jobs import WorldKey
 from shardproof.harness.worlds.world import World, WorldDied
 from shardproof.testing import world
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, python
-from tests.harness.test_chaos import is_alive
 
 pytestmark = pytest.mark.nightly
 
@@ -34,62 +32,6 @@ def test_each_rank_has_the_seed_of_its_index(rank: Rank):
 @world(2)
 def test_ranks_of_other_worlds_have_one_seed(rank: Rank):
     assert len(set(rank.exchange(hash("name")))) == 1
-
-
-CASES = """
-import os, pathlib, signal, time
-import torch.distributed as dist
-from shardproof.testing import deadline, world
-
-def note():
-    pathlib.Path(f"{os.getpid()}.pid").touch()
-
-@world(2, own_hash_seeds=True)
-def test_that_crashes(rank):
-    note()
-    if rank.index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-
-@world(2, own_hash_seeds=True)
-@deadline(3)
-def test_that_hangs(rank):
-    note()
-    if rank.index == 1:
-        time.sleep(600)
-    dist.barrier()
-
-@world(2, own_hash_seeds=True)
-def test_wrong(rank):
-    note()
-    print("rank", rank.index, "was here")
-    assert rank.index == 0, "the last rank is wrong"
-
-@world(2, own_hash_seeds=True)
-def test_sound(rank):
-    note()
-    assert len({*rank.exchange(hash("name"))}) == 2
-
-@world(2, own_hash_seeds=True)
-def test_in_the_same_world(rank):
-    note()
-"""
-
-
-def test_such_ranks_have_the_verdicts_of_others(pytester):
-    pytester.path.joinpath("test_inner.py").write_text(CASES)
-    result = pytester.runpytest_inprocess(*QUIET, "--impl", "ddp", "--device", "cpu", "--report", "run.json")
-    result.assert_outcomes(passed=2, failed=3)
-    cases = json.loads((pytester.path / "run.json").read_text())["cases"]
-    assert [case["verdict"] for case in cases] == ["crash", "hang", "fail", "pass", "pass"]
-    crash, hang, wrong = [case["failure"] for case in cases][:3]
-    assert "killed by SIGKILL" in crash["text"] and crash["rank"] == 1
-    assert hang["rank"] == 1 and "rank 1 is at File" in hang["text"] and "line 21 in test_that_hangs" in hang["text"]
-    assert "the last rank is wrong" in wrong["text"]
-    result.stdout.fnmatch_lines(["*rank 0 was here*"])
-    ranks = [int(path.stem) for path in pytester.path.glob("*.pid")]
-    assert len(ranks) == 8, "the last two cases share a world"
-    assert not any(map(is_alive, ranks))
 
 
 def test_an_interpreter_that_ignores_its_environment_has_such_ranks(tmp_path):
