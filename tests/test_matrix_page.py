@@ -14,7 +14,7 @@ from tests.harness.inner import python
 from tests.reports import samples
 
 ROOT = Path(__file__).parents[1]
-FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
+FAILURE = samples.failure("no")
 THREAD = "https://github.com/pytorch/pytorch/issues/1 open: the norm"
 FINDINGS = {
     "F-2": Finding(Path("F002.py"), "torch `clip_grad_norm_`: the inf-norm raises", "", True, (), upstream=(THREAD,)),

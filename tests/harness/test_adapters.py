@@ -210,36 +210,3 @@ def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, pyteste
     pytester.makepyfile(adapters=CHANGES_A_VARIABLE)
     result = run(SEES_A_VARIABLE, "--impl", f"adapters:{adapter}", "--device", "cpu", own_process=True)
     result.stdout.fnmatch_lines([says])
-
-
-FILLS_WITH_ZEROS = """
-import contextlib
-import dataclasses
-import torch
-from shardproof.harness.adapters.reference import ReferenceAdapter
-
-class Undeclared(ReferenceAdapter):
-    @contextlib.contextmanager
-    def microbatch(self, *, is_last):
-        with super().microbatch(is_last=is_last):
-            yield
-        for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-class Declared(Undeclared):
-    traits = dataclasses.replace(ReferenceAdapter.traits, unused_gradient="zero")
-"""
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("adapter", "says"),
-    [("Declared", "*: 2 pass"), ("Undeclared", "*the sharded run has a gradient, but no rank used the parameter")],
-)
-def test_zeros_for_gradients_of_unused_parameters_are_declared(run, pytester, adapter, says):
-    """Also under momentum, which moves a parameter whose gradient is zero and not one that has none."""
-    case = f"{ROOT}/suites/test_autograd.py::test_unused_output_keeps_other_gradients"
-    pytester.makepyfile(adapters=FILLS_WITH_ZEROS)
-    options = ("--device", "cpu", "--world", "2", "-k", "True or False", case)
-    result = run("", "--impl", f"adapters:{adapter}", *options, own_process=True)
-    result.stdout.fnmatch_lines([says])

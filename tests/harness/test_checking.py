@@ -84,28 +84,20 @@ RANK = [0]  # which rank trains; None is the reference
 TOKENS = sum(int((labels >= 0).sum()) for rank in range(2) for _, labels in data(0, rank))
 
 
-def train(model, optimizer, microbatches, *, by=float(TOKENS), scale=1.0, most=0.5):
+def right(model, optimizer, microbatches, mesh):
     """Train as a rank whose gradients are reduced: those of the other are computed on a copy, which nobody sees."""
-    sums(model, microbatches, by)
+    sums(model, microbatches, TOKENS)
     if RANK[0] is not None:
         with torch.random.fork_rng():
             other = Net()
         other.load_state_dict(model.state_dict())
         losses = [F.cross_entropy(other(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
                   for tokens, labels in data(0, 1 - RANK[0])]  # fmt: skip
-        gradients = torch.autograd.grad(sum(losses) / by, list(other.parameters()))
+        gradients = torch.autograd.grad(sum(losses) / TOKENS, list(other.parameters()))
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = scale * (parameter.grad + gradient)
-    nn.utils.clip_grad_norm_(model.parameters(), most)
+            parameter.grad += gradient
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     stepped(optimizer)
-
-
-def right(model, optimizer, microbatches, mesh):
-    train(model, optimizer, microbatches)
-
-
-def averaged(model, optimizer, microbatches, mesh):
-    train(model, optimizer, microbatches, scale=0.5, most=1e3)
 
 
 def stepped(optimizer):
@@ -116,10 +108,6 @@ def stepped(optimizer):
 def unreduced(model, optimizer, microbatches, mesh):
     sums(model, microbatches, TOKENS)
     stepped(optimizer)
-
-
-def own_tokens(model, optimizer, microbatches, mesh):
-    train(model, optimizer, microbatches, by=float(sum(int((y >= 0).sum()) for _, y in microbatches)))
 
 
 def halves(model):
@@ -237,27 +225,10 @@ def test_a_right_step_has_no_finding_and_one_factor(world, tmp_path):
                                                          "parameter after step", "optimizer state"}  # fmt: skip
 
 
-def test_a_factor_is_named_by_the_size_of_the_mesh(world, tmp_path):
-    said = answer(tmp_path, step=f"{HERE}:averaged")
-    assert said["found"][0]["stage"] == "CLIPPED_GRADIENT" and said["signature"] == "S1" and said["factor"] == 0.5
-    assert said["lines"][0].startswith("every gradient is exactly 0.5000 x the reference's (5 of 5 parameters")
-    assert said["lines"][0].endswith("1/2 is 1 / the size of dp [S1]")
-    assert "lies between backward and the gradients" in said["lines"][1]
-    assert "averaged over the ranks again: multiply it by 2" in said["lines"][2]
-    assert said["ranks"] == [0, 1], "ranks with the same bits diverge alike"
-
-
 def test_gradients_that_are_not_reduced_are_named(world, tmp_path):
     said = answer(tmp_path, step=f"{HERE}:unreduced")
     assert said["found"][0]["stage"] == "GRADIENT" and said["signature"] == "S2"
     assert "each gradient of every rank is this rank's own gradient" in said["lines"][0]
-
-
-def test_means_over_own_tokens_are_named(world, tmp_path):
-    said = answer(tmp_path, step=f"{HERE}:own_tokens")
-    assert said["found"][0]["stage"] == "LOSS" and said["signature"] == "S5"
-    line = "each rank counts alike [S5]: the sum of its losses is divided by its own tokens (24, 16)"
-    assert line in said["lines"][1]
 
 
 def test_means_of_microbatches_are_noted(world, tmp_path):

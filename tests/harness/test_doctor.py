@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
 from shardproof.__main__ import main
@@ -198,19 +197,6 @@ def test_bad_input_of_the_command_is_one_line(traces, arguments, line, capsys, m
 
 
 # Ranks
-
-
-@pytest.mark.sampled
-@world(2)
-def test_a_healthy_loop_of_two_ranks_has_the_same_losses(rank: Rank):
-    model, other = DistributedDataParallel(net()), DistributedDataParallel(net())
-    optimizer, traces = sgd(model), Traces(model)
-    with doctor(model, optimizer, steps=[0, 2]) as watching:
-        traces.assert_some()
-        losses = train(model, optimizer, seed=rank.index)
-        traces.assert_none()
-        dist.all_reduce(torch.ones(1))
-    assert losses == train(other, sgd(other), seed=rank.index) and watching.findings == []
 
 
 @pytest.mark.sampled

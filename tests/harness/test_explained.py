@@ -18,17 +18,24 @@ from shardproof.harness.models.ties import TiedMLP
 """
 
 ADAPTERS = """
+import contextlib
+import dataclasses
 import torch
 from torch import nn
 from shardproof.harness.adapters.reference import ReferenceAdapter
 
 class Zeros(ReferenceAdapter):
     name = "zeros"
-    def gradients(self):
-        found = super().gradients()
-        values = super().parameters()
-        return {name: one or type(values[name])(torch.zeros_like(values[name].tensor), values[name].cut)
-                for name, one in found.items()}
+    @contextlib.contextmanager
+    def microbatch(self, *, is_last):
+        with super().microbatch(is_last=is_last):
+            yield
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+class DeclaredZeros(Zeros):
+    name = "declared-zeros"
+    traits = dataclasses.replace(ReferenceAdapter.traits, unused_gradient="zero")
 
 class Trains(ReferenceAdapter):
     name = "trains"
@@ -86,13 +93,13 @@ TRAIT = "which an adapter declares with the trait unused_gradient='zero'"
 
 @pytest.fixture
 def fails(run, pytester):
-    """Run a case on an adapter that fails it, and return the output."""
+    """Run a case on an adapter that fails it, or passes, and return the output."""
     pytester.syspathinsert()
     pytester.path.joinpath("adapters.py").write_text(ADAPTERS)
 
-    def fails(source, implementation):
+    def fails(source, implementation, **outcomes):
         result = run(IMPORTS + source, "--device", "cpu", "--impl", implementation)
-        result.assert_outcomes(failed=1)
+        result.assert_outcomes(**(outcomes or {"failed": 1}))
         assert not error_lines(result)
         return result.stdout
 
@@ -130,6 +137,11 @@ def test_what_a_failure_says(fails, what):
     shown = fails(source.replace("UNITS", "[]"), f"adapters:{adapter}")
     shown.fnmatch_lines(lines)
     assert adapter != "Trains" or "unused_gradient" not in shown.str(), "no trait allows it"
+
+
+def test_zeros_that_are_declared_pass(fails):
+    """Also under momentum, which moves a parameter whose gradient is zero and not one that has none."""
+    fails(UNUSED, "adapters:DeclaredZeros", passed=1)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "torch.fully_shard"])

@@ -21,7 +21,7 @@ from shardproof.harness.simulation.memory import Kind, Ledger
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import check_shape, simulated_world
-from shardproof.suites.places import Place, chunk
+from shardproof.suites.places import chunk
 from shardproof.testing import simulated
 from shardproof.testing.tensors import private
 from tests.allocated import allocated
@@ -236,13 +236,3 @@ def test_worlds_that_make_no_sense():
         check_shape(100, (16, 8), ("replicate", "shard"))
     with pytest.raises(ValueError, match=r"expected one name for each dimension$"):
         check_shape(100, (10, 10), ("dp",))
-
-
-def test_groups_are_named_by_their_dimensions():
-    place = Place((4, 2, 8), ("replicate", "shard", "tensor"), rank=21)
-    assert place.along("tensor") == tuple(range(16, 24))
-    assert place.along("shard") == (21, 29)
-    assert place.along("replicate", "tensor") == tuple(r for first in (0, 16, 32, 48) for r in range(first, first + 8))
-    for names in (("replicate",), ("shard",), ("tensor",), ("replicate", "shard"), ("replicate", "tensor")):
-        assert place.dimensions_of(place.along(*names)) == "+".join(names)
-    assert place.dimensions_of((21, 22)) == ""

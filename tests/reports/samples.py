@@ -36,6 +36,11 @@ def whole_case() -> dict[str, Any]:
     )
 
 
+def failure(text: str) -> dict[str, Any]:
+    """A failure that is nowhere in a step."""
+    return {"text": text} | dict.fromkeys(("stage", "step", "rank", "name", "element"))
+
+
 #: Why a case failed, when it ran again with capture on.
 EXPLANATION = {
     "again": "fail",
@@ -81,14 +86,13 @@ def journal(*cases: dict[str, Any], selected: dict[str, list[str]] | None = None
         by_name.setdefault(one["implementation"], []).append(one["id"])
     rest = {"nodeid": "", "seeds": {}, "missing": [], "expected": "", "losses": {}, "distances": [], "collectives": []}
     rest |= {"failure": None, "spent": {}}
-    unknown = dict.fromkeys(("stage", "step", "rank", "name", "element"))
     return {
         "schema_version": 2,
         "run_id": ID,
         "environment": whole_environment(),
         "suites": "0a1b2c3d4e5f",
         "selected": by_name if selected is None else selected,
-        "cases": [rest | one | {"failure": one.get("failure") and unknown | one["failure"]} for one in cases],
+        "cases": [rest | one | {"failure": one.get("failure") and failure("") | one["failure"]} for one in cases],
         "left_out": [],
         "end": {"complete": not reason, "reason": reason, "exit_code": 0, "seconds": 7.5},
     }

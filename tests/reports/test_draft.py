@@ -10,7 +10,6 @@ from shardproof.harness.plugin.known_failures import load_file
 from tests.reports import samples
 
 TRACEBACK = 'rank 0 of 2:\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: a "b" \\ c'
-NOWHERE = {"stage": None, "step": None, "rank": None, "name": None, "element": None}
 DIVERGES = {"text": "...", "stage": "gradient", "step": 0, "rank": 1, "name": "head.weight", "element": [3]}
 
 
@@ -45,8 +44,8 @@ def test_a_function_that_fails_alike_has_one_entry(draft):
         of("test_all[w8]", verdict="unmet", missing=["eight"]),
         failed("test_all_but_one[w2]"),
         of("test_all_but_one[w4]"),
-        failed("test_two_ways[w2]", {"text": TRACEBACK, **NOWHERE}, "crash"),
-        failed("test_two_ways[w4]", {"text": "the rank did not answer\nits stacks", **NOWHERE}, "hang"),
+        failed("test_two_ways[w2]", samples.failure(TRACEBACK), "crash"),
+        failed("test_two_ways[w4]", samples.failure("the rank did not answer\nits stacks"), "hang"),
         of("test_passes[w2]"),
         of("test_excused[w2]", verdict="expected-fail", expected="fail: known", failure=DIVERGES),
     ]
@@ -88,7 +87,7 @@ link = "TODO"
 
 def test_the_draft_excuses_what_failed_and_nothing_else(draft, tmp_path):
     cases = [failed("test_all[w2-a]"), failed("test_all[w2-b]"), failed("test_other[w2]"), of("test_all_but[w2]")]
-    _, text = draft(*cases, failed("test_one[w2]", {"text": TRACEBACK, **NOWHERE}))
+    _, text = draft(*cases, failed("test_one[w2]", samples.failure(TRACEBACK)))
     path = tmp_path / "theirs.toml"
     path.write_text(text)
     name, entries = load_file(path)
@@ -129,7 +128,7 @@ def test_an_incomplete_run_is_refused(draft):
 
 
 def test_a_failure_without_a_text(draft):
-    _, text = draft(failed("test_a[w2]", {"text": "\n", **NOWHERE}), of("test_b[w2]", verdict="fail"))
+    _, text = draft(failed("test_a[w2]", samples.failure("\n")), of("test_b[w2]", verdict="fail"))
     assert text.count('reason = "no text"') == 2
 
 

@@ -8,8 +8,7 @@ from expecttest import assert_expected_inline
 from shardproof.commands.gate import gate
 from tests.reports import samples
 
-FAILURE = {"text": "Traceback\n  File x\nValueError: no | way", "stage": None, "step": None, "rank": None}
-FAILURE |= {"name": None, "element": None}
+FAILURE = samples.failure("Traceback\n  File x\nValueError: no | way")
 TRACE = ["forward all_gather float32 100 B ranks 0-1 a", "backward reduce_scatter float32 100 B ranks 0-1 a"]
 
 

@@ -13,8 +13,6 @@ from shardproof.runfile import load_run, parse_run
 from tests.errors import error_of
 from tests.reports import samples
 
-FAILURE = {"text": "no", "stage": None, "step": None, "rank": None, "name": None, "element": None}
-
 
 @pytest.fixture
 def write(tmp_path):
@@ -57,7 +55,9 @@ def test_what_no_file_asks_and_what_was_left_out_for_torch_stay(write):
 
 
 def test_implementations_of_two_environments_stand_in_one_matrix(write):
-    one = write("one.json", of("reference"), of("torch.fsdp", verdict="fail", failure=FAILURE), run_id="1")
+    one = write(
+        "one.json", of("reference"), of("torch.fsdp", verdict="fail", failure=samples.failure("no")), run_id="1"
+    )
     name, told = "deepspeed.zero3", {"deepspeed.zero3": {"version": "0.19.8", "capabilities": []}}
     cases = of(name, verdict="unsupported", missing=["tied"]), of(name, id="other", requirement="TIED-1")
     two = write("two.json", *cases, run_id="2", implementations=told, python="3.11.9")
@@ -172,7 +172,7 @@ def test_the_least_effort_is_that_of_the_merged_run(write):
 
 
 def test_a_failure_is_reproduced_under_the_name_that_impl_takes(write):
-    fails = {"verdict": "fail", "failure": FAILURE, "nodeid": "t.py::test[x]"}
+    fails = {"verdict": "fail", "failure": samples.failure("no"), "nodeid": "t.py::test[x]"}
     cpu, old = {"torch": "2.13.0"}, {"torch": "2.12.0"}
     files = [write("1.json", of("x", **fails), run_id="1", **cpu), write("2.json", of("x"), run_id="2", **old)]
     text = render_summary(merged(*files)[1])
