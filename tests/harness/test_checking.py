@@ -110,6 +110,11 @@ def unreduced(model, optimizer, microbatches, mesh):
     stepped(optimizer)
 
 
+def own_tokens(model, optimizer, microbatches, mesh):
+    sums(model, microbatches, sum(int((labels >= 0).sum()) for _, labels in microbatches))
+    stepped(optimizer)
+
+
 def halves(model):
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -229,6 +234,13 @@ def test_gradients_that_are_not_reduced_are_named(world, tmp_path):
     said = answer(tmp_path, step=f"{HERE}:unreduced")
     assert said["found"][0]["stage"] == "GRADIENT" and said["signature"] == "S2"
     assert "each gradient of every rank is this rank's own gradient" in said["lines"][0]
+
+
+def test_means_over_own_tokens_are_named(world, tmp_path):
+    said = answer(tmp_path, step=f"{HERE}:own_tokens")
+    assert said["found"][0]["stage"] == "LOSS" and said["signature"] == "S5"
+    line = "each rank counts alike [S5]: the sum of its losses is divided by its own tokens (24, 16)"
+    assert line in said["lines"][1]
 
 
 def test_means_of_microbatches_are_noted(world, tmp_path):

@@ -47,6 +47,20 @@ def begun(path):
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_every_record_is_on_the_disk_when_its_case_has_ended(tmp_path, name):
+    journal = begun(tmp_path / name)
+    for number in range(2):
+        journal.add(record(number))
+        left = load_run(tmp_path / f"{name}.partial")
+        assert [case.id for case in left.cases] == IDS[: number + 1]
+        assert left.incomplete == "the run is under way, or its process ended before it could write the reason"
+    assert journal.finish(reason="", exit_code=0)
+    assert os.listdir(tmp_path) == [name]
+    run = load_run(tmp_path / name)
+    assert (run.incomplete, run.end.exit_code, run.run_id != "") == ("", 0, True)
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_line(tmp_path, name):
     """A process may be killed between any two bytes."""
     journal = begun(tmp_path / name)
