@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_impl.common import collectives, hooks
+from fsdp_impl.common import hooks
 from fsdp_impl.common.order import Phase
 from fsdp_impl.per_parameter.group import ParamGroup
 from shardproof.harness.adapters.base import Adapter, Config
@@ -31,7 +31,7 @@ class _Planted(ReferenceAdapter):
         super().__init__(*args, **kwargs)
 
 
-_reshard, _gather = ParamGroup.reshard, collectives.gather
+_reshard = ParamGroup.reshard
 
 
 def _never_freed(self: ParamGroup, phase: Phase) -> None:
@@ -43,24 +43,6 @@ class StaleParameters(_Planted):
     """One unit is never freed, and not gathered again after the optimizer's step."""
 
     changes = ((ParamGroup, "reshard", _never_freed), (ParamGroup, "drop_stale", lambda self: None))
-
-
-def _in_wrong_order(
-    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, *, unit: str, async_op: bool = False
-) -> Any:
-    work = _gather(output, shard, group, unit=unit, async_op=async_op)
-    if unit == UNIT:
-        if work is not None:
-            work.wait()
-        rows = output.view(group.size(), -1)
-        rows.copy_(rows[[1, 0, *range(2, group.size())]])
-    return work
-
-
-class WrongShardOrder(_Planted):
-    """What the first two ranks sent of one unit is exchanged as it is gathered."""
-
-    changes = ((collectives, "gather", _in_wrong_order),)
 
 
 def _scaled(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -46,7 +46,7 @@ def train(rank: Rank, model: nn.Module, *, shape: tuple[int, ...] = (4, DIM), **
         pair.check()
 
 
-@world(2, 3)
+@world(2)
 def test_tower(rank: Rank) -> None:
     train(rank, models.Tower(DIM))
 

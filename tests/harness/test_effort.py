@@ -224,7 +224,7 @@ def test_second(rank):
 
 def test_worlds_of_an_implementation_are_used_in_one_go(collected):
     # Two that have ranks of their own.
-    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.WrongShardOrder))
+    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.Unsteady))
     names = ["ddp", one, "torch.fully_shard", other]
     found = collected("--impl", ",".join(names), source=OF_SEVERAL_KINDS)
     assert found == [
@@ -263,6 +263,6 @@ def test_a_function_has_its_first_case_before_another_has_its_second(collected):
 
 def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of_the_next(collected):
     """Also where a function has a second case: two implementations in turn start a world each."""
-    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.WrongShardOrder))
+    one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.Unsteady))
     found = collected("--impl", f"{one},{other}", "-k", "test_second", source=PARAMETERS)
     assert [name.partition("[")[2].partition("-w2")[0] for name in found] == [one, one, other, other]

@@ -47,7 +47,6 @@ ROWS = [
     Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "shift"),
     Row(OWN + "LostCasts", "test_casts-w2", "gathered parameter", 0, "(root)", "gain",
         "has dtype torch.float32; the baseline has torch.bfloat16"),
-    Row(OWN + "WrongShardOrder", "test_tower-w3", "gathered parameter", 0, "layers.1.in_proj", "weight"),
     Row(PLANTED + "replaced_gradient", "test_accumulated-w2", "gradient", 0, "out", "bias"),
     Row(OWN + "SwappedState", "test_tower-w2", "optimizer state", 0, "layers.0.out_proj", "bias",
         "'layers.2.out_proj.bias: momentum_buffer'"),

@@ -13,7 +13,6 @@ import pytest
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.plugin import torchrun
-from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.torchrun import meeting
@@ -208,21 +207,6 @@ def test_the_kernel_watches_connections(listening):
 
 
 RECORD = {"id": "test_a.py::test_one[w2]", "implementation": "reference", "verdict": "pass"}
-
-
-@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_a_journal_is_read_after_any_byte(tmp_path, name):
-    journal = Journal(tmp_path / name)
-    journal.describe({"torchrun": {"run_id": "job"}})
-    journal.select({"reference": [RECORD["id"]]})
-    journal.add(RECORD)
-    whole = journal.partial.read_bytes()
-    counts = []
-    for length in range(len(whole) + 1):
-        journal.partial.write_bytes(whole[:length])
-        run = torchrun.read(journal.partial)
-        counts.append(len((run or {}).get("cases", [])))
-    assert counts == sorted(counts) and counts[-1] == 1 and counts[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from shardproof.harness.plugin import hooks
+from shardproof.harness.plugin import hooks, torchrun
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, RunFileError, digest_of, fingerprint, load_run
 from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
@@ -62,16 +62,17 @@ def test_every_record_is_on_the_disk_when_its_case_has_ended(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_line(tmp_path, name):
-    """A process may be killed between any two bytes."""
+    """A process may be killed between any two bytes; a restarted job of torchrun reads on from there too."""
     journal = begun(tmp_path / name)
     journal.add(record(0, parameters={"text": "a\n]\n}\n"}))
     journal.add(record(1))
     journal.finish(reason="stopped", exit_code=2)
     content = (tmp_path / f"{name}.partial").read_bytes()
-    counts = []
+    counts, resumed = [], []
     for end in range(len(content) + 1):
         cut = tmp_path / f"cut-{name}.partial"
         cut.write_bytes(content[:end])
+        resumed.append(len((torchrun.read(cut) or {}).get("cases", [])))
         try:
             run = load_run(cut)
         except RunFileError as error:
@@ -79,7 +80,8 @@ def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_line(tmp_path, name
         else:
             counts.append(len(run.cases))
             assert run.incomplete
-    assert counts == sorted(counts) and set(counts) == {0, 1, 2}
+    for found in (counts, resumed):
+        assert found == sorted(found) and set(found) == {0, 1, 2}
     assert load_run(cut).incomplete == "stopped"
 
 
