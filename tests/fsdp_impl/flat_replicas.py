@@ -1,7 +1,7 @@
 """Models under ``FullyShardedDataParallel``, and the warnings that they give."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,3 @@ def wrap_children(model: nn.Sequential, **options: Any) -> FullyShardedDataParal
     for index in range(1, len(model)):
         model[index] = wrap(model[index], **options)
     return wrap(model, **options)
-
-
-def texts(fn: Callable[[], Any]) -> list[str]:
-    """The warnings that ``fn`` gives."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fn()
-    return [str(warning.message) for warning in caught]

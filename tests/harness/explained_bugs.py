@@ -70,7 +70,7 @@ class UnsyncedBuffer(ReferenceFlatAdapter):
 
     def __init__(self, model: nn.Module, **kwargs: Any) -> None:
         if dist.get_rank() == 1:
-            model.get_submodule(UNIT).get_buffer("shift").add_(1)
+            model.get_submodule(UNIT).get_buffer("offset").add_(1)
         super().__init__(model, **kwargs)
 
 

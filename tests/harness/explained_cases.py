@@ -7,33 +7,12 @@ from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Precision
 from shardproof.harness.casework.casts import run_and_replica, step_and_check
 from shardproof.harness.models import mixed, optim
-from shardproof.harness.models.plain import Stacked
+from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.models.ties import TiedMLP, TiedStack
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
 
 DIM = 7
-
-
-class Shifted(Stacked):
-    """Linear layers, each of which adds a buffer."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Shift(dim) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run_layers(x)
-
-
-class Shift(nn.Module):
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(dim, dim)
-        self.register_buffer("shift", torch.linspace(-1, 1, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x) + self.shift)
 
 
 def train(rank: Rank, model: nn.Module, *, shape: tuple[int, ...] = (4, DIM), **options: object) -> None:
@@ -73,7 +52,7 @@ def test_tied(rank: Rank) -> None:
 
 @world(2)
 def test_buffers(rank: Rank) -> None:
-    train(rank, Shifted(DIM))
+    train(rank, Stateful(DIM, freezes=False))
 
 
 @world(2)

@@ -44,7 +44,7 @@ ROWS = [
     Row(PLANTED + "local_norm", "test_clipped-w2", "total norm", 0, "", "", "it equals the norm of what this rank"),
     Row(OWN + "SkippedUpdate", "test_tied-w2", "parameter after step", 0, "layers.1.first", "weight",
         "it was updated by: sharded 0, baseline "),
-    Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "shift"),
+    Row(OWN + "UnsyncedBuffer", "test_buffers-w2", "buffer", 0, "layers.1", "offset"),
     Row(OWN + "LostCasts", "test_casts-w2", "gathered parameter", 0, "(root)", "gain",
         "has dtype torch.float32; the baseline has torch.bfloat16"),
     Row(PLANTED + "replaced_gradient", "test_accumulated-w2", "gradient", 0, "out", "bias"),
