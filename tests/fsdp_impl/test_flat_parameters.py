@@ -72,6 +72,17 @@ def test_hooks_see_the_reduced_gradient(rank: Rank, strategy: Any, use_orig_para
 
 
 @world(2)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+def test_units_are_reduced_as_soon_as_they_have_their_gradients(rank: Rank, strategy: Any) -> None:
+    """So the last unit is the first. At the end of backward, what is left is reduced in the order of the units."""
+    model = wrap_children(tower(5, 1), sharding_strategy=strategy, device_id=rank.device)
+    sizes: list[int] = []
+    model.register_comm_hook(None, lambda _, grad, *shard: sizes.append(grad.numel()))
+    model(batch(rank, 0, (3, 5))).sum().backward()
+    assert sizes == [group.shards.layout.padded_numel for group in reversed(model._unit.iteration.groups)]
+
+
+@world(2)
 def test_a_wrapper_without_parameters_has_no_flat_one(rank: Rank) -> None:
     model = wrap(nn.Sequential(wrap(nn.Tanh(), device_id=rank.device), nn.Linear(4, 4)), device_id=rank.device)
     model(batch(rank, 0, (2, 4)).requires_grad_()).sum().backward()

@@ -50,6 +50,13 @@ def test_the_product_of_four_parameters_shrinks():
     assert len(cover(every)) <= 12
 
 
+def test_one_parameter_keeps_all_its_values_and_every_world():
+    every = grid({"a": ["0", "1", "2"]}, sizes=(4, 2))
+    chosen = [every[index] for index in cover(every)]
+    assert [(one.values["a"], one.size) for one in chosen] == [("0", 4), ("0", 2), ("1", 2), ("2", 2)]
+    assert cover(grid({}, sizes=(1, 2, 8))) == [0, 1, 2] and cover([]) == []
+
+
 def test_what_is_listed_is_kept_where_it_exists():
     every = grid({name: ["0", "1"] for name in "abc"}, sizes=(2, 4))
     listed = [frozenset({("a", "1"), ("b", "1"), ("c", "1"), (WORLD, "4")}), frozenset({("a", "7")})]
@@ -88,6 +95,11 @@ def test_each_of_different_things_has_one_item():
     assert {values["own"] for values in chosen} == {"x", "y"}
     cannot = [dataclasses.replace(one, runs=one.values["what"] != "b") for one in candidates]
     assert [cannot[index].values["what"] for index in choose_quick(cannot)] == ["a", "c"]
+
+
+def test_what_can_run_comes_before_what_cannot():
+    candidates = [candidate("f", runs=False), candidate("g", runs=False), candidate("g")]
+    assert choose_quick(candidates) == [2]
 
 
 def test_a_requirement_of_which_nothing_can_run_has_one_item_all_the_same():
