@@ -12,6 +12,13 @@ from fsdp_impl.common import clip
 from fsdp_impl.common.divide import divide
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_dtypes_are_averaged_by_the_collective(dtype: torch.dtype) -> None:
+    division = divide(dtype, 4)
+    assert (division.before, division.reduce_op, division.after) == (1, ReduceOp.AVG, 1)
+    assert divide(dtype, 1).reduce_op == ReduceOp.SUM
+
+
 @pytest.mark.parametrize("world, before", [(1, 1), (2, 2), (3, 2), (4, 2), (6, 4), (8, 4), (16, 4), (64, 8), (256, 16)])
 def test_float16_is_divided_around_the_sum(world: int, before: int) -> None:
     division = divide(torch.float16, world)
