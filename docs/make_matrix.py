@@ -45,18 +45,17 @@ class Place:
 PLACES = (
     Place("CPU, gloo, torch 2.15", "CPU", "2.15", ("cpu-torch-2.15-standard.json.gz",)),
     Place("CPU, gloo, torch 2.14", "CPU", "2.14", ("cpu-torch-2.14-standard.json.gz",)),
-    Place(
-        "CPU, gloo, torch 2.13", "CPU", "2.13",
-        ("cpu-references-v6-standard.json.gz", "cpu-torch-v6-standard.json.gz", "cpu-lightning-v7-standard.json.gz"),
-    ),
+    Place("CPU, gloo, torch 2.13", "CPU", "2.13", ("cpu-torch-v6-standard.json.gz", "cpu-veomni-v9-standard.json.gz")),
     Place(
         "CPU, gloo, torch 2.11", "CPU", "2.11",
-        ("h200-x4-gloo-v11-standard.json.gz", "cpu-deepspeed-v8-standard.json.gz",
-         "cpu-torchtitan-fairscale-v9-standard.json.gz", "cpu-olmo-core-v10-standard.json.gz"),
+        ("cpu-torch-2.11-v12-standard.json.gz", "cpu-deepspeed-fairscale-v12-standard.json.gz",
+         "cpu-torchtitan-lightning-v12-standard.json.gz", "cpu-olmo-core-v10-standard.json.gz"),
     ),
+    Place("CPU, gloo, torch 2.11, the cases before", "CPU", "2.11", ("cpu-deepspeed-v8-standard.json.gz",)),
     Place(
-        "Two H100 or H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
-        ("h100-x2-nccl-v10-standard.json.gz", "h200-x2-peers-v8-standard.json.gz"),
+        "Two H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
+        ("h200-x2-references-v12-standard.json.gz", "h200-x2-torch-v12-standard.json.gz",
+         "h200-x2-peers-v8-standard.json.gz"),
     ),
 )  # fmt: skip
 
@@ -78,8 +77,8 @@ Written by `python docs/make_matrix.py` from [published run files](../reports/pu
 How far each implementation is from the [profiles](contract.md#profiles) of the contract, in the run that has the most
 of their items, of several with the newest torch. The cells are explained [in the
 README](../README.md#which-implementation-passes-what). A dash: two GPUs cannot have the profile. No complete run of
-megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been published yet. The table has cases with
-up to four ranks; cases with eight ran over gloo only, in earlier runs, and no run used eight GPUs.
+megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been published yet. Cases with eight ranks ran
+over gloo, and no run used eight GPUs.
 """
 
 

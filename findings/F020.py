@@ -21,6 +21,7 @@ Run it several times, as `torchrun --nproc-per-node 2 findings/F020.py`.
 # implementations = ["torch"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
 # by_hand = "takes luck: run it several times, by `torchrun --nproc-per-node 2 findings/F020.py`"
+# unlisted = "the ranks of the harness end by os._exit, so that no case can see it"
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/179291 closed: Register atexit handler to destroy process groups before interpreter finalization, abandoned",
 # ]
