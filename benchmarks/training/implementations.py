@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
 from training.models import Block, Chain, Spec
 
 #: Parameters are computed with in bfloat16, gradients reduced in float32; shards and optimizer states are float32.

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from training.processes import answer
+from training.worker import join
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.collectives.recorder import Recorder
@@ -23,8 +25,6 @@ from shardproof.harness.planning.request import DTYPES, Mesh, Request, names_of
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.tensors import private
 from shardproof.planfile import Traffic
-from training.processes import answer
-from training.worker import join
 
 #: Steps before the measured one: what lives as long as the model has been made.
 WARM_UP = 2

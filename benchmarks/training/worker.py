@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from shardproof.harness.tensors import private
 from training import models, traced
 from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, named, units_of
 from training.models import Spec
 from training.processes import answer
+
+from shardproof.harness.tensors import private
 
 
 class Worker:

@@ -1,6 +1,7 @@
 """Comparisons: the first stage that diverges, the element, and the guess at the cause."""
 
 import copy
+import functools
 
 import pytest
 import torch
