@@ -27,8 +27,8 @@ PUBLISHED = ROOT / "reports/published"
 #: The text of README.md between these lines is written here.
 BEGIN, END = "<!-- matrix: written by docs/make_matrix.py -->\n", "<!-- end of matrix -->\n"
 #: The implementations in it; the page has all.
-SHORT = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "deepspeed.zero3", "lightning.fabric",
-         "torchtitan.simple_fsdp")  # fmt: skip
+SHORT = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "deepspeed.zero3", "fairscale.sdp",
+         "lightning.fabric", "olmo_core.fsdp", "torchtitan.simple_fsdp")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

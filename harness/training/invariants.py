@@ -333,9 +333,11 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
         if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + _SAME):
             fewest, most = min(counts), max(counts)
+            more = f"a token of the {who} with {fewest} counts {most / fewest:.4g} x one of that with {most}"
             lines = (
-                f"{', '.join(map(str, counts[:8]))} tokens: one of {fewest} counts {most / fewest:.4g} x one of {most}",
-                "as when the loss of each is divided by its own tokens: divide by those of all ranks and microbatches",
+                f"{', '.join(map(str, counts[:8]))} tokens: {more}",
+                "as when each loss is divided by its own tokens: sum, divide by those of all ranks and microbatches,",
+                "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
             )
             yield Finding(("D17",), "S5", evidence.step, f"each {who} counts alike, whatever its tokens", lines, True)
             return

@@ -207,10 +207,10 @@ FOUND = {
         "step 0: a tensor is not finite [D16]|first: output of '0' on rank 2|seen on rank 2 of 4"),
     "D17": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / 8), (2 + n, 1 / (2 + n))]) for n in EVERY],
         "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]|"
-        "8, 2, 8, 3, 8, 4, 8, 5 tokens: one of 2 counts 4 x one of 8|..."),
+        "8, 2, 8, 3, 8, 4, 8, 5 tokens: a token of the microbatch with 2 counts 4 x one of that with 8|..."),
     "D17-ranks": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / (9 + n)), (1 + n, 1 / (9 + n))])
         for n in EVERY], "note: step 0: each rank counts alike, whatever its tokens [D17, S5]|"
-        "9, 10, 11, 12 tokens: one of 9 counts 1.333 x one of 12|..."),
+        "9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of that with 12|..."),
 }  # fmt: skip
 
 
