@@ -706,7 +706,7 @@ def refused_or_trained(rank: Rank, unfit: Unfit) -> None:
             untouched.check(batch)
         return
     if not unfit.may_train:
-        raise AssertionError("no rank refuses it")
+        raise AssertionError("no rank refuses it: no call raises an error")
     adapter: Adapter = construction.result
     first = Refusal(rank, lambda: adapter.forward(batch))
     if first.text is None:

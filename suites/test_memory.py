@@ -283,9 +283,7 @@ def test_deleted_model_is_freed_at_once(rank: Rank, end: str, reshard_after_forw
             adapter.zero_grad(set_to_none=True)
         finish(adapter, end, rank.batch(2, (4, 9)))
         loss = models.mean_square(adapter.forward(rank.batch(2, (4, 9)))) if end == "before-a-backward" else None
-        for name, parameter in adapter.named_parameters().items():
-            held[f"parameter {name}"] = weakref.ref(parameter)
-        del parameter
+        held |= {f"parameter {name}": weakref.ref(one) for name, one in adapter.named_parameters().items()}
         adapter.teardown()
         del adapter
         if loss is not None:

@@ -54,7 +54,7 @@ class Refusal:
 
     def check_names(self, *words: str) -> None:
         """Check that it was refused, with an error that has one of some words."""
-        assert self.text is not None, "no rank refuses it"
+        assert self.text is not None, "no rank refuses it: the call raises no error"
         assert any(word in self.text for word in words), f"the error names none of {words}: {self.text}"
 
 
