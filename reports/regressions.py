@@ -62,6 +62,7 @@ class Outcome:
     # One line for each quantity that a file did not measure, or that only the later one has.
     not_compared: tuple[str, ...]
     compared: int  # the number of cases that ran in both
+    effort: str = "full"  # that of HEAD
     accepted: tuple[Accepted, ...] = ()  # intended regressions by kind
     runs: tuple[str, ...] = ()  # one line about each of the two runs, and one if their suites differ
 
@@ -155,6 +156,7 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         better=tuple(_better(before, after)),
         not_compared=tuple(not_compared),
         compared=len(both),
+        effort=head.effort.name if head.effort else "full",
     )
 
 

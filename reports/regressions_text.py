@@ -99,6 +99,8 @@ def _accepted(outcome: Outcome) -> list[str]:
 
 def _verdict(outcome: Outcome) -> str:
     compared = f"compared: {counted(outcome.compared, 'case')} that ran in both"
+    if outcome.effort == "quick":
+        compared += ", with --effort quick alone: most items of each case did not run"
     if outcome.accepted:
         compared = f"accepted: {len(outcome.accepted)}; {compared}"
     if not outcome.worse:

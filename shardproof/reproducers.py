@@ -96,7 +96,8 @@ class Program:
         self.judged: dict[str, Any] = failed["judged"]
         self.kind = self.judged["kind"]
         if self.kind == "assert" or self.judged.get("form", "first-rank") != "first-rank":
-            raise NotReproducible(f"{self.judged['where'].rpartition('/')[2]} asserts what no form of a program has")
+            where = self.judged["where"].rpartition("/")[2]
+            raise NotReproducible(f"what {where} compares cannot be written as plain torch (docs/reproduce.md has what can)")
         self.case, self.world = case, world
         self.texts: dict[str, str] = failed["sources"]["texts"]
         self._imported = failed["sources"]["imports"]

@@ -10,7 +10,7 @@
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
 
-Whatever the effort, the items that ``quick`` keeps run first.
+Whatever the effort, one item of each function runs first.
 """
 
 import collections
