@@ -97,7 +97,7 @@ class Program:
         self.kind = self.judged["kind"]
         if self.kind == "assert" or self.judged.get("form", "first-rank") != "first-rank":
             where = self.judged["where"].rpartition("/")[2]
-            raise NotReproducible(f"what {where} compares cannot be written as plain torch (docs/reproduce.md has what can)")
+            raise NotReproducible(f"what {where} compares has no form in plain torch (docs/reproduce.md has the forms)")
         self.case, self.world = case, world
         self.texts: dict[str, str] = failed["sources"]["texts"]
         self._imported = failed["sources"]["imports"]

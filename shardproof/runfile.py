@@ -118,7 +118,12 @@ class Failure(Location):
             return super().line
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.match(line)]
-        return (errors or lines or ["no text"])[0]
+        line = (errors or lines or ["no text"])[0]
+        if not line.endswith(":"):
+            return line
+        # What was expected of a text, and what there was: the lines of its difference.
+        after = lines[lines.index(line) + 1 :]
+        return " ".join([line, *([one for one in after if one[0] in "+-"] or after)[:2]])
 
 
 @described()

@@ -70,7 +70,7 @@ def test_the_plain_copy_trains_on_the_data_of_all_ranks():
     ("tapes", "says"),
     [
         ([tape(0), tape(1)], "no rank raised"),
-        ([tape(0, kind="assert", where="suites/test_x.py:test_x"), tape(1)], "test_x.py:test_x asserts"),
+        ([tape(0, kind="assert", where="suites/test_x.py:test_x"), tape(1)], "what test_x.py:test_x compares"),
         ([tape(0, **NUMBERS), tape(1) | {"calls": tape(1)["calls"][1:]}], "ranks make different calls"),
         ([tape(0, **NUMBERS | {"step": 3}), tape(1)], "belongs to no call"),
     ],

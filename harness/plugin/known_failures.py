@@ -48,7 +48,7 @@ from packaging.version import Version
 from shardproof import runfile
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import Selection, is_packaged
+from shardproof.harness.plugin.selection import SUITES, Selection, is_packaged
 from shardproof.runfile import Verdict
 
 FOLDER = "expectations"
@@ -182,21 +182,26 @@ def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
             one line that names the file and the entry.
     """
     path = directory / f"{implementation}.toml"
-    if not path.is_file():
-        return []
-    document = _document(path)
+    return _with_wrapped(_document(path), path, implementation, directory) if path.is_file() else []
+
+
+def _with_wrapped(
+    document: dict[str, Any], path: pathlib.Path, implementation: str, directory: pathlib.Path
+) -> list[KnownFailure]:
+    """The entries of a file, then those of the file in ``directory`` that its ``also`` names."""
     also = document.pop("also", None)
     own = _entries(document, path)
     if also is None:
         return own
     wrapped = directory / f"{also}.toml"
     if not isinstance(also, str) or also == implementation or not wrapped.is_file():
-        raise ValueError(f"{path.name}: also = {also!r} should be another implementation that has a file here")
+        known = ", ".join(sorted(one.stem for one in directory.glob("*.toml")))
+        raise ValueError(f"{path.name}: also = {also!r} should be another implementation that has a file: {known}")
     return own + _entries(_document(wrapped), wrapped)
 
 
 def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
-    """Read a file of ``--expectations``.
+    """Read a file of ``--expectations``; its ``also`` names an implementation of the packaged suites' folder.
 
     Returns:
         The name of the implementation, and the entries.
@@ -212,7 +217,7 @@ def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
     implementation = document.pop("implementation", path.name.removesuffix(".toml"))
     if not isinstance(implementation, str):
         raise ValueError(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
-    return implementation, _entries(document, path)
+    return implementation, _with_wrapped(document, path, implementation, SUITES / FOLDER)
 
 
 def _document(path: pathlib.Path) -> dict[str, Any]:

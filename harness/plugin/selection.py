@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # be two modules.
 
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites"
-_REAL = _PACKAGED.resolve()
+SUITES = _PACKAGED.resolve()
 
 
 class SuiteModule(pytest.Module):
@@ -41,18 +41,18 @@ class SuiteModule(pytest.Module):
 
 def is_suites(directory: pathlib.Path) -> bool:
     """Return whether the directory is that of shardproof's own suites, directly or through a link."""
-    return directory.resolve() == _REAL
+    return directory.resolve() == SUITES
 
 
 def packaged_files() -> dict[str, pathlib.Path]:
     """Return the files that decide what shardproof's own suites ask and expect, by their names in run files."""
-    found = (path for pattern in ("*.py", "*.toml") for path in _REAL.rglob(pattern))
-    return {f"{_REAL.name}/{path.relative_to(_REAL).as_posix()}": path for path in found}
+    found = (path for pattern in ("*.py", "*.toml") for path in SUITES.rglob(pattern))
+    return {f"{SUITES.name}/{path.relative_to(SUITES).as_posix()}": path for path in found}
 
 
 def is_packaged(file: pathlib.PurePath) -> bool:
     """Return whether shardproof's own suites have a file of this path, which begins with their folder."""
-    return (_REAL.parent / file).is_file() and file.parent == pathlib.PurePath(_REAL.name)
+    return (SUITES.parent / file).is_file() and file.parent == pathlib.PurePath(SUITES.name)
 
 
 DEFAULT_IMPLEMENTATIONS = ("reference",)

@@ -289,7 +289,7 @@ def test_other_conditions_are_refused_unless_allowed(run, head, option, message)
     line = f"BASE has {message}; --allow {option} compares them anyway"
     assert run([of()], [of()], head=head) == (2, f"shardproof: {line}\n")
     code, printed = run([of()], [of()], "--allow", option, head=head)
-    assert code == 0 and printed.endswith("did not run\n") == (option == "effort"), "the gate names what quick leaves out"
+    assert code == 0 and printed.endswith("did not run\n") == (option == "effort"), "of quick the last line says so"
 
 
 def test_another_build_of_the_same_torch_is_compared(run):

@@ -88,3 +88,9 @@ def test_a_long_value_stays_on_one_line():
 
 def test_a_case_that_is_no_object_is_named():
     assert refusal("pass") == "cases[3]: 'pass' is not an object"
+
+
+def test_a_text_that_differs_is_named_with_what_it_is():
+    text = "suites/test_x.py:1: Mismatch between actual and expect strings:\n\n  same\n- gather a\n+ gather b\n  end"
+    case = decode(CaseRecord, samples.case(verdict="fail", failure=samples.failure(text)), "case")
+    assert case.why == "suites/test_x.py:1: Mismatch between actual and expect strings: - gather a + gather b"
