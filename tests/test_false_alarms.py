@@ -51,6 +51,19 @@ MEANT = (
         'pair = rank.pair(shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", '
         "find_unused=True)",
     ),
+    # The parameter is 1, and the loss calls the model on its output, which is the input once more.
+    Meant(
+        "suites/test_training.py::test_root_called_on_its_output[*]", "D9",
+        "step = run.step(inputs, loss=lambda output: run.adapter.forward(output).float().sum())",
+    ),
+    # Forwards that are refused count as microbatches, each of the same batch.
+    *[
+        Meant(
+            "suites/test_accumulation.py::test_finalization_refused[*]", check,
+            'refuses("a forward before wait()", lambda: root(batch), "waited on")',
+        )
+        for check in ("D9", "D11")
+    ],
 )  # fmt: skip
 
 #: The cases of a short run: a few steps on two ranks, and each a way of training of its own.

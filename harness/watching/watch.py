@@ -77,6 +77,23 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+class _Hook:
+    """A hook that copies of its module have no part in: with it a copy, as of an EMA, would copy all that is watched."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The hook of a module that was copied or saved while it was watched."""
+
+
 class _Pending:
     """A gradient whose digest is still on its device, or is still to be made of a tensor."""
 
@@ -174,8 +191,8 @@ class Watch:
                 continue
             once.add(id(module))
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
-            before = functools.partial(self._before_module, name, module is root)
-            after = functools.partial(self._after_module, name, module is root)
+            before = _Hook(functools.partial(self._before_module, name, module is root))
+            after = _Hook(functools.partial(self._after_module, name, module is root))
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 

@@ -1,6 +1,7 @@
 """The doctor around real loops: what it refuses, each in one line, and that it leaves nothing behind."""
 
 import contextlib
+import copy
 import io
 import sys
 
@@ -93,6 +94,18 @@ def test_nothing_is_left(model, traces, steps, capsys):
     assert watching.findings == [] and losses == train(other, sgd(other), steps)
     said = capsys.readouterr().err.splitlines()[0]
     assert said.endswith(" of 1 rank, Sequential, 4 parameters (30 elements), SGD; no finding")
+
+
+def test_a_copy_of_a_watched_model_is_not_watched(model, traces):
+    """As an EMA makes one, and ``torch.save(model)``: the doctor has process groups, which cannot be copied."""
+    optimizer = sgd(model)
+    with doctor(model, optimizer, steps=range(4)) as watching:
+        train(model, optimizer, steps=1)
+        average = copy.deepcopy(model)
+        assert torch.equal(average(torch.ones(1, 4)), model(torch.ones(1, 4)))
+        torch.save(model, io.BytesIO())
+        train(model, optimizer, steps=3)
+    assert not watching.findings
 
 
 def test_an_exception_of_user_code_passes_with_a_note(model, traces):
