@@ -78,7 +78,7 @@ def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Hook:
-    """A hook that copies of its module have no part in: with it a copy, as of an EMA, would copy all that is watched."""
+    """A hook that a copy of its module, as of an EMA, does not have: it would be a copy of all that is watched."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
