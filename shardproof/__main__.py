@@ -34,7 +34,7 @@ commands:
   check    train your own model on several ranks and in one process, and compare every stage
   plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
   implementations
-           list the implementations that --impl accepts: version, and the devices on which each runs, or why not
+           list the implementations that --impl accepts, with version and devices, or why they do not run
   torch-names
            list the private names of torch that shardproof uses and the installed torch lacks
 
