@@ -103,7 +103,7 @@ def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
 
     Of several places the one whose run lacks the fewest items of the contract counts, and of these the newest torch.
     """
-    found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    best: dict[tuple[str, str], tuple[int, str]] = {}
     for place, run in runs.items():
         all_standings = standings(run)
         for name in _columns(run):
@@ -112,12 +112,11 @@ def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
             reached = [own[one].cell if one in own else "-" for one in contract.profiles()]
             row = [f"`{name}`", f"{place.column}, torch {place.torch}", *reached, asked]
             if asked != "-":
-                not_run = sum(one.not_run for one in own.values())
-                found.setdefault((name, place.column), []).append((not_run, f"| {' | '.join(row)} |"))
-    names = _in_order(name for name, _ in found)
+                mine = sum(one.not_run for one in own.values()), f"| {' | '.join(row)} |"
+                best[name, place.column] = min(best.get((name, place.column), mine), mine, key=lambda one: one[0])
+    names = _in_order(name for name, _ in best)
     head = ["implementation", "on", *contract.profiles(), "passed of asked"]
-    best = {key: min(rows, key=lambda one: one[0])[1] for key, rows in found.items()}
-    rows = [row for name in names for (other, _), row in best.items() if other == name]
+    rows = [row for name in names for (other, _), (_, row) in best.items() if other == name]
     rows = [next(row for row in rows if row.startswith(f"| `{name}` |")) for name in short] or rows
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *rows]) + "\n"
 

@@ -100,8 +100,10 @@ class Oracle:
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
                 losses[-1].append(value.detach() / (len(batches) * len(microbatches) if loss_of else 1))  # add up to it
                 with capture.during(self.capture, "backward", index):
-                    shares[-1].append(self._gradients_of(value))
-                own[-1] = {name: _sum(before, shares[-1][-1][name]) for name, before in own[-1].items()}
+                    gradients = self._gradients_of(value)
+                own[-1] = {name: _sum(before, gradients[name]) for name, before in own[-1].items()}
+                if loss_of:
+                    shares[-1].append(gradients)
             captured.append(capture.taken(self.capture))
         average = {name: _average([one[name] for one in own]) for name in self._names}
         # Added to what `zero_grad` left in `.grad`, as backward does.
@@ -113,7 +115,6 @@ class Oracle:
             self.optimizer.step()
         parameters = {name: value.detach().clone() for name, value in self._names.items()}
         self.model.zero_grad(set_to_none=set_to_none)
-        shares = shares if global_loss else []
         return OracleStep(outputs, losses, own, shares, gradients, norm, clipped, parameters, self._state(), captured)
 
     def _in_whole_batch(

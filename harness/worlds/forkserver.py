@@ -151,8 +151,10 @@ def _blockers() -> Blockers:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
+    # In the controller's order. Where shardproof is installed its folder has a torch too, and in front of a user's
+    # PYTHONPATH the ranks would test that one, and not the one that the controller names.
     root = str(pathlib.Path(shardproof.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(dict.fromkeys(filter(None, [*sys.path, root])))
     interfaces = _LOOPBACK if meeting.place() is None else {}
     changes = {**_ENVIRONMENT, **interfaces, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changes}

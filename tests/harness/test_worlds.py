@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import sys
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import process_groups
-from shardproof.harness.worlds import pool
+from shardproof.harness.worlds import forkserver, pool
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.testing import world
 
@@ -139,3 +140,11 @@ def test_a_pair_of_another_world_must_be_checked(rank: Rank):
     message = "step 0 of a pair was trained and never compared"
     with other_worlds(rank) as worlds, pytest.raises(AssertionError, match=message), worlds.of(1) as member:
         member.pair(torch.nn.Linear(4, 4)).step(member.batch(0, (2, 4)))
+
+
+def test_ranks_look_for_torch_where_the_controller_does(monkeypatch):
+    """Not first where shardproof is installed: another torch may lie beside it."""
+    monkeypatch.setattr(sys, "path", ["/a/torch/of/mine", *sys.path])
+    with forkserver._environment():
+        found = os.environ["PYTHONPATH"].split(os.pathsep)
+    assert found == ["/a/torch/of/mine", *dict.fromkeys(filter(None, sys.path[1:]))]
