@@ -151,10 +151,11 @@ def test_many_units(
     config = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4, is_tied=is_tied)
     chosen = [DELAYS[name] for name in delays]
     pair = pair_by_units(rank, models.Transformer(config), delays=chosen, reshard_after_forward=reshard_after_forward)
-    # Made in advance: copying them to the device would wait for the step before.
+    # Made in advance, and compared at the end: copies to the device and from it would wait for the step before.
     batches = [rank.tokens(step, (3, config.length), vocabulary=config.vocabulary) for step in range(3)]
     for step, batch in enumerate(batches):
-        pair.checked_step(batch, set_to_none=step % 2 == 0)
+        pair.step(batch, set_to_none=step % 2 == 0)
+    pair.check()
 
 
 @contract("TRAINING-2")
@@ -183,7 +184,8 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
     order = ["", "layers.0", "layers.0", "", "layers.0"]
     batches = [rank.batch(step, (8, 33)) for step in range(len(order))]
     for batch, submodule in zip(batches, order, strict=True):
-        pair.checked_step(batch, submodule=submodule)
+        pair.step(batch, submodule=submodule)
+    pair.check()
 
 
 @contract("TRAINING-3")
@@ -638,7 +640,8 @@ def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
     """Gathers that wait for an event after the optimizer's step, instead of its stream, still see the new values."""
     pair = _with_event_after_step(rank, [DELAYS["before-step"]], is_tied=is_tied)
     for batch in list(tokens(rank, 3, (2, 8), vocabulary=11)):
-        pair.checked_step(batch)
+        pair.step(batch)  # not checked at once, which would wait for the step before the next one gathers
+    pair.check()
 
 
 @contract("TRAINING-10")
