@@ -3,8 +3,7 @@
 torchtitan 0.3.0. `data_parallel` caches the classes that it creates, by the class of the module and the names of its parameters. A cached class keeps
 the mesh, the mode and the policy of the first model: a bfloat16 model after a float32 one silently computes in float32, and
 a hybrid one after a fully sharded one raises or aborts. `tests/harness/test_naive_adapters.py` shares rank processes between cases
-and sees it. The adapter has new processes for each case (`isolation="case"`), so that only RESUME-3 sees it, with two meshes
-in one case. No report of it was found.
+and sees it. The adapter empties the cache before each case, so that only RESUME-3 sees it, with two meshes in one case. No report of it was found.
 """
 
 # /// finding

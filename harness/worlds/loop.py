@@ -205,6 +205,9 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     except Exception:
         result.verdict, result.text = Verdict.HARNESS_ERROR, bounded(traceback.format_exc(), MOST_OF_A_RANK)
         return result
+    is_shared = implementation.traits.isolation == "shared"
+    if not is_shared:
+        patches = leftovers.Patches()  # what `prepare` and earlier cases have replaced is the adapter's
     state.stopwatch.restart()
     state.announcer.start_job(job.number, checking=job.check_collectives, patience=job.deadline)
     # Nothing is lost: the controller has already read the end of the output of each earlier case.
@@ -240,8 +243,8 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
     with state.stopwatch.during("leftovers"):
         _examine(result, state, rank.driven, before=before, groups=len(groups))
     rank.record.spent = state.stopwatch.stop()
-    # An adapter that has processes to itself may change them.
-    if implementation.traits.isolation == "shared" and (replaced := patches.found()):
+    # An adapter that has processes to itself may change them, but not stop halfway.
+    if (is_shared or result.verdict != Verdict.PASS) and (replaced := patches.found()):
         result.left_behind.append(f"patched: {', '.join(replaced)}")
     return result
 

@@ -230,13 +230,12 @@ class World:
         """Whether the ranks can run another case after these results of the job that ran last.
 
         If an exception came from the same place on all ranks after the same collectives, this asks them, and waits for
-        the answers at most ``GRACE_SECONDS``. Where the world is reserved for an adapter, an exception may have left
-        more in its processes than is compared. A case that stopped the forkserver has broken more than its world, whose
+        the answers at most ``GRACE_SECONDS``. A case that stopped the forkserver has broken more than its world, whose
         end replaces both.
         """
         if by_agreement(results):
             return True
-        alike = not self.key.isolation and failed_alike(results) and announced_alike(self._announced)
+        alike = failed_alike(results) and announced_alike(self._announced)
         return alike and not forkserver.is_stopped() and self._answers(RollCall(results[0].number))
 
     def _answers(self, call: RollCall) -> bool:

@@ -62,6 +62,13 @@ def leaves(rank):
     os.environ["LEFT"] = "1"
     fails()
 
+def replaces(rank):
+    torch.optim.SGD.step = lambda self: None
+
+def replaces_and_fails(rank):
+    replaces(rank)
+    fails()
+
 def note(rank, name):
     pathlib.Path(f"{name}-{rank.index}").write_text(str(os.getpid()))
 """
@@ -117,12 +124,12 @@ def test_ranks_that_may_not_be_in_step_are_replaced(processes, what):
     assert verdicts == ["fail", "pass"]
 
 
-def test_an_adapter_with_ranks_of_its_own_gets_others_after_an_exception(processes, pytester):
+def test_an_adapter_with_ranks_of_its_own_gets_others_if_an_exception_leaves_torch_changed(processes, pytester):
     pytester.syspathinsert()
     pytester.makepyfile(separate=SEPARATE)
-    pids, verdicts = processes("alike", options=("--impl", "separate:Separate"))
-    assert pids[0] != pids[1]
-    assert verdicts == ["fail", "pass"]
+    pids, verdicts = processes("replaces", "alike", "replaces_and_fails", options=("--impl", "separate:Separate"))
+    assert pids[0] == pids[1] == pids[2] != pids[3]
+    assert verdicts == ["pass", "fail", "fail", "pass"]
 
 
 def announced(number, text="all_gather float32 8 B", *, group="dp", ranks=(0, 1)):
