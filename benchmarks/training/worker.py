@@ -34,7 +34,7 @@ class Worker:
         self.optimizer: Any = None
         self.done = 0
         self.losses: list[torch.Tensor] = []
-        # Bytes that no garbage collection frees: of a large flat parameter, `torch.fsdp:shown` has kept a shard.
+        # Bytes that no garbage collection frees: after a large model `torch.fsdp:shown` had as many as a shard of it.
         self.left = 0
 
     def build(self, spec: dict[str, Any]) -> dict[str, Any]:
