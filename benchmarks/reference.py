@@ -7,12 +7,13 @@
 Each implementation has processes of its own, which live as long as the run and wait while another is measured. In each
 round all of them train so many steps, in an order that is reversed from round to round. Times are medians over all
 steps, with the smallest and largest median of a round; of several ranks the slowest counts. `host` is how long the host
-takes to issue forward and backward. Peaks are those of a process's allocator: of blocks with tensors, without those of
-before the model was made, and of what it took from the device. `time`, `host` and `peak` behind them are
-ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does not fit into the
-seconds is left out, and named. `--backend fake` trains one rank of a world that is not there: one GPU is enough, no
-collective takes time or moves data, and losses mean nothing. Then `host` is the time of the processor, which other
-processes do not lengthen, and with the models `thin` and `thin-small` it is that of the implementation alone.
+takes to issue forward and backward. A peak counts the blocks with tensors of a process's allocator, without blocks from
+before the model was made; `reserved` is the memory that the allocator took from the device. `time`, `host` and `peak`
+behind them are ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does
+not fit into the seconds is left out, and named. `--backend fake` trains one rank of a world that is not there: one GPU
+is enough, no collective takes time or moves data, and losses mean nothing. Then `host` is the time of the processor,
+which other processes do not lengthen, and with the models `thin` and `thin-small` it is that of the implementation
+alone.
 """
 
 import argparse

@@ -62,7 +62,7 @@ class Outcome:
     # One line for each quantity that a file did not measure, or that only the later one has.
     not_compared: tuple[str, ...]
     compared: int  # the number of cases that ran in both
-    effort: str = "full"  # that of HEAD
+    effort: str = "full"  # of HEAD
     accepted: tuple[Accepted, ...] = ()  # intended regressions by kind
     runs: tuple[str, ...] = ()  # one line about each of the two runs, and one if their suites differ
 

@@ -59,10 +59,7 @@ class Worker:
         return {"ms": [row[0] for row in rows], "host_ms": [row[1] for row in rows], "cpu_ms": [row[2] for row in rows]}
 
     def memory(self, count: int) -> dict[str, Any]:
-        """The peaks of so many steps, in bytes: of blocks with tensors, and of what was taken from the device.
-
-        Without the blocks that an earlier model has left.
-        """
+        """The peaks of so many steps, in bytes: blocks with tensors made since ``build`` began, and reserved memory."""
         if has_peaks := self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

@@ -34,6 +34,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         # Parameters are scattered from the first rank, whose communication threads may keep the last ones.
         held_from_start=frozenset({"gathered"}),
         sums_over_ranks=True,
+        # The classes that it makes of the modules' classes stay, with the mesh and the policy of the first model.
         frees_models=False,
         isolation="adapter",
         simulates=True,
@@ -52,9 +53,8 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
     def prepare(cls, device_type: str) -> None:
         from torchtitan.experiments.graph_trainer import simple_fsdp  # takes seconds
 
-        # The classes that it makes of the modules' classes are kept for as long as the process lives, and with them the
-        # mesh and the policy of the first model (findings/F120.py): of the first of each case, so that each can be
-        # judged by itself.
+        # Each case has classes of its own: later models of a class are given the mesh and the policy of its first
+        # (findings/F120.py).
         simple_fsdp._wrap_class_cache.clear()
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

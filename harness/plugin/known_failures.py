@@ -188,7 +188,7 @@ def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
 def _with_wrapped(
     document: dict[str, Any], path: pathlib.Path, implementation: str, directory: pathlib.Path
 ) -> list[KnownFailure]:
-    """The entries of a file, then those of the file in ``directory`` that its ``also`` names."""
+    """The entries of a file, then the entries of the file in ``directory`` that its ``also`` names."""
     also = document.pop("also", None)
     own = _entries(document, path)
     if also is None:
