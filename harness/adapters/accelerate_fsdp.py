@@ -150,6 +150,8 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
             options.pop(one, None)  # accelerate has neither, and all ranks are the default
         if options:
             options["mixed_precision_policy"] = options.pop("mixed_precision")
+            # Unless it is asked, the plugin lets backward gather nothing ahead, which is torch's default.
+            options.setdefault("backward_prefetch", self.api.BackwardPrefetch.BACKWARD_PRE)
         self._accelerate(fsdp_version=1, **options)
         return self._accelerator.prepare(model)  # type: ignore[no-any-return]
 
@@ -157,6 +159,11 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         with contextlib.nullcontext() if is_last else self._accelerator.no_sync(self.module):
             yield
+
+    def teardown(self) -> None:
+        # The state belongs to the process and keeps the plugin, whose policy has the modules of this model.
+        self._accelerator.state.fsdp_plugin.auto_wrap_policy = None
+        super().teardown()
 
 
 @functools.cache

@@ -135,6 +135,7 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
         # Fabric converts the model, inputs and outputs to the dtype of its own precision.
         missing = {Capability.MIXED_PRECISION, Capability.MODEL_PRECISION, Capability.BUFFER_DTYPE}
         missing |= {Capability.LOW_PRECISION_GRADIENTS, Capability.CAST_AFTER_INIT}
+        missing |= {Capability.AUTOGRAD_CALLS}  # only Fabric's own backward may be called
         return super().capabilities() - missing | {Capability.CLIP_RAISES}
 
     @classmethod
@@ -175,11 +176,17 @@ def _launched(device_type: str, strategy: Any) -> Any:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import LightningEnvironment
 
-    devices: Any = dist.get_world_size()
-    if device_type != "cpu":
-        # The devices of a world need not be the first ones of the host.
-        devices = [None] * dist.get_world_size()
-        dist.all_gather_object(devices, torch.accelerator.current_device_index())
-    fabric = Fabric(accelerator=device_type, devices=devices, strategy=strategy, plugins=[LightningEnvironment()])
+    environment = [LightningEnvironment()]
+    fabric = Fabric(accelerator=device_type, devices=_devices(device_type), strategy=strategy, plugins=environment)
     fabric.launch()
     return fabric
+
+
+@functools.cache
+def _devices(device_type: str) -> Any:
+    """Return the devices of all ranks (collective in a process's first call); they need not be the host's first."""
+    devices: Any = [None] * dist.get_world_size()
+    if device_type == "cpu":
+        return len(devices)
+    dist.all_gather_object(devices, torch.accelerator.current_device_index())
+    return devices

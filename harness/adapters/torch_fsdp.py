@@ -36,14 +36,21 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
     What these cannot express is wrapped as user code would, and the package takes it as it is.
     """
 
+    @classmethod
+    def capabilities(cls) -> frozenset[Capability]:
+        # Cases that call torch's own wrapper say nothing about the package around it.
+        return super().capabilities() - {Capability.FSDP1_API}
+
     @abstractmethod
     def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         """Return the wrapper that the package makes of a model with these options, or of one with wrappers."""
 
     def _mixed_precision(self, unit: str) -> Any:
         policy = super()._mixed_precision(unit)
+        if policy is None or self.config.wraps is not None:
+            return policy
         # The case says what batch norms compute in, which a policy that wraps would leave in float32.
-        return policy and dataclasses.replace(policy, _module_classes_to_ignore=())
+        return dataclasses.replace(policy, _module_classes_to_ignore=())
 
     def _shard(self, model: nn.Module, names: list[str], options: dict[str, Any]) -> nn.Module:
         config = self.config

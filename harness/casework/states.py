@@ -1,12 +1,15 @@
 """Reads the state dicts of a run whole, and compares them with what ranks hold, with a plain model and with others."""
 
 import hashlib
+import itertools
 import math
+import operator
 import pathlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
@@ -128,11 +131,12 @@ def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
             if not value.ndim or name.partition(": ")[0] not in parameters:
                 continue
             share = math.ceil(value.shape[0] / size) * math.prod(value.shape[1:])
-            local = local_of(value)
+            shards = _shards(value)
+            local = local_of(value) if shards is None else shards[0].tensor if shards else torch.empty(0)
             if local.numel() > share:
                 yield _STAGES[kind], name, f"has {local.numel()} elements on this rank, whose share is {share}"
             held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-            allowed += share * value.element_size()
+            allowed += share * value.dtype.itemsize
         if sum(held.values()) > allowed:
             text = f"its tensors keep {sum(held.values())} bytes alive on this rank, whose share is {allowed}"
             yield _STAGES[kind], f"the {kind}'s state dict", text
@@ -158,7 +162,20 @@ def _entries(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _shards(value: torch.Tensor) -> Sequence[Any] | None:
+    """This rank's shards of a ShardedTensor, in which FSDP1 saves without a mesh; None of another tensor."""
+    return value.local_shards() if hasattr(value, "local_shards") else None
+
+
 def _whole_on_cpu(value: torch.Tensor) -> torch.Tensor:
+    shards = _shards(value)
+    if shards is not None:
+        # Shards are rows. They may be on the CPU, where their own process group has no backend to gather them with.
+        mine = [(one.metadata.shard_offsets[0], one.tensor.cpu()) for one in shards]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        parts = [part for _, part in sorted(itertools.chain(*found), key=operator.itemgetter(0))]
+        return torch.cat(parts)
     if isinstance(value, DTensor):
         # On the mesh's device: shards that were put on the CPU have no backend to be gathered with.
         near = cast(DTensor, value.to(value.device_mesh.device_type))
