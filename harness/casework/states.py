@@ -89,8 +89,8 @@ def _of_other_form(member: Member, run: Run, state: State, form: StateForm) -> I
                 yield _STAGES[kind], next(iter(entries)), text
             continue
         for name, value in _tensors(entries):
-            if isinstance(value, DTensor):
-                yield _STAGES[kind], name, "is a DTensor, not a whole tensor"
+            if isinstance(value, DTensor) or _shards(value) is not None:
+                yield _STAGES[kind], name, f"is a {type(value).__name__}, not a whole tensor"
             elif form == "first-rank" and value.device.type != "cpu":
                 yield _STAGES[kind], name, f"is on {value.device}, not on the CPU"
 
