@@ -5,7 +5,9 @@ step. fairscale 0.4.13. Seen by EVALUATION-2 and -3, OPTIMIZER-1 and -3. Further
 expectations: parameters of one unit of which some are frozen are refused, and all but the root frozen leaves whole
 gradients; a parameter of two units is trained twice; models in float64 are refused with a message about FP16;
 backward gathers no unit ahead; memory of what a wrapper lists grows with each step; gradients that a script drops
-between two backwards are counted once more. The reproducer prints True.
+between two backwards are counted once more; what is refused is refused after the units inside have communicated; casts,
+and parameters that are put in place of others, are not followed; units that are not resharded stay gathered from one
+unreduced microbatch to the next; a module registers no parameters but flat ones. The reproducer prints True.
 """
 
 # /// finding

@@ -3,12 +3,13 @@
 `CPUOffloadPolicy` leaves gradients as DTensors whose local tensors are on the CPU, on a mesh of GPUs. The total norm of
 `clip_grad_norm_` is a partial sum there, and its all-reduce raises `No backend type associated with device type cpu`
 unless the process group has a second backend, `"cpu:gloo,cuda:nccl"`. Nothing says so before the first clipped step.
-torch 2.11.0. Seen by DRAWN-2 over NCCL on two H200; the reproducer itself was not run.
+torch 2.11.0. Seen by DRAWN-2 over NCCL on two H200.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["DRAWN-2"]
+# reproduces = ["torch 2.11.0 cuda 2026-11-27"]
 # gpus = 2
 # shows = '^\d No backend type associated with device type cpu'
 # upstream = [

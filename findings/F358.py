@@ -3,13 +3,14 @@
 With `CPUOffloadPolicy(pin_memory=True)`, the default, a reduced gradient is copied to the CPU while the host goes on, and
 the hooks of `register_post_accumulate_grad_hook` run at once. They read what was in that memory before, so an optimizer
 step in such a hook is silently wrong; the step after backward waits for the copies. torch 2.11.0. Seen by OFFLOAD-2 over
-NCCL on two H200; the reproducer itself was not run. Mended by a copy that the host waits for where there is a hook.
+NCCL on two H200. Mended by a copy that the host waits for where there is a hook.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["OFFLOAD-2"]
 # fixed_in = "2.13"
+# reproduces = ["torch 2.11.0 cuda 2026-11-27"]
 # gpus = 2
 # shows = '^\d [1-9]\d* of 24 gradients differ'
 # upstream = ["https://github.com/pytorch/pytorch/pull/180666 closed: hooks see stale gradients under CPUOffloadPolicy"]

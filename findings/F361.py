@@ -1,8 +1,9 @@
 """megatron-fsdp: a unit is given copies of lists and dicts, and what it adds to them is lost
 
-Where an input of a unit requires a gradient, all its arguments are taken apart and put together anew, lists and dicts as well. A
-unit that appends to its caller's list, as those do that collect auxiliary losses, appends to a copy. Silent. megatron-fsdp
-0.6.1. Seen by INPUTS-1. The script prints 2 of 2 entries of the plain model, and of the sharded one that of the first unit.
+Where an input of a unit requires a gradient, all its arguments are taken apart and put together anew, lists and dicts
+as well. A unit that appends to its caller's list, as those do that collect auxiliary losses, appends to a copy.
+Silent. megatron-fsdp 0.6.1. Seen by INPUTS-1. The script prints 2 of 2 entries of the plain model, and of the sharded
+one that of the first unit.
 """
 
 # /// finding

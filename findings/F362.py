@@ -1,9 +1,9 @@
 """megatron-fsdp: a unit that runs twice under re-entrant checkpoints gets wrong gradients
 
-Each of the two nested backward passes reduces the unit. The result is not the sum of both: it is several times too large.
-Silent. Units that run once under such checkpoints, or twice under others, are right. megatron-fsdp 0.6.1. Seen by
-RECOMPUTATION-5. The script prints the losses after a step of SGD, of the plain model and of the sharded one, with units that run
-once and twice.
+Each of the two nested backward passes reduces the unit. The result is not the sum of both: it is several times too
+large. Silent. Units that run once under such checkpoints, or twice under others, are right. megatron-fsdp 0.6.1. Seen
+by RECOMPUTATION-5. The script prints the losses after a step of SGD, of the plain model and of the sharded one, with
+units that run once and twice.
 """
 
 # /// finding

@@ -573,8 +573,8 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
 
 OF_THE_ROOT_NEEDS = {
     # Where units are wrappers, each of them has these methods.
-    "deferring": needs(Capability.FSDP1_API),
-    "clipping": needs(Capability.FSDP1_API, Capability.CLIP_BY_CALL),
+    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),
+    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.CLIP_BY_CALL),
     "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
 }
 

@@ -111,7 +111,9 @@ def test_root_compiled_after_sharding(
     config = models.TransformerConfig(layers=2)
     options: Any = {"reshard_after_forward": reshard_after_forward, "is_traced": False}
     options |= {"prepare": functools.partial(recompute, means=means)} if means else {}
-    options["delays"] = [DELAYS[name] for name in delays]
+    # Where each parameter is gathered by itself, in forward, the gathers are in the graph, and no delay reaches them.
+    reached = Capability.COUNTED_UNITS in rank.implementation.capabilities()
+    options["delays"] = [DELAYS[name] for name in delays if reached or DELAYS[name].at != "collective"]
     pair = pair_by_units(rank, models.Transformer(config), **options)
     with compiler("aot_eager") as compiled:
         pair.adapter.module.compile(backend=compiled)

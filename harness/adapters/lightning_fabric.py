@@ -152,10 +152,19 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
         self._wrapped = self._fabric.setup_module(model)
         return next(self._wrapped.children())  # type: ignore[no-any-return]  # its ``module`` is the original one
 
+    # Fabric's calls take the model alone. Those of a unit are torch's own, as in a script.
+
+    def clip(self) -> torch.Tensor:
+        return super().clip() if self._is_the_model() else EngineFsdpAdapter.clip(self)
+
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
-        with self._fabric.no_backward_sync(self._wrapped, enabled=not is_last):
+        whole = self._fabric.no_backward_sync(self._wrapped, enabled=not is_last)
+        with whole if self._is_the_model() else EngineFsdpAdapter.microbatch(self, is_last=is_last):
             yield
+
+    def _is_the_model(self) -> bool:
+        return self.module is next(self._wrapped.children())
 
 
 @functools.cache

@@ -70,10 +70,10 @@ DELAYS = {
 _BEFORE = tuple(name for name in DELAYS if not name.startswith("after-reduce"))
 
 
-def _delayed(*names: str, issues: Capability = Capability.SHARDED) -> pytest.MarkDecorator:
+def _delayed(*names: str) -> pytest.MarkDecorator:
     """What delays need: streams and, where a gather or a reduction is delayed, an implementation that issues them."""
     issued = any(DELAYS[name].at == "collective" for name in names)
-    return needs(Hardware.STREAMS, issues) if issued else needs(Hardware.STREAMS)
+    return needs(Hardware.STREAMS, Capability.SHARDED) if issued else needs(Hardware.STREAMS)
 
 
 #: Tuples of names in DELAYS: none, each delay alone, all together.
@@ -82,12 +82,10 @@ DELAYED = [
     *(pytest.param((name,), id=name, marks=_delayed(name)) for name in DELAYS),
     pytest.param(tuple(DELAYS), id="all-delayed", marks=_delayed(*DELAYS)),
 ]
-#: The same without what follows a collective, for compiled roots, of whose collectives only the beginning is seen. If
-#: each parameter is gathered by itself, in forward, its gather is in the graph and not seen at all.
+#: The same without what follows a collective, for runs that see nothing but its beginning.
 DELAYED_BEFORE = [
-    DELAYED[0],
-    *(pytest.param((name,), id=name, marks=_delayed(name, issues=Capability.COUNTED_UNITS)) for name in _BEFORE),
-    pytest.param(_BEFORE, id="all-delayed", marks=_delayed(*_BEFORE, issues=Capability.COUNTED_UNITS)),
+    *(one for one in DELAYED[:-1] if one.id != "after-reduce-scatter"),
+    pytest.param(_BEFORE, id="all-delayed", marks=_delayed(*_BEFORE)),
 ]
 
 #: The optimizer has the parameters of the model, or one flat parameter for each unit.

@@ -11,19 +11,20 @@ An entry names cases and the verdict that is expected of them::
     device = "xpu"
     backend = "xccl"
     expires = 2027-06-30
+    races = true
 
 - ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
   the implementation.
 - ``verdict`` is "fail", "hang" or "crash", or "pass" to take cases out of a later entry whose pattern matches them as
   well. A case with another verdict than the expected one keeps its own.
 - ``reason`` and ``link`` explain the failure.
-- ``torch``, ``device``, ``backend`` and ``expires`` are optional. An entry for other versions of torch, for another
-  device type or for another backend of process groups does not apply. ``torch`` is compared with the release part of
-  the installed version: 2.16.0.dev20270101+git counts as 2.16.0. ``expires`` is the last day on which the entry
-  applies.
+- ``torch``, ``device``, ``backend``, ``expires`` and ``races`` are optional. An entry for other versions of torch, for
+  another device type or for another backend of process groups does not apply. ``torch`` is compared with the release
+  part of the installed version: 2.16.0.dev20270101+git counts as 2.16.0. ``expires`` is the last day on which the entry
+  applies. ``races`` says that the failure is a race, which not every run shows: then a case may pass as well.
 
-Expectations are strict. The run fails if an expected failure passes, if an entry has expired, and, in a complete run,
-if an entry matches no case.
+Expectations are strict. The run fails if an expected failure passes and is no race, if an entry has expired, and, in a
+complete run, if an entry matches no case.
 
 A file may begin with ``also = "..."``, the name of another implementation that this one wraps: the entries of the
 other's file apply after its own.
@@ -58,7 +59,7 @@ FOLDER = "expectations"
 _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.PASS)
 
 _REQUIRED = {"case", "verdict", "reason", "link"}
-_OPTIONAL = {"torch", "device", "backend", "expires"}
+_OPTIONAL = {"torch", "device", "backend", "expires", "races"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class KnownFailure:
         device: the device type to which it applies; None applies to all.
         backend: the backend of process groups to which it applies; None applies to all.
         expires: the last day on which it applies; None never expires.
+        races: whether not every run shows the failure, so that a case may pass as well.
         source: the file and the number of the entry in it, for messages.
     """
 
@@ -85,6 +87,7 @@ class KnownFailure:
     device: str | None
     backend: str | None
     expires: datetime.date | None
+    races: bool
     source: str
 
     def matches(self, case_id: str) -> bool:
@@ -143,6 +146,8 @@ class KnownFailures:
             return verdict, ""
         if verdict == entry.verdict:
             return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"
+        if verdict == Verdict.PASS and entry.races:
+            return verdict, ""
         if verdict == Verdict.PASS:
             return Verdict.UNEXPECTED_PASS, f"passed, but {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
@@ -258,6 +263,7 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
         device=_one_of(tuple(devices.BACKENDS), "device", item, source),
         backend=_one_of(sorted({*devices.BACKENDS.values()}), "backend", item, source),
         expires=_date(item.get("expires"), source),
+        races=_flag("races", item, source),
         source=source,
     )
 
@@ -276,6 +282,13 @@ def _one_of(choices: Sequence[str], name: str, item: Mapping[str, Any], source: 
     if value is None or (isinstance(value, str) and value in choices):
         return value
     raise ValueError(f"{source}: {name} = {value!r} should be one of {', '.join(choices)}")
+
+
+def _flag(name: str, item: Mapping[str, Any], source: str) -> bool:
+    value = item.get(name, False)
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{source}: {name} = {value!r} should be true or false, without quotes")
 
 
 def _date(value: Any, source: str) -> datetime.date | None:

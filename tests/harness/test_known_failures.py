@@ -354,6 +354,14 @@ def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
     assert read(AN_ENTRY + "expires = 2027-01-31").problems([EMPTY_SHARDS], is_complete=True) == []
 
 
+def test_a_race_may_pass_and_may_fail_as_expected(read):
+    expectations = read(AN_ENTRY + "races = true")
+    assert expectations.judge(EMPTY_SHARDS, Verdict.PASS) == (Verdict.PASS, "")
+    assert expectations.judge(EMPTY_SHARDS, Verdict.FAIL)[0] == Verdict.EXPECTED_FAIL
+    assert expectations.judge(EMPTY_SHARDS, Verdict.HANG)[0] == Verdict.HANG
+    assert read(AN_ENTRY + "races = false").judge(EMPTY_SHARDS, Verdict.PASS)[0] == Verdict.UNEXPECTED_PASS
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -370,6 +378,7 @@ def test_an_expired_entry_excuses_nothing_and_fails_the_run(read):
         (AN_ENTRY + 'device = "gpu"', "device = 'gpu' should be one of cpu, cuda, hpu, npu, xpu"),
         (AN_ENTRY + 'expires = "2027-01-01"', "expires = '2027-01-01' should be a date"),
         (AN_ENTRY + "expires = 2027-01-01T00:00:00", "should be a date"),
+        (AN_ENTRY + 'races = "true"', "races = 'true' should be true or false, without quotes"),
         (AN_ENTRY + AN_ENTRY.replace("link", "url"), "entry 2: 'link' is missing"),
     ],
 )
