@@ -1,12 +1,15 @@
 """Writes docs/matrix.md and the table of implementations in README.md from run files of reports/published.
 
 ``--check`` compares instead of writing. The page has a table for each environment, with a row for each chapter of the
-contract and a column for each implementation, and explains each failure by the finding to which its expectation links.
+contract and a column for each implementation, and explains each failure by the finding to which its expectation links,
+which may be younger than the run.
 
-Run as ``python docs/make_matrix.py`` in the repository's root. It needs neither torch nor pytest's suites.
+Run as ``python docs/make_matrix.py`` in the repository's root.
 """
 
 import dataclasses
+import datetime
+import functools
 import pathlib
 import re
 import sys
@@ -17,6 +20,8 @@ from generating import ROOT, write_or_compare
 
 from shardproof import contract
 from shardproof.findings import Finding, load, markdown
+from shardproof.harness.plugin import known_failures
+from shardproof.harness.tensors import devices
 from shardproof.reports.merge import merge
 from shardproof.reports.profiles import standings
 from shardproof.reports.texts import cause
@@ -41,6 +46,14 @@ class Place:
     files: tuple[str, ...]  # the run files in reports/published whose implementations are its columns
 
 
+#: What runs on two GPUs with that host's torch besides the built-in implementations, each in a run of its own.
+PEERS = (
+    "accelerate-fsdp", "accelerate-fsdp1", "deepspeed-zero0", "deepspeed-zero1", "deepspeed-zero1-overlap",
+    "deepspeed-zero2", "deepspeed-zero2-overlap", "deepspeed-zero3", "deepspeed-zero3-serial", "fairscale-fsdp",
+    "lightning-fabric", "lightning-fabric-fsdp1", "megatron-fsdp", "megatron-fsdp-experimental",
+    "torchtitan-simple-fsdp",
+)  # fmt: skip
+
 #: Those of one column of README.md follow each other, the newest torch first.
 PLACES = (
     Place("CPU, gloo, torch 2.15", "CPU", "2.15", ("cpu-torch-2.15-standard.json.gz",)),
@@ -55,7 +68,7 @@ PLACES = (
     Place(
         "Two H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
         ("h200-x2-references-v12-standard.json.gz", "h200-x2-torch-v12-standard.json.gz",
-         "h200-x2-peers-v8-standard.json.gz"),
+         *(f"h200-x2-{name}-v12-standard.json.gz" for name in PEERS)),
     ),
 )  # fmt: skip
 
@@ -63,7 +76,8 @@ _HEAD = """\
 # Which implementation meets what
 
 Each cell gives, for one chapter of [the contract](contract.md), the cases that pass and the cases that were asked.
-Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise. A case
+Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise; the
+finding may be younger than the run. A case
 is not asked of an implementation that does not declare the capabilities that it needs, or on a host without the
 hardware. A dash means that no case of the chapter was asked. The last two rows count the cases that were not asked;
 [this page](implementations.md#the-built-in-adapters) has the reasons. Compare the number asked as well: a
@@ -76,17 +90,31 @@ Written by `python docs/make_matrix.py` from [published run files](../reports/pu
 
 How far each implementation is from the [profiles](contract.md#profiles) of the contract, in the run that has the most
 of their items, of several with the newest torch. The cells are explained [in the
-README](../README.md#which-implementation-passes-what). A dash: two GPUs cannot have the profile. No complete run of
-megatron-fsdp, accelerate and fairscale's wrapper, which need GPUs, has been published yet. Cases with eight ranks ran
-over gloo, and no run used eight GPUs.
+README](../README.md#which-implementation-passes-what). A dash: two GPUs cannot have the profile. Cases with eight ranks
+ran over gloo, and no run used eight GPUs.
 """
 
 
 def run_of(place: Place) -> Run:
-    """Join the run files of a place."""
-    if len(place.files) == 1:
-        return load_run(PUBLISHED / place.files[0])
-    return parse_run(merge([PUBLISHED / name for name in place.files], command=["docs/make_matrix.py"]).data)
+    """Join the run files of a place, and judge what failed unexpectedly by the expectations of today."""
+    paths = [PUBLISHED / name for name in place.files]
+    run = parse_run(merge(paths, command=["docs/make_matrix.py"]).data) if len(paths) > 1 else load_run(paths[0])
+    where = {"torch_version": run.environment.torch, "device": run.environment.device}
+
+    @functools.cache
+    def expected(implementation: str) -> known_failures.KnownFailures:
+        entries = known_failures.load(ROOT / "suites/expectations", implementation)
+        backend = devices.BACKENDS[run.environment.device]
+        return known_failures.KnownFailures(entries, **where, backend=backend, today=datetime.date.min)
+
+    def judged(case: CaseRecord) -> CaseRecord:
+        if _is_fine(case) or case.verdict is Verdict.EXPECTED_FAIL:
+            return case
+        verdict, why = expected(case.implementation).judge(case.id, case.verdict)
+        is_known = verdict is Verdict.EXPECTED_FAIL
+        return dataclasses.replace(case, verdict=verdict, expected=f"{case.verdict}: {why}") if is_known else case
+
+    return dataclasses.replace(run, cases=tuple(map(judged, run.cases)))
 
 
 def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:

@@ -2,7 +2,7 @@
 
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
-names them, as in a record that was too large. A file of that form has at most 150 kB for each implementation. The
+names them, as in a record that was too large. A file of that form has at most 160 kB for each implementation. The
 directories of users become ``~``, as in files that a run writes today, and the digest is that of what is left.
 """
 
