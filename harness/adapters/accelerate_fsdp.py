@@ -163,7 +163,6 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     def teardown(self) -> None:
         # The state belongs to the process and keeps the plugin, whose policy has the modules of this model.
         self._accelerator.state.fsdp_plugin.auto_wrap_policy = None
-        self._accelerator.free_memory()  # as accelerate asks for between two trainings
         super().teardown()
 
 
