@@ -185,15 +185,15 @@ def _launched(device_type: str, strategy: Any) -> Any:
     from lightning_fabric import Fabric
     from lightning_fabric.plugins.environments import LightningEnvironment
 
-    environment = [LightningEnvironment()]
-    fabric = Fabric(accelerator=device_type, devices=_devices(device_type), strategy=strategy, plugins=environment)
+    devices = _devices(device_type, dist.group.WORLD)
+    fabric = Fabric(accelerator=device_type, devices=devices, strategy=strategy, plugins=[LightningEnvironment()])
     fabric.launch()
     return fabric
 
 
 @functools.cache
-def _devices(device_type: str) -> Any:
-    """Return the devices of all ranks (collective in a process's first call); they need not be the host's first."""
+def _devices(device_type: str, world: dist.ProcessGroup) -> Any:
+    """Return the devices of a world's ranks (collective in the first call); they need not be the host's first."""
     devices: Any = [None] * dist.get_world_size()
     if device_type == "cpu":
         return len(devices)
