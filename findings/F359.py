@@ -2,9 +2,9 @@
 
 Without `device_mesh` the sharded state dicts have ShardedTensors in place of DTensors. `async_save` raises: its copy
 to the CPU asks them for `data_ptr`. `load` raises `Missing key in checkpoint state_dict` for something that the
-checkpoint has, on a rank that holds no part of some parameter and so has no state of it: such a key counts as one of
-an old checkpoint, whose names are flattened in another way. accelerate passes no mesh to FSDP1. torch 2.11.0 and
-2.13.0. Seen by STATE-2, DETERMINISM-2 and RESUME-4.
+checkpoint has, on a rank that holds no part of some parameter and so has no state of it: the checkpoint is then taken
+for an old one, whose names are flattened in another way. accelerate passes no mesh to FSDP1. torch 2.11.0 and 2.13.0.
+Seen by STATE-2, DETERMINISM-2 and RESUME-4.
 """
 
 # /// finding

@@ -2,8 +2,8 @@
 
 Where an input of a unit requires a gradient, all its arguments are taken apart and put together anew, lists and dicts
 as well. A unit that appends to its caller's list, as those do that collect auxiliary losses, appends to a copy.
-Silent. megatron-fsdp 0.6.1. Seen by INPUTS-1. The script prints 2 of 2 entries of the plain model, and of the sharded
-one that of the first unit.
+Silent. megatron-fsdp 0.6.1. Seen by INPUTS-1. The script prints how many entries the caller finds: 2 of the plain
+model, and 1 of the sharded one.
 """
 
 # /// finding

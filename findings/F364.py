@@ -1,10 +1,10 @@
 """Lightning Fabric's FSDP1 precision "32-true" is a mixed precision for torch, which then wraps other modules
 
 lightning-fabric 2.6.6. In full precision `FSDPStrategy` hands `FullyShardedDataParallel` a `MixedPrecision` of
-float32. Beside a policy of the user torch then makes a unit of each batch norm, and forgets which modules the policy
-by size leaves whole: what is in a `MultiheadAttention` is wrapped, and its forward raises `mat2 must be a matrix`.
-Buffers stay on the GPU in a state dict that is put on the CPU for the first rank. With
-`FSDPStrategy(mixed_precision=MixedPrecision(_module_classes_to_ignore=()))` nothing of it happens. Seen by WRAPPING-1,
+float32. Next to the user's policy torch then wraps each batch norm, and a policy by size loses the modules that it
+leaves whole: what is in a `MultiheadAttention` is wrapped, and its forward raises `mat2 must be a matrix`. Buffers
+stay on the GPU in a state dict that is put on the CPU for the first rank. With
+`FSDPStrategy(mixed_precision=MixedPrecision(_module_classes_to_ignore=()))` none of this happens. Seen by WRAPPING-1,
 WRAPPING-3, BUFFERS-1, STATE-1, STATE-2, STATE-12 and DETERMINISM-2 on two GPUs.
 """
 

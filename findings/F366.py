@@ -1,11 +1,11 @@
 """torch FSDP1 `SHARD_GRAD_OP`: a unit that runs twice under re-entrant checkpoints may lose one of its two gradients
 
-Each nested backward reduces the unit, and the second result is added to the first. Where GPUs are busy the sum is at
-times the second result and what the memory of the first held before, such as zeros or another unit's gradient of the
+Each nested backward reduces the unit, and the second result is added to the first. Where GPUs are busy the second
+result is at times added to what the memory of the first held before, such as zeros or another unit's gradient of the
 step before. Silent. torch 2.11.0. Seen by RECOMPUTATION-5, alone and through accelerate and Lightning. A program of
 two ranks with the script's loop, beside fifteen others on two GPUs, saw other gradients for the same batch in 0 to 15
-of 260 iterations of a rank, in 19 to 92 of 160 to 240 where it copied the results as well, and none with `FULL_SHARD`
-or `use_reentrant=False`. The script starts eight worlds by itself; that was not run.
+of 260 iterations of a rank, and in 19 to 92 of 160 to 240 where it also copied each result of a reduction. There were
+none with `FULL_SHARD` or `use_reentrant=False`. The script starts eight such programs; it was not run in this form.
 """
 
 # /// finding

@@ -1,9 +1,9 @@
 """accelerate `clip_grad_norm_` with FSDP1: with the parameters of a part of the model, each rank clips by its own part
 
-accelerate 1.15.0. Only if the parameters are all of a prepared model, in its order, it calls the wrapper's method, whose
-norm is that of all ranks. Those of one unit, or of some groups of the optimizer, go to torch's `clip_grad_norm_`, which
-sees this rank's shards: ranks scale by different factors, and no rank says so. The wrapper itself refuses the call on a
-unit. Seen by COLLECTIVES-11 on two GPUs, where the call raises no error.
+accelerate 1.15.0. It calls the wrapper's method, whose norm is that of all ranks, only if it is given all parameters
+of a prepared model in their order. Those of one unit, or of some groups of the optimizer, go to torch's
+`clip_grad_norm_`, which sees this rank's shards: ranks scale by different factors, and no rank says so. The wrapper
+itself refuses the call on a unit. Seen by COLLECTIVES-11 on two GPUs; the script was not run.
 """
 
 # /// finding
