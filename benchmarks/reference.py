@@ -12,7 +12,7 @@ before the model was made; `reserved` is the memory that the allocator took from
 behind them are ratios to torch's own; `limit` is the ratio of time to compute and optimizer alone. A model that does
 not fit into the seconds is left out, and named. `--backend fake` trains one rank of a world that is not there: one GPU
 is enough, no collective takes time or moves data, and losses mean nothing. Then `host` is the time of the processor,
-which other processes do not lengthen, and with the models `thin` and `thin-small` it is that of the implementation
+which other processes do not lengthen, and with the models `thin` and `thin-small` the time of the implementation
 alone.
 """
 

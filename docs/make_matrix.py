@@ -46,14 +46,6 @@ class Place:
     files: tuple[str, ...]  # the run files in reports/published whose implementations are its columns
 
 
-#: What runs on two GPUs with that host's torch besides the built-in implementations, each in a run of its own.
-PEERS = (
-    "accelerate-fsdp", "accelerate-fsdp1", "deepspeed-zero0", "deepspeed-zero1", "deepspeed-zero1-overlap",
-    "deepspeed-zero2", "deepspeed-zero2-overlap", "deepspeed-zero3", "deepspeed-zero3-serial", "fairscale-fsdp",
-    "lightning-fabric", "lightning-fabric-fsdp1", "megatron-fsdp", "megatron-fsdp-experimental",
-    "torchtitan-simple-fsdp",
-)  # fmt: skip
-
 #: Those of one column of README.md follow each other, the newest torch first.
 PLACES = (
     Place("CPU, gloo, torch 2.15", "CPU", "2.15", ("cpu-torch-2.15-standard.json.gz",)),
@@ -67,8 +59,7 @@ PLACES = (
     Place("CPU, gloo, torch 2.11, the cases before", "CPU", "2.11", ("cpu-deepspeed-v8-standard.json.gz",)),
     Place(
         "Two H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
-        ("h200-x2-references-v12-standard.json.gz", "h200-x2-torch-v12-standard.json.gz",
-         *(f"h200-x2-{name}-v12-standard.json.gz" for name in PEERS)),
+        tuple(sorted(path.name for path in PUBLISHED.glob("h200-x2-*.json.gz"))),
     ),
 )  # fmt: skip
 
@@ -76,12 +67,11 @@ _HEAD = """\
 # Which implementation meets what
 
 Each cell gives, for one chapter of [the contract](contract.md), the cases that pass and the cases that were asked.
-Every case that an implementation fails is explained below its table by a finding, unless a row says otherwise; the
-finding may be younger than the run. A case
-is not asked of an implementation that does not declare the capabilities that it needs, or on a host without the
-hardware. A dash means that no case of the chapter was asked. The last two rows count the cases that were not asked;
-[this page](implementations.md#the-built-in-adapters) has the reasons. Compare the number asked as well: a
-correct implementation passes every case that it is asked, but it may declare few capabilities.
+Every case that an implementation fails is explained below its table by a finding, which may be younger than the run,
+unless a row says otherwise. A case is not asked of an implementation that does not declare the capabilities that it
+needs, or on a host without the hardware. A dash means that no case of the chapter was asked. The last two rows count
+the cases that were not asked; [this page](implementations.md#the-built-in-adapters) has the reasons. Compare the number
+asked as well: a correct implementation passes every case that it is asked, but it may declare few capabilities.
 
 Written by `python docs/make_matrix.py` from [published run files](../reports/published/README.md);
 `tests/test_matrix_page.py` compares.
@@ -99,13 +89,13 @@ def run_of(place: Place) -> Run:
     """Join the run files of a place, and judge what failed unexpectedly by the expectations of today."""
     paths = [PUBLISHED / name for name in place.files]
     run = parse_run(merge(paths, command=["docs/make_matrix.py"]).data) if len(paths) > 1 else load_run(paths[0])
-    where = {"torch_version": run.environment.torch, "device": run.environment.device}
+    device, never = run.environment.device, datetime.date.min  # nothing has expired then
+    where = {"torch_version": run.environment.torch, "device": device, "backend": devices.BACKENDS[device]}
 
     @functools.cache
     def expected(implementation: str) -> known_failures.KnownFailures:
         entries = known_failures.load(ROOT / "suites/expectations", implementation)
-        backend = devices.BACKENDS[run.environment.device]
-        return known_failures.KnownFailures(entries, **where, backend=backend, today=datetime.date.min)
+        return known_failures.KnownFailures(entries, **where, today=never)
 
     def judged(case: CaseRecord) -> CaseRecord:
         if _is_fine(case) or case.verdict is Verdict.EXPECTED_FAIL:

@@ -2,8 +2,9 @@
 
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
-names them, as in a record that was too large. A file of that form has at most 160 kB for each implementation. The
-directories of users become ``~``, as in files that a run writes today, and the digest is that of what is left.
+names them, as in a record that was too large; their durations are in whole milliseconds. A file of that form has at
+most 150 kB for each implementation. The directories of users become ``~``, as in files that a run writes today, and the
+digest is that of what is left.
 """
 
 import gzip
@@ -27,7 +28,8 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
 
     def without(record: dict[str, Any]) -> dict[str, Any]:
         emptied = {name: type(record[name])() for name in _MEASURED if name in record}
-        return {**record, **emptied, "shortened": sorted({*record.get("shortened", ()), *emptied})}
+        shortened = sorted({*record.get("shortened", ()), *emptied})
+        return {**record, **emptied, "seconds": round(record["seconds"], 3), "shortened": shortened}
 
     cases = [without(one) if one["verdict"] in _EXPECTED else one for one in data["cases"]]
     # By id: the order in which they end, which workers mix, is a third of the packed file.

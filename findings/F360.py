@@ -1,9 +1,9 @@
 """megatron-fsdp: a parameter without dimensions or with other strides is sharded as another one, or hangs
 
-The shards of a transposed parameter are those of a contiguous one, with other elements, and a scalar becomes a vector,
-of other lengths on other ranks. If the scalar is frozen, only the rank that holds it takes part in the check of its
-bounds when the model is sharded, and waits for the others. megatron-fsdp 0.6.1. Seen by INIT-5. The script prints
-shapes and strides before and after.
+A transposed parameter is sharded as a contiguous one, so that its shards have other elements, and a scalar becomes a
+vector, of other lengths on other ranks. If the scalar is frozen, only the rank that holds it takes part in the check
+of its bounds when the model is sharded, and waits for the others. megatron-fsdp 0.6.1. Seen by INIT-5. The script
+prints shapes and strides before and after.
 """
 
 # /// finding

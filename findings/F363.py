@@ -1,7 +1,7 @@
 """megatron-fsdp experimental: `main_params_dtype=None` makes parameters of any dtype float32, frozen ones too
 
-The optimizer's copies are float32 unless another dtype is named, so that the parameters which a script finds in the
-sharded model, and saves, are float32. megatron-fsdp 0.6.1. Seen by FROZEN-1 at a frozen bfloat16 parameter.
+The optimizer's copies are float32 unless another dtype is named, so that a script finds float32 parameters in the
+sharded model, and saves them. megatron-fsdp 0.6.1. Seen by FROZEN-1 at a frozen bfloat16 parameter.
 """
 
 # /// finding

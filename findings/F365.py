@@ -2,9 +2,9 @@
 
 Backward gathers a frozen unit in vain (F-32). If this backward reduces nothing, the next forward starts while that
 gather is still under way, and its first gather gets the same memory. The late shard of the other rank overwrites this
-rank's, before it is sent to all: the root's weights were seen to hold those of the frozen unit. Silent, and rare
-unless the GPUs are busy. torch 2.11.0. Seen by DRAWN-2 beside other runs on the same GPUs. A program of two ranks with
-the script's loop, beside fifteen others, saw other outputs of the second microbatch in 60 to 99 of 500 iterations, and
+rank's, before it is sent to all: the frozen unit's weights were seen in place of the root's. Silent, and rare unless
+the GPUs are busy. torch 2.11.0. Seen by DRAWN-2 beside other runs on the same GPUs. A program of two ranks with the
+script's loop, beside fifteen others, saw other outputs of the second microbatch in 60 to 99 of 500 iterations, and
 none if each backward reduces, if nothing is frozen, or with a synchronization between the microbatches. The script
 starts eight such programs; it was not run in this form.
 """

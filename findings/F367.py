@@ -1,7 +1,7 @@
 """accelerate `clip_grad_norm_` with FSDP1: with the parameters of a part of the model, each rank clips by its own part
 
-accelerate 1.15.0. It calls the wrapper's method, whose norm is that of all ranks, only if it is given all parameters
-of a prepared model in their order. Those of one unit, or of some groups of the optimizer, go to torch's
+accelerate 1.15.0. It calls the wrapper's method, which computes the norm over all ranks, only if it is given all
+parameters of a prepared model in their order. Those of one unit, or of some groups of the optimizer, go to torch's
 `clip_grad_norm_`, which sees this rank's shards: ranks scale by different factors, and no rank says so. The wrapper
 itself refuses the call on a unit. Seen by COLLECTIVES-11 on two GPUs; the script was not run.
 """

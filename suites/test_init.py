@@ -329,8 +329,8 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
     peaks = rank.exchange(peak)
     assert max(peaks) <= limit, f"at most {limit} bytes for {whole} bytes of parameters, but the ranks took {peaks}"
     places = {piece.tensor.device for piece in adapter.parameters().values()}
-    adapter.teardown()
     assert places == {rank.device}, f"shards on {places}"
+    adapter.teardown()
 
 
 @contract("INIT-5")

@@ -61,7 +61,7 @@ def test_published_runs_are_as_publish_writes_them(monkeypatch):
     for path in (ROOT / "reports/published").glob("*.json.gz"):
         data = json.loads(gzip.decompress(path.read_bytes()))
         assert publish.slim(data) == data, f"{path.name} has measurements that docs/publish.py leaves out"
-        most = 160_000 * len({case["implementation"] for case in data["cases"]})
+        most = 150_000 * len({case["implementation"] for case in data["cases"]})
         assert path.stat().st_size <= most, f"{path.name} has more than {most} bytes"
 
 

@@ -150,7 +150,7 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
             options.pop(one, None)  # accelerate has neither, and all ranks are the default
         if options:
             options["mixed_precision_policy"] = options.pop("mixed_precision")
-            # Unless it is asked, the plugin lets backward gather nothing ahead, which is torch's default.
+            # Torch's default. The plugin's own is to gather nothing ahead in backward.
             options.setdefault("backward_prefetch", self.api.BackwardPrefetch.BACKWARD_PRE)
         self._accelerate(fsdp_version=1, **options)
         return self._accelerator.prepare(model)  # type: ignore[no-any-return]

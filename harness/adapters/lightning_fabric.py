@@ -152,7 +152,7 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
         self._wrapped = self._fabric.setup_module(model)
         return next(self._wrapped.children())  # type: ignore[no-any-return]  # its ``module`` is the original one
 
-    # Fabric's calls take the model alone. Those of a unit are torch's own, as in a script.
+    # Fabric's calls take the whole model alone; a script calls torch's own methods of a unit.
 
     def clip(self) -> torch.Tensor:
         return super().clip() if self._is_the_model() else EngineFsdpAdapter.clip(self)
@@ -194,8 +194,8 @@ def _launched(device_type: str, strategy: Any) -> Any:
 @functools.cache
 def _devices(device_type: str, world: dist.ProcessGroup) -> Any:
     """Return the devices of a world's ranks (collective in the first call); they need not be the host's first."""
-    devices: Any = [None] * dist.get_world_size()
     if device_type == "cpu":
-        return len(devices)
+        return world.size()
+    devices: list[Any] = [None] * world.size()
     dist.all_gather_object(devices, torch.accelerator.current_device_index())
     return devices

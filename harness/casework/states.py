@@ -1,15 +1,14 @@
 """Reads the state dicts of a run whole, and compares them with what ranks hold, with a plain model and with others."""
 
+import functools
 import hashlib
 import itertools
 import math
-import operator
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
@@ -42,7 +41,7 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
     _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
     if form == "first-rank":
         return cast(State, member.exchange(state if member.index == 0 else None)[0])
-    gathered: State = map_leaves(_whole_on_cpu, state, kind=torch.Tensor)
+    gathered: State = map_leaves(functools.partial(_whole_on_cpu, member), state, kind=torch.Tensor)
     if form == "full":
         _agree(member, _other_than_first(member, run, gathered), title="whole state dicts differ between ranks")
     return gathered
@@ -132,7 +131,7 @@ def _more_than_a_share(run: Run, state: State) -> Iterator[_Problem]:
                 continue
             share = math.ceil(value.shape[0] / size) * math.prod(value.shape[1:])
             shards = _shards(value)
-            local = local_of(value) if shards is None else shards[0].tensor if shards else torch.empty(0)
+            local = local_of(value) if shards is None else next((one.tensor for one in shards), torch.empty(0))
             if local.numel() > share:
                 yield _STAGES[kind], name, f"has {local.numel()} elements on this rank, whose share is {share}"
             held[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
@@ -167,15 +166,11 @@ def _shards(value: torch.Tensor) -> Sequence[Any] | None:
     return value.local_shards() if hasattr(value, "local_shards") else None
 
 
-def _whole_on_cpu(value: torch.Tensor) -> torch.Tensor:
+def _whole_on_cpu(member: Member, value: torch.Tensor) -> torch.Tensor:
     shards = _shards(value)
     if shards is not None:
-        # Shards are rows. They may be on the CPU, where their own process group has no backend to gather them with.
-        mine = [(one.metadata.shard_offsets[0], one.tensor.cpu()) for one in shards]
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, mine)
-        parts = [part for _, part in sorted(itertools.chain(*found), key=operator.itemgetter(0))]
-        return torch.cat(parts)
+        # Shards are rows, in the order of the ranks. They may be on the CPU, for which their group has no backend.
+        return torch.cat([*itertools.chain(*member.exchange([one.tensor.cpu() for one in shards]))])
     if isinstance(value, DTensor):
         # On the mesh's device: shards that were put on the CPU have no backend to be gathered with.
         near = cast(DTensor, value.to(value.device_mesh.device_type))

@@ -146,9 +146,9 @@ class KnownFailures:
             return verdict, ""
         if verdict == entry.verdict:
             return Verdict.EXPECTED_FAIL, f"{entry.reason} ({entry.link})"
-        if verdict == Verdict.PASS and entry.races:
-            return verdict, ""
         if verdict == Verdict.PASS:
+            if entry.races:
+                return verdict, ""
             return Verdict.UNEXPECTED_PASS, f"passed, but {entry.source} expects {entry.verdict}: {entry.reason}"
         return verdict, f"{entry.source} expects {entry.verdict}, not {verdict}"
 
