@@ -62,8 +62,9 @@ def standings(run: Run) -> list[Standing]:
         gpus = "nccl-2" if "cpu" not in devices and any(one.nccl for one in environments) else ""
         torch = public_version(told.torch or run.environment.torch)
         hardware = "cpu-4" if devices == {"cpu"} else gpus
-        for profile, what in contract.profiles().items() if records.keys() & contract.items().keys() else ():
-            ids = [id_ for id_, item in contract.items().items() if what.has(item, hardware)]
+        items = contract.items(contract.version_of(run.environment.contract))
+        for profile, what in contract.profiles().items() if records.keys() & items.keys() else ():
+            ids = [id_ for id_, item in items.items() if what.has(item, hardware)]
             ran = [records[id_] for id_ in ids if id_ in records]
             others = [case for case in ran if case.verdict is not Verdict.PASS]
             skipped = [case for case in others if case.verdict.is_skip]
@@ -92,7 +93,8 @@ def places(runs: Iterable[Run]) -> dict[tuple[str, str], list[list[Standing]]]:
 
 def render_profiles(runs: Iterable[Run]) -> str:
     """Render standings: for each class and torch a table of implementations by profiles, and what is missing."""
-    lines = [f"contract {contract.version()}: {LEGEND}"]
+    runs = [*runs]
+    lines = [f"contract {', '.join(sorted({contract.version_of(run.environment.contract) for run in runs}))}: {LEGEND}"]
     for (hardware, torch), rows in places(runs).items():
         cells = [[row[0].implementation, *(one.cell for one in row)] for row in rows]
         lines += ["", f"{hardware}, torch {torch}:", *table([["", *(one.profile for one in rows[0])], *cells])]

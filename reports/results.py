@@ -120,7 +120,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "nccl": env.nccl, "torch": public_version(env.torch), "torch_git_version": env.torch_git_version,
         "shardproof": env.shardproof, "shardproof_commit": env.shardproof_commit, "suites": run.suites,
         "effort": run.effort.name if run.effort else "full", "started": env.started,
-        "profiles_of": contract.version(), "implementations": results,
+        "profiles_of": contract.version_of(env.contract), "implementations": results,
     }  # fmt: skip
 
 

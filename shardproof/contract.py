@@ -74,6 +74,15 @@ def version() -> str:
     return next(iter(versions()))
 
 
+def version_of(said: str) -> str:
+    """Return the version whose items a run is counted by, from its ``environment.contract``.
+
+    The list of a closed version stays, so that items of a later version do not count as lacking. Runs from before the
+    first version, and merged runs of several versions, are counted by the first.
+    """
+    return said if said in versions() else [*versions()][-1]
+
+
 def chapters() -> list[Chapter]:
     """Return the chapters, in order."""
     found: list[Chapter] = _data()["chapters"]

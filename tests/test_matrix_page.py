@@ -109,7 +109,8 @@ def test_the_table_has_an_implementation_with_the_newest_torch_of_each_column(
 ):
     none = frozenset()
     few = contract.Profile("us", frozenset({"cpu-4"}), none, none, frozenset({"CLIPPING-1"}))
-    monkeypatch.setattr(contract, "items", lambda: dict.fromkeys("ab", contract.Item(("CLIPPING-1",), 2, none, none)))
+    items = dict.fromkeys("ab", contract.Item(("CLIPPING-1",), 2, none, none))
+    monkeypatch.setattr(contract, "items", lambda version=None: items)
     monkeypatch.setattr(contract, "profiles", lambda: {"few": few})
     write_run(tmp_path, record("a"), record("b", verdict="fail", failure=FAILURE), record("a", "reference"))
     newest = make_matrix.run_of(place)

@@ -25,7 +25,7 @@ def small(monkeypatch):
         "", frozenset(contract.CLASSES), frozenset({"optimizer"}), frozenset({"hybrid"}), frozenset({"X-1"})
     )
     wide = contract.Profile("", frozenset({"cpu-4"}), NONE, frozenset({"hybrid"}), frozenset({"Y-1"}))
-    monkeypatch.setattr(contract, "items", lambda: items)
+    monkeypatch.setattr(contract, "items", lambda version=None: items)
     monkeypatch.setattr(contract, "profiles", lambda: {"ours": ours, "wide": wide})
 
 
@@ -87,3 +87,13 @@ def test_the_command_prints_each_class_and_torch(tmp_path, capsys):
         "theirs, ours: fails w4-b (1)",
         "theirs, wide: fails w4-b (1); not run: 1",
     ]
+
+
+@pytest.mark.parametrize(("said", "cell"), [("2", "3/4 +1"), ("1", "reached"), ("", "reached"), ("1, 2", "reached")])
+def test_a_run_is_counted_by_the_items_of_its_own_version(monkeypatch, said, cell):
+    newest = contract.items()
+    monkeypatch.setattr(contract, "versions", lambda: {"2": "", "1": "c0ffee1"})
+    lists = {"2": newest, "1": {id_: item for id_, item in newest.items() if id_ != "w4-b"}}
+    monkeypatch.setattr(contract, "items", lambda version=None: lists[version or "2"])
+    standing = standings(parse_run(run_of(None, contract=said)))[0]
+    assert standing.cell == cell
