@@ -16,7 +16,7 @@ from shardproof.suites.common import pair_by_units, run_and_plain, run_by_units,
 from shardproof.suites.steps import after_microbatches, batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
 from shardproof.testing.adapters import Accumulation, WholeParameters
-from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
+from shardproof.testing.axes import FLAT, RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
 from shardproof.testing.checks import Finding, Location, Refusal, Stage, check_bits, numbers_of, step_label
 from shardproof.testing.tensors import Piece
@@ -283,6 +283,28 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
     check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
 
 
+@contract("ACCUMULATION-11")
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@FLAT
+@pytest.mark.parametrize("foreach", [False, True])
+def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bool, flat: bool) -> None:
+    """Zeroes, in place, that follow a reduced backward and an unreduced one leave nothing of either."""
+    run, twin = two_runs(rank, models.Tower(dim=DIM), accumulation=Accumulation(), flat_parameters=flat)
+    run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
+    with run.adapter.microbatch(is_last=False):
+        run.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
+    gradients = [one.grad for one in run.adapter.named_parameters().values() if one.grad is not None]
+    if foreach:
+        torch._foreach_zero_(gradients)
+    else:
+        for gradient in gradients:
+            gradient.zero_()
+    for one in (run, twin):
+        one.forward_backward((rank.batch(2, (2, DIM)),), loss=models.mean_square)
+    # The same kernels on the same numbers, or on zeros and the same numbers.
+    check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
+
+
 def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[str, Piece | None]) -> None:
     """Check that two runs have gradients of the same parameters, with the same bits."""
     for name, piece in found.items():
@@ -530,6 +552,36 @@ def test_finalized_backward(rank: Rank, ended: str, async_op: bool) -> None:
         if ended != "reduced":
             pair.check_counts("backward")
             pair.check_counts("finalization", reduce_scatter=UNITS * shards, all_reduce=UNITS * has_replicas)
+
+
+@contract("ACCUMULATION-14")
+@BY_HAND
+@needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE, Capability.UNUSED_MODULE)
+@pytest.mark.parametrize("last", ["another-path", "none"])
+def test_finalization_sums_over_replicas(rank: Rank, last: str) -> None:
+    """``finalize_backward`` sums over replicas what earlier backwards reduced, of a unit that the last one left out.
+
+    So it does where no backward follows the one that did not sum.
+    """
+    model = models.Branches(DIM, 2, alike=False)
+    options: Any = {"baseline": "replicated", "microbatches": 2, "find_unused": True}
+    mesh = rank.mesh((2, 1), ("replicate", "shard"))
+    pair = rank.pair(model, units=model.units(), mesh=mesh, **options)
+    root: Any = pair.adapter.module
+    root.set_manual_backward_finalization(True)
+
+    @contextlib.contextmanager
+    def finalized(*, is_last: bool) -> Iterator[None]:
+        root.set_requires_all_reduce(is_last and last == "another-path")
+        yield
+        if is_last:
+            root.set_requires_all_reduce(True)
+            root.finalize_backward()
+
+    rank.monkeypatch.setattr(pair.adapter, "microbatch", finalized)
+    for step in range(2):
+        parts = [rank.batch(step, (2, DIM), microbatch=number) for number in range(2)]
+        pair.checked_step(list(zip(parts, (0, 1), strict=True)))
 
 
 @contract("ACCUMULATION-14")

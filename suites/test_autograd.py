@@ -4,12 +4,13 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.common import pair_by_units, run_and_plain, subjects, tower
@@ -571,6 +572,46 @@ def test_gradient_penalty(rank: Rank, reshard_after_forward: bool | None) -> Non
     )
     if not error:
         check_gradients(run, plain, step=0)
+
+
+#: How ``torch.func`` and forward-mode autograd differentiate and batch a model, of a batch and a direction.
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "grad": lambda model, x, _: torch.func.grad(lambda one: models.mean_square(model(one)))(x),
+    "vjp": lambda model, x, direction: torch.func.vjp(model, x)[1](direction)[0],
+    "jvp": lambda model, x, direction: torch.func.jvp(model, (x,), (direction,))[1],
+    "jacrev": lambda model, x, _: torch.func.jacrev(model)(x[0]),
+    "vmap": lambda model, x, _: torch.func.vmap(model)(x),
+    "grads-of-samples": lambda model, x, _: torch.func.vmap(
+        torch.func.grad(lambda one: models.mean_square(model(one)))
+    )(x),
+    "forward-mode": lambda model, x, direction: _tangent(model, x, direction),
+}
+
+
+def _tangent(model: Any, x: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    with forward_ad.dual_level():
+        output = model(forward_ad.make_dual(x.clone().requires_grad_(), direction))
+        tangent: torch.Tensor = forward_ad.unpack_dual(output).tangent
+    return tangent
+
+
+@contract("AUTOGRAD-18")
+@needs(Capability.AUTOGRAD_CALLS)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+@subjects("transform", list(TRANSFORMS))
+def test_transforms_of_inputs(rank: Rank, transform: str, reshard_after_forward: bool | None) -> None:
+    """Functions of ``torch.func`` and forward-mode autograd, over the inputs, give what they give of a plain model.
+
+    The first forward of the model is one of them, and the model trains afterwards.
+    """
+    pair = tower(rank, reshard_after_forward=reshard_after_forward)
+    plain, apply = models.copy_of(pair.oracle.model).float().to(rank.device), TRANSFORMS[transform]
+    x, direction = (rank.batch(0, (4, 9), microbatch=number) for number in (1, 2))
+    for _ in range(2):
+        with pair.sharded.recorder.during("forward"):
+            found = apply(pair.adapter.forward, x, direction)
+        check_bits(transform, found.detach(), apply(plain, x, direction).detach(), sides="sharded, plain")
+    train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("AUTOGRAD-17")

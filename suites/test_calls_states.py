@@ -4,6 +4,7 @@ import copy
 import warnings
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +49,23 @@ def test_state_dict_arguments_by_position(rank: Rank) -> None:
         found = fsdp.nested().state_dict(given, "model.")
     assert found is given, "the state dict is not written into the given one"
     assert sorted(given) == [f"model.{name}" for name in NAMES], f"the names in the state dict are {sorted(given)}"
+
+
+@contract("CALLS-4")
+@pytest.mark.parametrize("first_rank_only", [False, True])
+def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: bool) -> None:
+    """``state_dict`` leaves alone the entries that its destination has already, on ranks that save nothing too."""
+    fsdp = fsdp1(rank)
+    model, config = fsdp.nested(), fsdp.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=first_rank_only)
+    own = {"step": 3, "average.0.weight": torch.zeros(2, device="meta"), "zeros": torch.zeros(2, device=fsdp.device)}
+    given = dict(own)
+    with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT, config):
+        found = model.state_dict(destination=given)
+    assert found is given, "the state dict is not written into the given one"
+    changed = [name for name, value in own.items() if given.get(name) is not value]
+    assert not changed, f"these entries of the caller are gone or replaced: {', '.join(changed)}"
+    saved = [] if first_rank_only and rank.index else NAMES
+    assert sorted(given.keys() - own.keys()) == sorted(saved), f"the names beside them are {sorted(given)}"
 
 
 @contract("CALLS-4")

@@ -220,6 +220,24 @@ def test_many_forwards_with_one_gather(rank: Rank, by_call: bool) -> None:
 
 
 @contract("EVALUATION-3")
+@needs(Capability.SINGLE_RANK)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
+def test_steps_of_a_model_on_one_rank(rank: Rank, reshard_after_forward: bool | None) -> None:
+    """A model that lives on one rank, as a critic may, steps between two evaluations of a model on all ranks."""
+    run, plain = run_and_plain(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
+    batch = (rank.batch(0, (2, 9)),)
+    alone = rank.mesh((rank.world_size, 1), ("models", "dp"))["dp"]
+    critic = rank.run(models.MLP(9), mesh=alone, optimizer=optim.sgd())
+    for step in range(2):
+        run.evaluate(batch)
+        if rank.index == 0:
+            critic.step([batch], loss=models.mean_square)
+        (found,) = run.evaluate(batch)
+        with torch.no_grad():
+            check_bits("output", found, plain(*batch), sides=f"sharded, plain in {step_label(step)}")
+
+
+@contract("EVALUATION-3")
 @world(2, 4)
 @needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)

@@ -345,6 +345,26 @@ def test_averages_of_weights(
     check_evaluation(rank, run, replica, rank.batch(3, SHAPE), number=3)
 
 
+@contract("OPTIMIZER-3")
+@needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
+def test_writes_beside_a_parameter_that_was_replaced(rank: Rank) -> None:
+    """An evaluation uses what user code wrote to a shard of a unit, of which another parameter was replaced."""
+    plain: Any = models.copy_of(model := models.MLP(9)).to(rank.device)
+    run = rank.run(model, reshard_after_forward=False)
+    module: Any = run.adapter.module
+    batch = (rank.batch(0, (4, 9)),)
+    module.out_proj.bias = nn.Parameter(module.out_proj.bias.detach().clone())
+    shard = local_of(module.out_proj.weight)
+    for _ in range(3):
+        run.evaluate(batch)
+        with torch.no_grad():
+            shard.mul_(0.5)
+            plain.out_proj.weight.mul_(0.5)
+        (found,) = run.evaluate(batch)
+        with torch.no_grad():
+            check_bits("output", found, plain(*batch), sides="sharded, plain")
+
+
 def _parameters(owner: Trainee) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in owner.held_parameters().values()]
 

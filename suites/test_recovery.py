@@ -243,6 +243,25 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 
 @contract("RECOVERY-3")
 @RECOVERS
+@needs(Capability.UNUSED_MODULE, Capability.SHARDED, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "train"])
+def test_units_that_raised_are_sharded(rank: Rank, mode: Any) -> None:
+    """After a forward in which the model catches the error of a unit, none of its units but the root is gathered."""
+    run = rank.run(Careful(DIM), units=[["branches.0"], ["branches.1"]], reshard_after_forward=True, find_unused=True)
+    census = Census(run)
+    batch = (rank.batch(0, (4, DIM)), True)
+    for _ in range(2):
+        if mode == "train":
+            run.forward_backward(batch, loss=models.mean_square)
+        else:
+            run.evaluate(batch, mode=mode)
+        run.adapter.recover()
+        gathered = {unit: nbytes for unit, nbytes in census.held().items() if unit.startswith("branches")}
+        assert not gathered, f"after the forward units are gathered (bytes): {gathered}"
+
+
+@contract("RECOVERY-3")
+@RECOVERS
 @needs(Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @subjects("phase", ["forward", "backward"])
 def test_saving_after_an_exception(rank: Rank, phase: str) -> None:

@@ -30,7 +30,7 @@ OF_OBJECTS = {
     "marks that torch and spmd_types leave on objects": {
         "_checkpoint_wrapped_module", "_compiled_call_impl", "_in_backward_optimizers", "_local_type",
     },
-    "our own marks on parameters": {"_fsdp_flat_managed", "_fsdp_impl_serial", "_fsdp_impl_shard"},
+    "our own marks on parameters": {"_fsdp_flat_managed", "_fsdp_impl_changes", "_fsdp_impl_serial"},
     "options of gloo, which are read before they are set": {"_devices", "_options", "_threads", "_timeout"},
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},

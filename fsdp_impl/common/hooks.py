@@ -1,4 +1,4 @@
-"""Where autograd and optimizers call back."""
+"""Where autograd calls back."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakMethod
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
 from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, eval_frame_callback
@@ -30,17 +29,32 @@ def outside_graphs(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class _CallOnBackward(torch.autograd.Function):
-    """Identity whose backward calls ``callback`` once the gradients of all its inputs are known."""
+    """Identity whose backward calls ``callback`` once the gradients of all its inputs are known.
+
+    The rules beside backward let ``torch.func`` transform a model, and forward-mode autograd differentiate it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.callback = callback
+    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.callback = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.callback()
         return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # An input that is returned as it is must have a tangent that is a view of the input's.
+        return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(_: Any, in_dims: tuple[Any, ...], callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[Any, Any]:
+        return cast(Any, _CallOnBackward).apply(callback, *inputs), in_dims[1:]
 
 
 def call_after_backward(callback: Callable[[], None], inputs: Any) -> Any:
@@ -122,28 +136,3 @@ def run_post_accumulate(param: torch.Tensor) -> None:
         return  # as for nearly all
     for hook in post_accumulate_of(param):
         hook(param)
-
-
-# How many steps the optimizers of shards have taken in this process. A fused optimizer does not count a version of what
-# it writes, so values that were gathered before a step cannot be known by versions alone.
-_optimizer_steps = [0]
-
-
-@outside_graphs
-def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if any(hasattr(param, "_fsdp_impl_shard") for group in optimizer.param_groups for param in group["params"]):
-        _optimizer_steps[0] += 1
-
-
-# For good: it is for all optimizers, and holds nothing.
-register_optimizer_step_post_hook(_count_step)
-
-
-def count_steps_of(param: torch.Tensor) -> None:
-    """Let :func:`optimizer_steps` count the steps of optimizers that have ``param``, a shard."""
-    param._fsdp_impl_shard = True  # type: ignore[attr-defined]
-
-
-def optimizer_steps() -> int:
-    """How many steps the optimizers of shards have taken in this process, whichever shards."""
-    return _optimizer_steps[0]

@@ -1,6 +1,7 @@
 """Autograd off, for a question where it is off already: in backward it is, and a unit asks several times.
 
 It is on in a backward with ``create_graph=True``, whose gradients are refused: a reduction would drop their graph.
+Transforms of ``torch.func`` off likewise.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from fsdp_impl.common.private import set_grad_enabled
+from fsdp_impl.common.private import func_transform, outside_func, set_grad_enabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -43,6 +44,22 @@ def without_grad(fn: Callable[_P, _R]) -> Callable[_P, _R]:
         if not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         with _OFF:
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def without_func(fn: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run ``fn``, which handles parameters and no activations, outside of the transforms of ``torch.func``.
+
+    Inside, every tensor that is made belongs to the transform: it has no storage and ends with it.
+    """
+
+    @functools.wraps(fn)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if func_transform() is None:
+            return fn(*args, **kwargs)
+        with outside_func():
             return fn(*args, **kwargs)
 
     return run

@@ -39,6 +39,7 @@ torch.UntypedStorage._cdata | noticing moved parameters in flat parameters | err
 torch._C._autograd._profiler_enabled | the naming of ranges for profilers | no ranges
 torch._C._current_graph_task_id | every backward | error when used
 torch._C._dynamo.eval_frame.get_eval_frame_callback | leaving FSDP out of graphs | slower where nothing is compiled
+torch._C._functorch.peek_interpreter_stack | models under torch.func | errors of torch under torch.func
 torch._C._set_grad_enabled | switching autograd off | torch.set_grad_enabled, which is slower
 torch._chunk_cat | the copy-in of gradients in fully_shard | a copy of each gradient more
 torch._compile._disable_dynamo | leaving FSDP out of graphs | torch.compiler.disable, with which importing takes seconds
@@ -46,6 +47,7 @@ torch._foreach_add_ | accumulation in fully_shard | torch.foreach (2.15 and late
 torch._foreach_copy_ | the making of buffers in fully_shard | torch.foreach; without either, error when used
 torch._foreach_mul_ | clipping | torch.foreach; without either, error when used, but for clipping with foreach=False
 torch._foreach_norm | clipping | torch.foreach; without either, error when used, but for clipping with foreach=False
+torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack | models under torch.func | error when used
 torch.autograd.Variable._execution_engine.queue_callback | the end of backward | autograd.graph.queue_callback (2.15)
 torch.autograd._unsafe_preserve_version_counter | a tensor subclass with hooks of the all-gather | error when used
 torch.distributed.ProcessGroup._device_types | choosing an accelerator in flat parameters | error when used
@@ -112,6 +114,14 @@ def _cat_of_chunks(tensors: Sequence[torch.Tensor], _: int, chunks: int, *, out:
     return torch.cat([tensor.reshape(chunks, -1) for tensor in padded], dim=1, out=out)
 
 
+def outside_func() -> contextlib.AbstractContextManager[Any]:
+    """Leave the transforms of ``torch.func`` that are under way; imported here, because few need it."""
+    context: contextlib.AbstractContextManager[Any] = _take(
+        "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+    )()
+    return context
+
+
 def symmetric_memory(function: str) -> Any:
     """That ``function`` of symmetric memory; imported here, when it is used, because few need it."""
     return _take(f"torch.distributed._symmetric_memory.{function}")
@@ -130,6 +140,8 @@ eval_frame_callback: Callable[[], Any] = _take(
     "torch._C._dynamo.eval_frame.get_eval_frame_callback", lambda: NotImplemented
 )
 disable_dynamo = _take("torch._compile._disable_dynamo", torch.compiler.disable)
+# `None` where no function of torch.func is under way.
+func_transform: Callable[[], Any] = _take("torch._C._functorch.peek_interpreter_stack", lambda: None)
 set_grad_enabled: Callable[[bool], Any] = _take("torch._C._set_grad_enabled", torch.set_grad_enabled)
 preserve_version_counter = _take("torch.autograd._unsafe_preserve_version_counter")
 profiler_enabled: Callable[[], bool] = _take("torch._C._autograd._profiler_enabled", lambda: False)

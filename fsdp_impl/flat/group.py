@@ -189,9 +189,8 @@ class FlatGroup:
         self.wanted_in_backward = False
         self.first_index: int | None = None
         self._on_gradient = WeakMethod(on_gradient)
-        # Version of the shard when it was gathered last, to notice an edit while the values are kept.
-        self._gathered_version = 0
-        # Its memory then, kept while the values are: new data of the flat parameter has other memory, and no version.
+        self.changes = shards.changes
+        # The shard's memory when it was gathered, kept for as long as what was gathered is.
         self._gathered_from: torch.Tensor | None = None
         self._pending: PendingGather | None = None
         self._views: list[torch.Tensor] = []
@@ -240,6 +239,7 @@ class FlatGroup:
                 f"{self.device} before training. Found for the parameters {self.names}"
             )
 
+    @modes.without_func
     def unshard(self, *, ahead: bool = False) -> None:
         """Issue the gather on the gather stream; nothing if it was issued and not undone.
 
@@ -260,9 +260,10 @@ class FlatGroup:
                 buffer.allocate()
                 source = self._gather(source, buffer.target)
             self._pending = PendingGather(source, streams.record(stream))
-        self._gathered_version, self._gathered_from = self._version(), flat.detach()
+        self._gathered_from = flat.detach()
         self.is_unsharded = True
 
+    @modes.without_func
     def wait_for_unshard(self, *, again: bool = False) -> None:
         """Let the current stream use the unsharded parameter, and the modules hold views of it.
 
@@ -279,6 +280,7 @@ class FlatGroup:
             self._make_views()
         self.register_unsharded()
 
+    @modes.without_func
     def reshard(self) -> None:
         """Free the unsharded parameter; the modules hold the sharded ones again."""
         self.shards.register()
@@ -291,12 +293,36 @@ class FlatGroup:
         collectives.reshard(self._buffer, unit=self.label)
         self.is_unsharded, self._gathered_from = False, None
 
-    def is_stale(self) -> bool:
-        """Whether the sharded parameters were changed after they were gathered."""
+    # For `drop_stale` (see Note: stale values)
+
+    def is_gathered(self) -> bool:
+        """Whether the unsharded values are there, or a gather is in flight."""
+        return self.is_unsharded
+
+    def versions(self) -> list[int]:
+        """The version counters of the sharded parameters."""
+        return [self.shards.flat._version, *(param._version for param in self.shards.originals)]
+
+    def has_moved(self) -> bool:
+        """Whether a sharded parameter has other memory than when the group was gathered, or was replaced."""
         if self._gathered_from is None:
             return False
         moved = self._gathered_from.untyped_storage()._cdata != self.shards.flat.untyped_storage()._cdata
-        return moved or self._version() != self._gathered_version or self.shards.has_changed()
+        return moved or self.shards.has_changed()
+
+    def drop(self) -> None:
+        """Reshard, and forget a gather in flight."""
+        # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
+        self.shards.adopt()
+        self.reshard()
+
+    def is_stale(self) -> bool:
+        """Whether the sharded parameters were changed after they were gathered; for this group alone."""
+        return self.has_moved() or (self.is_gathered() and self.changes.would_see(self.versions()))
+
+    def keep_up_to_date(self) -> None:
+        """Let what was written to parameters, and is dropped again, be no change."""
+        self.changes.look(self.versions())
 
     def gather_full(self, shard: torch.Tensor) -> torch.Tensor:
         """All of what ``shard`` (1-D, ``layout.shard_numel``, any dtype) is this rank's part of. Collective.
@@ -370,21 +396,6 @@ class FlatGroup:
         self.shards.sync_requires_grad()
         if self._buffer.leaf.requires_grad != self.shards.flat.requires_grad:
             self._buffer.leaf.requires_grad_(self.shards.flat.requires_grad)
-
-    def outdate(self) -> None:
-        """Gather again before the next forward, also on ranks whose shard has none of what is about to change."""
-        self._gathered_version = -1
-
-    def keep_up_to_date(self) -> None:
-        """What was written since to parameters is dropped again: what is gathered is not stale for it."""
-        self._gathered_version = self._version()
-
-    def _version(self) -> int:
-        # A step of an optimizer changes nothing on ranks that hold frozen elements alone, or none.
-        params = [self.shards.flat, *self.shards.originals]
-        # A rank on which an optimizer changes nothing must agree with those on which it does, and fused kernels do not
-        # count what they write.
-        return sum([param._version for param in params]) + hooks.optimizer_steps()
 
     def __repr__(self) -> str:
         return f"FlatGroup({self.label})"

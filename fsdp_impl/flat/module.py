@@ -321,9 +321,15 @@ class FullyShardedDataParallel(OptimStateMethods, nn.Module):
         given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
         destination, prefix = given.get("destination", destination), given.get("prefix", prefix)
         self._unit.check_idle()
-        found = super().state_dict(destination=destination, prefix=prefix, keep_vars=given.get("keep_vars", keep_vars))
+        # By itself first: what else the caller has in `destination`, under whatever names, is none of the wrapper's.
+        found: Any = super().state_dict(prefix=prefix, keep_vars=given.get("keep_vars", keep_vars))
         state_dict.finish(self._unit, found, prefix)
-        return found
+        if destination is None:
+            return found
+        destination.update(found)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(found._metadata)
+        return destination
 
     def _load_from_state_dict(
         self,

@@ -7,7 +7,7 @@ reduces it over the ranks; :class:`Gradients` adds the result to the sharded gra
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ CommHook = Callable[..., None]
 # Inside no_sync gradients accumulate unsharded in the leaf's `grad`, in the dtype of compute. Until they are reduced,
 # the sharded parameters show them (of another shape than the parameter), so that zero_grad reaches them; the sharded
 # gradients of earlier reductions are set aside meanwhile. From the root's pre-forward to its post-forward, and from the
-# first gradient of a backward to its end, the sharded ones are back (FlatUnit).
+# first gradient of a backward to its end, the sharded ones are back (FlatUnit). To zero what is shown is to zero both.
 
 
 class Reducer:
@@ -142,8 +142,11 @@ def _step_in_backward(param: torch.Tensor) -> None:
 
 
 class _Shown(NamedTuple):
+    """An unreduced gradient on show: ``version`` of ``param.grad`` then, and the sharded one that it hides."""
+
     param: nn.Parameter
     grad: torch.Tensor
+    version: int
     aside: torch.Tensor | None
 
 
@@ -202,9 +205,9 @@ class Gradients:
         if leaf is None or leaf.grad is None or self._shown:
             return
         for param, whole in self._wholes(leaf.grad):
-            self._shown.append(_Shown(param, whole, param.grad))
-            param.grad = None
+            aside, param.grad = param.grad, None
             set_grad(param, whole)
+            self._shown.append(_Shown(param, whole, cast(torch.Tensor, param.grad)._version, aside))
 
     def hide_unsharded(self) -> None:
         """Show sharded gradients again. What the user has dropped meanwhile, by ``zero_grad``, is dropped here too."""
@@ -213,12 +216,15 @@ class Gradients:
         shown, self._shown = self._shown, []
         leaf = self._group.leaf
         kept = [entry for entry in shown if entry.param.grad is not None]
-        for param, whole, aside in shown:
-            dropped = param.grad is None
-            if dropped and kept:
-                whole.zero_()
-            param.grad = None
-            if aside is not None and not dropped:
+        for param, whole, version, aside in shown:
+            grad, param.grad = param.grad, None
+            if grad is None:
+                if kept:
+                    whole.zero_()
+            elif aside is not None:
+                if grad._version != version:
+                    # `zero_grad(set_to_none=False)` has, or something that scales; the host does not wait to see which.
+                    aside.masked_fill_(whole.any().logical_not().to(aside.device), 0)
                 set_grad(param, aside)
         if not kept and leaf is not None:
             leaf.grad = None

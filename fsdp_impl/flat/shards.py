@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_impl.common import dtensor, hooks
+from fsdp_impl.common import dtensor, modes
+from fsdp_impl.common.changes import Changes
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.flat.layout import Span, alignment_of, build_flat_layout, flattened, shaped, stride_of
 from fsdp_impl.flat.ranks import Ranks
@@ -47,6 +48,7 @@ class FlatShards:
         originals: the original parameters; with ``use_orig`` they live as views of the shard.
         specs: for parameters that are DTensors, how their local part is placed; else ``None``.
         flat: 1-D, ``layout.shard_numel``, on the device where shards live.
+        changes: of the sharded parameters.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class FlatShards:
         self.ranks = ranks
         self.use_orig = use_orig
         self.offloads = offloads
+        self.changes = Changes()
         check_uniform(self.names, list(params), use_orig=use_orig)
         self.specs = tuple(param._spec if isinstance(param, DTensor) else None for param in params)
         locals_ = [dtensor.local_part(param) for param in params]
@@ -89,17 +92,22 @@ class FlatShards:
     def take_over(self) -> None:
         """Take the places of the parameters in the modules, once and for all (Note: held by modules)."""
         for param in (self.flat, *self.originals):
-            mark_managed(param)
+            self._manage(param)
         for owners in self.owners:
             for owner in owners:
                 if (replaced := owner.module._parameters.get(owner.name)) is not None:
-                    mark_managed(replaced)
+                    self._manage(replaced)
                 if not self.use_orig:
                     owner.module._parameters.pop(owner.name, None)
         if self.use_orig:
             self.register()
         else:
             self.module._parameters[FLAT_PARAM] = self.flat
+
+    def _manage(self, param: nn.Parameter) -> None:
+        """Mark ``param``, for other wrappers and for optimizers, as one of this unit."""
+        param._fsdp_flat_managed = True  # type: ignore[attr-defined]
+        self.changes.watch(param)
 
     @property
     def is_sharded(self) -> bool:
@@ -171,6 +179,7 @@ class FlatShards:
             if span.numel and param.requires_grad:
                 yield Holder(param, index)
 
+    @modes.without_func
     def register(self) -> None:
         """Let the modules hold the original parameters as views of the shard; only with ``use_orig``."""
         if not self.use_orig:
@@ -207,10 +216,15 @@ class FlatShards:
         wrote, home = False, home_of(self.flat)
         for index, span in enumerate(self.spans):
             held = self._held(index)
-            if held is None or span.numel == 0:
+            if held is None:
                 continue
-            self.originals[index] = held
-            if lies_at(held, home, span):
+            is_there = lies_at(held, home, span)
+            if held is not self.originals[index] or not is_there:
+                # On a rank without elements too: whether it trains decides whether gradients are reduced. Conversions
+                # swap the parameter with another one, whose attributes the object has then.
+                self.originals[index] = held
+                self._manage(held)
+            if span.numel == 0 or is_there:
                 continue
             place = self.part(index, self.flat.detach())
             if held.size() != place.size():
@@ -221,7 +235,6 @@ class FlatShards:
             with torch.no_grad():
                 place.copy_(held.detach())
                 held.data = place
-            mark_managed(held)
             wrote = True
         return wrote
 
@@ -231,7 +244,7 @@ class FlatShards:
         if held is None:
             return
         # Conversions may swap it with another one, whose attributes the object has then.
-        mark_managed(held)
+        self._manage(held)
         if held is self.flat:
             return
         if held.numel() != self.layout.shard_numel:
@@ -298,11 +311,6 @@ def lies_at(param: torch.Tensor, home: Home, span: Span) -> bool:
         and param.numel() == span.numel
         and param.dtype == home.dtype
     )
-
-
-def mark_managed(param: nn.Parameter) -> None:
-    param._fsdp_flat_managed = True  # type: ignore[attr-defined]
-    hooks.count_steps_of(param)
 
 
 def is_managed(param: torch.Tensor) -> bool:

@@ -137,7 +137,7 @@ def load(unit: FlatUnit, given: dict[str, Any], prefix: str) -> tuple[list[str],
     errors: list[str] = []
     if unit.group is not None:
         unit.group.shards.adopt()
-        unit.group.outdate()
+        unit.group.changes.note()
         if unit.state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             _take_local(unit.group, given, prefix, missing, errors)
         else:

@@ -56,7 +56,7 @@ def unit_full(
         group = unit.group
         if was_stale := group.is_stale():
             # On ranks without elements of what has new data nothing will show it, once the shards are registered again.
-            group.outdate()
+            group.changes.note()
         group.shards.adopt()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
@@ -72,7 +72,7 @@ def unit_full(
         finally:
             try:
                 if writeback:
-                    group.outdate()
+                    group.changes.note()
                     _write_back(group)
             finally:
                 if grads is not None:

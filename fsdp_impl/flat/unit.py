@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_impl.common import hooks, modes, ranges, streams
+from fsdp_impl.common.changes import drop_stale
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import Iteration, OrderCheck, Phase
 from fsdp_impl.common.owner import Owner
@@ -230,6 +231,9 @@ class FlatUnit:
                 group.reshard()
             self._forget_order()
             self._root_post_forward()
+        elif self.group is not None:
+            # The model around it may catch the exception, and no backward will pass the unit.
+            self.group.reshard()
 
     def _recomputes(self) -> bool:
         """Whether activation checkpointing runs this forward again, inside the unit's backward."""
@@ -244,11 +248,7 @@ class FlatUnit:
             changes = [unit.choose_precision() for unit in self.iteration.units]
             if any(changes):
                 cast_buffers(self.iteration.units)
-        for group in self.iteration.groups:
-            if group.is_stale():
-                # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
-                group.shards.adopt()
-                group.reshard()
+        drop_stale(self.iteration.groups)
         self._hide_unsharded_gradients()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream.
         streams.join(self.context.gather_stream, streams.current(self.device))
@@ -285,9 +285,7 @@ class FlatUnit:
             return False
         self.in_full_precision = full
         if self.group is not None and self.reducer is not None:
-            # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
-            self.group.shards.adopt()
-            self.group.reshard()
+            self.group.drop()
             precision = MixedPrecision() if full else self.options.precision
             self.group.param_dtype = precision.param_dtype
             self.reducer.reduce_dtype = precision.reduce_dtype or precision.param_dtype

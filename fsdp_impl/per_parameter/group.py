@@ -102,8 +102,9 @@ class ParamGroup:
         self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
         self.residence = Residence.SHARDED
         self.comm = GatherContext(device)
-        # Version of the sharded parameters when they were gathered last, to notice a step while the values are kept.
-        self._gathered_version = 0
+        self.changes = self.shards.changes
+        # Where the sharded parameters lay when they were gathered, for as long as that is used.
+        self._gathered_from: list[tuple[torch.Tensor, int]] = []
         self._pending: PendingGather | None = None
         self._smaller: SmallerShards | None = None
         self._unsharded: UnshardedBuffer | None = None
@@ -114,6 +115,7 @@ class ParamGroup:
         for param in self.shards.params:
             param.register(param.sharded)
 
+    @modes.without_func
     def unshard(self, phase: Phase, *, async_op: bool) -> None:
         """Issue the gather; nothing if it is in flight or the parameters are unsharded.
 
@@ -130,7 +132,7 @@ class ParamGroup:
             streams.join(stream, streams.current(self.device))
         with ranges.named("gather", self.label), modes.no_grad(), streams.use(stream):
             if self.residence is Residence.SHARDED:
-                self._gathered_version = self.shards.version()
+                self._gathered_from = self.shards.memory()
             source, layout, mesh = self._gather_source(stream)
             if mesh.size == 1:
                 source = source.to(self.device, non_blocking=True).to(layout.dtype)
@@ -140,6 +142,7 @@ class ParamGroup:
             source, output, work = self._gather(source, layout, mesh, async_op=async_op)
             self._pending = PendingGather(source, output, layout, streams.record(stream), work if async_op else None)
 
+    @modes.without_func
     def wait_for_unshard(self, phase: Phase) -> None:
         """Copy the gathered parameters out and register them; nothing if no gather is in flight.
 
@@ -165,6 +168,7 @@ class ParamGroup:
             # `pending` dies here, and its output returns to the memory of its stream (see Note: gather memory).
             streams.wait(self.comm.gather_stream, copied_out)
 
+    @modes.without_func
     def reshard(self, phase: Phase) -> None:
         """Free the unsharded parameters and register the sharded ones; after forward as ``after_forward`` requires."""
         if phase is Phase.FORWARD:
@@ -183,6 +187,7 @@ class ParamGroup:
         self.register()
         self._free_unsharded()
         self._smaller = None
+        self._gathered_from = []
         self.residence = Residence.SHARDED
 
     def drop_pending(self) -> None:
@@ -194,13 +199,28 @@ class ParamGroup:
             pending.work.wait()
         # The optimizer may write to the source, and others may take the memory of the output, once it has run.
         streams.wait(streams.current(self.device), pending.event)
+        if self.residence is Residence.SHARDED:
+            self._gathered_from = []
 
-    def drop_stale(self) -> None:
-        """Forget what was gathered, or is being gathered, if the sharded parameters were changed in place since."""
-        is_kept = self._pending is not None or self.residence is not Residence.SHARDED
-        if is_kept and self.shards.version() != self._gathered_version:
-            self.drop_pending()
-            self.to_sharded()
+    # For `drop_stale` (see Note: stale values)
+
+    def is_gathered(self) -> bool:
+        """Whether the unsharded values are there, or a part of them, or a gather is in flight."""
+        return self._pending is not None or self.residence is not Residence.SHARDED
+
+    def versions(self) -> list[int]:
+        """The version counters of the sharded parameters."""
+        return self.shards.versions()
+
+    def has_moved(self) -> bool:
+        """Whether a sharded parameter has other memory than when the group was gathered."""
+        found = zip(self._gathered_from, self.shards.memory(), strict=True)
+        return any(before[0] is not now[0] or before[1] != now[1] for before, now in found)
+
+    def drop(self) -> None:
+        """Reshard, and forget a gather in flight."""
+        self.drop_pending()
+        self.to_sharded()
 
     def sync_requires_grad(self) -> None:
         """Notice what was frozen and unfrozen while modules hold others than the sharded parameters."""

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from fsdp_impl.common import modes
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.mesh import KEEP
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 
+@modes.without_func
 def ensure(unit: Unit) -> None:
     """Make ``unit`` the root of all units in its module, unless it has been initialised.
 

@@ -75,12 +75,9 @@ class FSDPModule:
         """
         units = self._units(recurse=False)
         for unit in units:
-            if unit.group is None:
-                continue
-            unit.group.drop_stale()  # an evaluation may have left values older than a step
-            if unit.group.residence is Residence.SHARDED:
+            if unit.group is not None and unit.group.residence is Residence.SHARDED:
                 lazy_init.check_groups([unit.group])  # there may not have been a forward yet
-            unit.group.unshard(unit.phase, async_op=async_op)
+            unit.unshard(async_op=async_op)
         handle = UnshardHandle(units)
         if async_op:
             return handle

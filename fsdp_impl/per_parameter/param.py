@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_impl.common import dtensor, hooks
+from fsdp_impl.common import dtensor
+from fsdp_impl.common.changes import Changes
 from fsdp_impl.common.layout import contiguous_stride
 from fsdp_impl.common.mesh import concatenate
 from fsdp_impl.common.owner import Owner
@@ -224,6 +225,7 @@ class ShardedParam:
         cut: Cut,
         owners: list[Owner],
         local: torch.Tensor,
+        changes: Changes,
         *,
         precision: MixedPrecisionPolicy,
         in_slot: bool,
@@ -241,7 +243,8 @@ class ShardedParam:
         self._own_grad_dtype: tuple[torch.dtype | None, ...] = ()
         self.keep_grad_dtype(original)
         self.keep_grad_dtype(self.sharded)
-        hooks.count_steps_of(self.sharded)
+        self._changes = changes
+        changes.watch(self.sharded)
         self.slot: torch.Tensor | None = None
         self.slot_pointer = 0
         if in_slot:
@@ -342,7 +345,7 @@ class ShardedParam:
         self.slot = None
         self.spec = dtensor.with_dtype(self.spec, local.dtype)
         # Conversions swap a DTensor with another one, whose attributes the object has then.
-        hooks.count_steps_of(held)
+        self._changes.watch(held)
 
     def move_to(self, slot: torch.Tensor) -> None:
         """Live in ``slot``, which holds the same values."""

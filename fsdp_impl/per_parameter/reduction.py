@@ -186,11 +186,17 @@ class Reducer:
                 # memory).
                 comm.keep_reduce_input(contributions, done if total.shards is contributions else reduced)
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether there are shards that replicas have not summed."""
+        return self._partial is not None
+
     def check_all_reduces(self, *, is_unreduced: bool) -> None:
         """Raise if the end of backward would leave shards that replicas have not summed."""
         group, options = self._group, self._group.options
         defers = is_unreduced and options.reduce_grads and not options.all_reduce_grads
-        if self._partial is not None or (group.mesh.replicas is not None and defers):
+        stays = self.is_partial and not (options.reduce_grads and options.all_reduce_grads)
+        if stays or (group.mesh.replicas is not None and defers):
             raise RuntimeError(f"finalize_backward of partial reductions: set_requires_all_reduce(True), {group.label}")
 
     def reset(self) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_impl.common import hooks, modes
+from fsdp_impl.common import modes
+from fsdp_impl.common.changes import Changes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import foreach_copy_
@@ -32,6 +33,7 @@ class Shards:
         gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
         gathers_apart: indices of the slots that extensions gather. A hook may expect that a tensor it is given begins
             its storage.
+        changes: of the sharded parameters.
     """
 
     def __init__(
@@ -48,26 +50,31 @@ class Shards:
         self.pins = isinstance(offload, CPUOffloadPolicy) and offload.pin_memory
         sizes, dims = [cut.data.size() for cut in cuts], [cut.dim for cut in cuts]
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
+        self.changes = Changes()
         self._buffer: torch.Tensor | None = None
         self._is_extended = any(is_extended(cut.data) for cut in cuts)
         policies = [precision._of(original, its[0].name) for original, its in zip(originals, owners, strict=True)]
         with torch.no_grad():
             locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
         self.params = [
-            ShardedParam(original, cut, held_by, local, precision=policy, in_slot=not self._is_extended)
+            ShardedParam(original, cut, held_by, local, self.changes, precision=policy, in_slot=not self._is_extended)
             for original, cut, held_by, local, policy in zip(originals, cuts, owners, locals_, policies, strict=True)
         ]
         self.gather_layout = self._gather_layout()
         self.gather_sizes = sizes
         self.gathers_apart: set[int] = set()
 
-    def version(self) -> int:
-        """A number that grows whenever sharded parameters are changed in place."""
-        # A DTensor counts what is done to it, and not what is done to its local tensor: that counts for itself, or with
-        # the buffer, of which each slot is a view. Neither counts what fused kernels do.
-        counts = sum([param.sharded._version for param in self.params])
-        counts += sum([param.local._version for param in self.params if param.slot is None])
-        return counts + (0 if self._buffer is None else self._buffer._version) + hooks.optimizer_steps()
+    def versions(self) -> list[int]:
+        """The version counters of all that user code can write to (see Note: stale values)."""
+        # A DTensor counts what is done to it, and not what is done to its local tensor. That counts with all others in
+        # its buffer, also in one that some have left.
+        shards = [param.sharded for param in self.params]
+        return [shard._version for shard in shards] + [shard._local_tensor._version for shard in shards]  # type: ignore[attr-defined]
+
+    def memory(self) -> list[tuple[torch.Tensor, int]]:
+        """The local tensors and their addresses. A subclass that is gathered by hooks may have none."""
+        locals_ = [param.local for param in self.params]
+        return [(local, 0 if self._is_extended else local.data_ptr()) for local in locals_]
 
     @modes.without_grad
     def refresh(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
+from fsdp_impl.common.changes import drop_stale
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import Iteration, Phase
 from fsdp_impl.common.private import State, queue_callback
@@ -197,9 +198,9 @@ class Unit(State):
         self.iteration.begin_forward(self)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
+        # Units may have been left unsharded, by an evaluation or by hand, and users freeze what modules hold then.
+        drop_stale(self.iteration.groups)
         for group in self.iteration.groups:
-            # Kept after a forward without a backward, and the optimizer has stepped since, or what trains is other.
-            group.drop_stale()
             group.sync_requires_grad()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
         event, self.iteration.post_optim_event = self.iteration.post_optim_event, None
@@ -352,7 +353,7 @@ class Unit(State):
         for unit in reversed(iteration.units):
             if unit.group is not None:
                 unit.group.drop_pending()
-                if unit._is_unreduced:
+                if unit._is_unreduced or (unit.reducer is not None and unit.reducer.is_partial):
                     unit._post_backward()
                 unit._reshard_after_backward(unit.group)
             unit.phase = Phase.IDLE
@@ -395,6 +396,15 @@ class Unit(State):
         self.iteration.by_hand_now = self.iteration.pending = None
 
     # By hand
+
+    def unshard(self, *, async_op: bool) -> None:
+        """Issue the gather by hand."""
+        if self.group is None:
+            return
+        # In the midst of a forward or backward, the other groups are in use.
+        is_idle = self.iteration.forward_root is None and not hooks.in_backward()
+        drop_stale(self.iteration.groups if is_idle and self.is_root is not None else [self.group])
+        self.group.unshard(self.phase, async_op=async_op)
 
     def wait_for_unshard(self) -> None:
         if self.group is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_impl.common import hooks
 from fsdp_impl.common.order import Phase
+from fsdp_impl.per_parameter import unit
 from fsdp_impl.per_parameter.group import ParamGroup
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
@@ -42,7 +43,7 @@ def _never_freed(self: ParamGroup, phase: Phase) -> None:
 class StaleParameters(_Planted):
     """One unit is never freed, and not gathered again after the optimizer's step."""
 
-    changes = ((ParamGroup, "reshard", _never_freed), (ParamGroup, "drop_stale", lambda self: None))
+    changes = ((ParamGroup, "reshard", _never_freed), (unit, "drop_stale", lambda groups: None))
 
 
 def _scaled(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
