@@ -111,7 +111,7 @@ def test_layout_of_two_dimensions(rank: Rank, dim: int) -> None:
     names = ("dp", "tp") if rank.world_size == 4 else ("pp", "dp", "tp")
     mesh = rank.mesh((2,) * len(names), names)
     model = parallel.MLPStack(dim)
-    full = {name: value.detach().clone() for name, value in model.named_parameters()}
+    full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
     run = run_by_units(rank, model, **cut_over(mesh, parallel.parallelize_mlps))
     for step in range(2):
         for name, parameter in run.adapter.named_parameters().items():

@@ -178,8 +178,9 @@ def _start(spec: RankSpec) -> RankState:
         rank=spec.index,
         world_size=key.size,
         timeout=_TIMEOUT,
-        # Groups that a mesh splits off a bound one need options of NCCL.
-        device_id=device if key.backend == "nccl" else None,
+        # Groups that a mesh splits off a bound one need options of NCCL. At the level DETAIL a group is wrapped, and the
+        # wrapper cannot be split: a mesh of several dimensions would raise.
+        device_id=device if key.backend == "nccl" and key.debug_level != "DETAIL" else None,
     )
     nodes = spec.nodes or (0,) * key.size
     here = [rank for rank, node in enumerate(nodes) if node == nodes[spec.index]]
