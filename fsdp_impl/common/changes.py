@@ -90,6 +90,11 @@ def drop_stale(groups: Sequence[Gathered]) -> None:
             group.drop()
 
 
+def is_changed(groups: Sequence[Gathered]) -> bool:
+    """Whether :func:`drop_stale` would find that a sharded parameter of any of ``groups`` has changed."""
+    return any(group.changes.would_see(group.versions()) for group in groups)
+
+
 @outside_graphs
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     params = (param for group in optimizer.param_groups for param in group["params"])

@@ -249,7 +249,7 @@ class FlatGroup:
             self._sync_requires_grad()  # it may have been kept after an evaluation
             return
         stream = self.context.gather_stream
-        if self.shards.adopt():
+        if self._adopt():
             streams.join(stream, streams.current(self.device))
         self._prepare_buffer()
         self.context.release_retired(ahead=ahead)
@@ -313,8 +313,15 @@ class FlatGroup:
     def drop(self) -> None:
         """Reshard, and forget a gather in flight."""
         # First: resharding shows the shards again, and new data that a user gave the parameters is no part yet.
-        self.shards.adopt()
+        self._adopt()
         self.reshard()
+
+    def _adopt(self) -> bool:
+        """Adopt, where the gather that follows sees what is adopted."""
+        found = self.shards.adopt()
+        if found:
+            self.keep_up_to_date()
+        return found
 
     def is_stale(self) -> bool:
         """Whether the sharded parameters were changed after they were gathered; for this group alone."""

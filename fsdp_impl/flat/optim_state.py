@@ -445,8 +445,11 @@ def _options_for(names: Sequence[str], own: dict[str, Any], given: ParamGroups) 
 
 def rekey(given: State, kind: OptimStateKeyType, model: nn.Module, optim: Any) -> State:
     """See :meth:`OptimStateMethods.rekey_optim_state_dict`."""
-    named = {param: clean(name) for name, param in model.named_parameters()}
-    names = [named[param] for param in params_of(groups_of(optim, model))]  # type: ignore[index]
+    named: dict[torch.Tensor, str] = {param: clean(name) for name, param in model.named_parameters()}
+    params = list(params_of(groups_of(optim, model)))
+    if unknown := [tuple(param.size()) for param in params if param not in named]:
+        raise ValueError(f"The optimizer has a parameter of size {unknown[0]}, and the model no such parameter")
+    names = [named[param] for param in params]
     keys: Iterable[Any] = [*given["state"], *(key for group in given["param_groups"] for key in group["params"])]
     to: dict[Any, Any] = dict(enumerate(names))
     if kind is OptimStateKeyType.PARAM_ID:

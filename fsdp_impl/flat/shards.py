@@ -203,56 +203,65 @@ class FlatShards:
     def adopt(self) -> bool:
         """Take what the modules hold now for the originals, and write moved values back to the shard.
 
-        A user may have assigned another parameter, or other ``data``; the shard keeps its memory. Returns whether the
-        shard was written to, on the current stream.
+        A user may have assigned another parameter, or other ``data``; the shard keeps its memory. Returns whether there
+        was any, on this rank or another; then the shard may have been written to, on the current stream.
 
         Raises:
             RuntimeError: if the new value has another shape than the one on this rank.
             NotImplementedError: if a shared parameter was replaced in some places only.
         """
         if not self.use_orig:
-            self.adopt_flat()
-            return False
-        wrote, home = False, home_of(self.flat)
+            return self.adopt_flat()
+        found, home = False, home_of(self.flat)
         for index, span in enumerate(self.spans):
             held = self._held(index)
             if held is None:
                 continue
             is_there = lies_at(held, home, span)
-            if held is not self.originals[index] or not is_there:
-                # On a rank without elements too: whether it trains decides whether gradients are reduced. Conversions
-                # swap the parameter with another one, whose attributes the object has then.
-                self.originals[index] = held
-                self._manage(held)
-            if span.numel == 0 or is_there:
+            if held is self.originals[index] and is_there:
                 continue
-            place = self.part(index, self.flat.detach())
-            if held.size() != place.size():
+            # On a rank without elements too: whether it trains decides whether gradients are reduced. Conversions swap
+            # the parameter with another one, whose attributes the object has then.
+            self.originals[index], found = held, True
+            self._manage(held)
+            if is_there:
+                continue
+            # `data`: a write that the ranks with elements alone make must not count there (see Note: stale values).
+            place = self.part(index, self.flat.data)
+            if span.numel and held.size() != place.size():
                 raise RuntimeError(
                     f"Cannot writeback when the parameter shape changes\nExpects {place.size()} but got {held.size()} "
                     f"for {self.names[index]}"
                 )
             with torch.no_grad():
-                place.copy_(held.detach())
+                if span.numel:
+                    place.copy_(held.detach())
                 held.data = place
-            wrote = True
-        return wrote
+        if found:
+            self.changes.note()
+        return found
 
-    def adopt_flat(self) -> None:
-        """Take what ``module`` holds now for the flat parameter; a ``RuntimeError`` if it has another size."""
+    def adopt_flat(self) -> bool:
+        """Take what ``module`` holds now for the flat parameter, and return whether that is another one.
+
+        Raises:
+            RuntimeError: if it has another size.
+        """
         held = self.module._parameters.get(FLAT_PARAM)
         if held is None:
-            return
+            return False
         # Conversions may swap it with another one, whose attributes the object has then.
         self._manage(held)
         if held is self.flat:
-            return
+            return False
         if held.numel() != self.layout.shard_numel:
             raise RuntimeError(
                 "Cannot writeback when the parameter shape changes\n"
                 f"Expects {torch.Size([self.layout.shard_numel])} but got {held.size()} for {FLAT_PARAM}"
             )
         self.flat = held
+        self.changes.note()
+        return True
 
     def has_changed(self) -> bool:
         """Whether a user has replaced originals or their data: the same on ranks that hold none of their elements."""

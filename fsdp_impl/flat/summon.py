@@ -54,10 +54,11 @@ def unit_full(
             yield
             return
         group = unit.group
-        if was_stale := group.is_stale():
-            # On ranks without elements of what has new data nothing will show it, once the shards are registered again.
-            group.changes.note()
+        was_stale = group.is_stale()
         group.shards.adopt()
+        if was_stale:
+            # The gather below is not of what stays gathered, and what is written inside may be no change.
+            group.changes.note()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
         if rank0_only and group.ranks.group.rank() != 0:

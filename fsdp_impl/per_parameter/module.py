@@ -183,7 +183,7 @@ class FSDPModule:
 
         Raises:
             TypeError: if it is not an int.
-            ValueError: if it is less than 1.
+            ValueError: if it is less than 1, or more with reductions in symmetric memory.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(
@@ -192,7 +192,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for group in self._groups(recurse=recurse):
-            group.options.max_reduce_inputs = max_input_buffers
+            options.set_reduce_inputs(group.options, max_input_buffers, label=group.label)
         unit = self._unit()
         under_root = (group.options.max_reduce_inputs for group in unit.iteration.groups)
         unit.comm.max_reduce_inputs = max(under_root, default=1)
@@ -205,9 +205,9 @@ class FSDPModule:
             stream: where it runs; by default where all-reduces do.
 
         Raises:
-            ValueError: if a stream is given and there are replicas.
+            ValueError: if a stream is given and there are replicas, or if the unit has parameters on several meshes.
         """
-        for group in self._groups(recurse=False):
+        for group in self._groups_of_one_mesh("set_all_reduce_hook"):
             if stream is not None and group.mesh.replicas is not None:
                 raise ValueError(f"stream cannot be set when using native HSDP, but got {stream}")
             group.options.all_reduce_hook = hook
@@ -275,13 +275,21 @@ class FSDPModule:
     # Settings: communication
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """Gather with ``comm``, and in buffers that it allocates; see :class:`options.AllGather`."""
-        for group in self._groups(recurse=False):
+        """Gather with ``comm``, and in buffers that it allocates; see :class:`options.AllGather`.
+
+        Raises:
+            ValueError: if the unit has parameters on several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.options.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce with ``comm``, and in buffers that it allocates; see :class:`options.ReduceScatter`."""
-        for group in self._groups(recurse=False):
+        """Reduce with ``comm``, and in buffers that it allocates; see :class:`options.ReduceScatter`.
+
+        Raises:
+            ValueError: if the unit has parameters on several meshes.
+        """
+        for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
             group.options.reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -325,6 +333,14 @@ class FSDPModule:
             return list(self._unit().parts)
         found = (unit_of(module) for module in cast(nn.Module, self).modules())
         return list(dict.fromkeys(part for unit in found if unit is not None for part in unit.parts))
+
+    def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
+        """The groups of this module's own unit, to which ``method`` gives one function for one process group."""
+        groups = self._groups(recurse=False)
+        if len(groups) > 1:
+            meshes = ", ".join(dict.fromkeys(str(group.mesh.mesh) for group in groups))
+            raise ValueError(f"{method} is not supported for a unit with parameters on several meshes: {meshes}")
+        return groups
 
     def _groups(self, *, recurse: bool) -> list[ParamGroup]:
         return [unit.group for unit in self._units(recurse=recurse) if unit.group is not None]

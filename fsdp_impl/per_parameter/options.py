@@ -194,6 +194,7 @@ class _SymmetricMemory:
     """Buffers at the same place on every rank, which NCCL can read directly."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self.backend = backend
         symmetric_memory("set_backend")(backend)
         self._pool_of = symmetric_memory("get_mem_pool")
         # Rendezvous needs the communicator, which NCCL makes at the first collective.
@@ -299,11 +300,7 @@ def use_symmetric_memory(
         )
     _check_ours(options.all_gather, SymmetricGather, "all-gather")
     _check_ours(options.reduce_scatter, SymmetricReduce, "reduce-scatter")
-    if options.max_reduce_inputs > 1:
-        raise ValueError(
-            "set_reduce_scatter_max_input_buffers(>1) is not supported with the symmetric-memory reduce-scatter, but "
-            f"got {options.max_reduce_inputs} for {label}"
-        )
+    check_reduce_inputs(options.max_reduce_inputs, symmetric=options.force_sum, label=label)
     if group is None or options.reduce_group is None:
         return
     options.all_gather = SymmetricGather(group, backend)
@@ -311,10 +308,25 @@ def use_symmetric_memory(
         options.reduce_scatter = SymmetricReduce(options.reduce_group, backend)
 
 
+def set_reduce_inputs(options: GroupOptions, count: int, *, label: str) -> None:
+    """See ``FSDPModule.set_reduce_scatter_max_input_buffers``."""
+    check_reduce_inputs(count, symmetric=isinstance(options.reduce_scatter, SymmetricReduce), label=label)
+    options.max_reduce_inputs = count
+
+
+def check_reduce_inputs(count: int, *, symmetric: bool, label: str) -> None:
+    """Refuse several inputs in flight in symmetric memory, whose pool hands out one, whichever was set first."""
+    if count > 1 and symmetric:
+        raise ValueError(
+            "set_reduce_scatter_max_input_buffers(>1) is not supported with the symmetric-memory reduce-scatter, but "
+            f"got {count} for {label}"
+        )
+
+
 def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | None, *, enable: bool) -> None:
     """See ``FSDPModule.set_separate_reduce_scatter_group``; ``shared`` is the group of gathers."""
     if shared is None or not enable:
-        options.reduce_group = shared
+        _reduce_over(options, shared)
         return
     if shared not in _reduce_groups:
         # Ranks of other shard groups may not come here: only the members wait for each other.
@@ -324,7 +336,17 @@ def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | Non
             group_desc="fsdp_reduce_scatter",
             **_KEEPS_ORDER,
         )
-    options.reduce_group = _reduce_groups[shared]
+    _reduce_over(options, _reduce_groups[shared])
+
+
+def _reduce_over(options: GroupOptions, group: dist.ProcessGroup | None) -> None:
+    """Reduce over ``group``, in buffers of its allocator if they were of another group's."""
+    if group is not None and group is not options.reduce_group:
+        if isinstance(options.reduce_scatter, GroupMemoryReduce):
+            options.reduce_scatter = GroupMemoryReduce(group)
+        elif isinstance(options.reduce_scatter, SymmetricReduce):
+            options.reduce_scatter = SymmetricReduce(group, options.reduce_scatter.backend)
+    options.reduce_group = group
 
 
 def _check_ours(comm: object, kind: type, name: str) -> None:

@@ -136,6 +136,11 @@ def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtyp
 # Reductions
 
 
+# Layouts that are kept of the shards of parameters that have had gradients together. To make one takes the host longer
+# than to find it, and few subsets come again.
+_MAX_LAYOUTS = 64
+
+
 class Reduced(NamedTuple):
     """Sums of the gradients of ``params``: ``shards`` is 1-D, laid out as ``layout``, of the reduce dtype."""
 
@@ -309,6 +314,9 @@ class Reducer:
         dtypes = dtypes[:1] if len(set(dtypes)) == 1 else dtypes
         key: tuple[Any, ...] = dtypes if everyone else (*dtypes, *(param.serial for param in params))
         if key not in self._layouts:
+            if not everyone and len(self._layouts) >= _MAX_LAYOUTS:
+                # Routers choose other experts in each step: as many subsets as there are steps.
+                self._layouts.pop(next(iter(self._layouts)))
             mesh, sizes, dims = self._group.mesh, [p.size for p in params], [p.dim for p in params]
             each = dtypes * len(params) if len(dtypes) == 1 else dtypes
             self._layouts[key] = build_layout(sizes, each, mesh.size, mesh.rank, dims)

@@ -85,6 +85,9 @@ class Shards:
         moved = displaced(self.params)
         for param in moved:
             param.adopt()
+        if moved:
+            # A gather that follows sees what is adopted: the counters of other tensors are no change.
+            self.changes.look(self.versions())
         left = len([param for param in moved if param.slot is None])
         if left == 0:
             return False
@@ -103,6 +106,7 @@ class Shards:
             self._buffer = self._filled_buffer()
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.move_to(shard_view(self._buffer, slot))
+        self.changes.look(self.versions())
         return True
 
     def check_home(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
-from fsdp_impl.common.changes import drop_stale
+from fsdp_impl.common.changes import drop_stale, is_changed
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.order import Iteration, Phase
 from fsdp_impl.common.private import State, queue_callback
@@ -149,6 +149,8 @@ class Unit(State):
                 args, kwargs = hooks.call_after_backward(self._post_backward, inputs)
             self._unshard_now()
             return _cast_inputs(self._policy, args, kwargs)
+        if self._was_given_up(module):
+            self._leave_forward()
         if not self.to_run:
             self.to_run.update(self._modules)
         entering = self.phase is not Phase.FORWARD
@@ -189,6 +191,21 @@ class Unit(State):
     def _is_outermost(self, module: nn.Module) -> bool:
         """Whether nothing else of a model runs forward around ``module``; a recomputation goes on with the others."""
         return self.iteration.forward_root is self and self._outermost == ref(module) and not hooks.in_backward()
+
+    def _was_given_up(self, module: nn.Module) -> bool:
+        """Whether the outermost forward begins again because it raised before, and a step or a load came in between.
+
+        Without that, what is gathered is up to date: the forward may call itself, or be tried once more.
+        """
+        return self.phase is Phase.FORWARD and self._is_outermost(module) and is_changed(self.iteration.groups)
+
+    def _leave_forward(self) -> None:
+        """Forget a forward that raised; gradients of earlier microbatches stay."""
+        for unit in self.iteration.units:
+            unit.to_run.clear()
+            unit.phase = Phase.IDLE
+        self.iteration.forget_latest_forwards()
+        self.iteration.end_forward()
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lazy_init(self)

@@ -178,7 +178,7 @@ def _start(spec: RankSpec) -> RankState:
         rank=spec.index,
         world_size=key.size,
         timeout=_TIMEOUT,
-        # Groups that a mesh splits off a bound one need options of NCCL. At the level DETAIL a group is wrapped, and the
+        # Groups that a mesh splits off a bound one need options of NCCL. At the level DETAIL groups are wrapped, and a
         # wrapper cannot be split: a mesh of several dimensions would raise.
         device_id=device if key.backend == "nccl" and key.debug_level != "DETAIL" else None,
     )

@@ -7,13 +7,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from fsdp_impl import FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
+from fsdp_impl import (
+    FSDPMeshInfo,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    fully_shard,
+    share_comm_ctx,
+)
 from fsdp_impl.common import streams
+from fsdp_impl.per_parameter import options, reduction
 from shardproof.harness.judging.numerics import distance
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
-from tests.fsdp_impl.replicas import batch, tower
+from tests.fsdp_impl.replicas import MLP, batch, tower
 
 
 def sharded_tower(rank: Rank) -> tuple[Any, nn.Module]:
@@ -55,6 +64,80 @@ def test_symmetric_memory_is_for_nccl(rank: Rank) -> None:
     if rank.device.type == "cpu":
         with pytest.raises(NotImplementedError, match="NCCL on cuda, not NCCL on cpu"):
             sharded_tower(rank)[0].set_symm_mem_for_comm()
+
+
+class _Symmetric(options.SymmetricReduce):
+    """Symmetric memory of a host without it."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
+        self.group, self.backend = group, backend
+
+
+@world(1)
+@pytest.mark.parametrize("first", ["inputs", "memory"])
+def test_several_inputs_in_symmetric_memory_are_refused(rank: Rank, first: str) -> None:
+    """In either order, and only where reductions use that memory."""
+    cuda, group = torch.device("cuda", 0), rank.mesh().get_group()
+    for name in ("SymmetricGather", "SymmetricReduce"):
+        rank.monkeypatch.setattr(options, name, _Symmetric)
+    for reduces in (False, True):
+        chosen = options.GroupOptions(reduce_group=group, force_sum=reduces)
+        calls: list[Any] = [
+            lambda its=chosen: options.set_reduce_inputs(its, 2, label="layers.0"),
+            lambda its=chosen: options.use_symmetric_memory(its, group, "NCCL", cuda, label="layers.0"),
+        ]
+        before, after = calls if first == "inputs" else reversed(calls)
+        before()
+        if reduces:
+            with pytest.raises(ValueError, match=r"max_input_buffers\(>1\) is not supported .* got 2 for layers.0"):
+                after()
+        else:
+            after()
+
+
+@world(2)
+def test_buffers_of_reductions_are_of_their_group(rank: Rank) -> None:
+    """Whichever is set first: the memory of the process group, or a process group for reductions."""
+    shared = rank.mesh().get_group()
+    chosen = options.GroupOptions(reduce_group=shared)
+    options.use_group_memory(chosen, shared, enable=True)
+    for enable in (True, False):
+        options.separate_reduce_group(chosen, shared, enable=enable)
+        memory: Any = chosen.reduce_scatter
+        assert (chosen.reduce_group is shared) != enable
+        assert memory._group is chosen.reduce_group
+
+
+@world(4)
+def test_functions_for_one_group_are_refused_on_several_meshes(rank: Rank) -> None:
+    mesh = rank.mesh((2, 2), ("outer", "inner"))
+    model: Any = MLP(4)
+    part = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh=mesh["inner"], shard_mesh_dim=0))
+    fully_shard(model, mesh=rank.mesh(), shard_placement_fn=lambda one: part if one.ndim == 1 else None)
+    for name in ("set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(ValueError, match=rf"{name} is not supported .* several meshes: .*inner"):
+            getattr(model, name)(lambda shard: None)
+
+
+@world(1)
+def test_layouts_of_few_subsets_are_kept(rank: Rank) -> None:
+    """A router may choose another subset of parameters in each step."""
+    model: Any = fully_shard(Choosing(10), mesh=rank.mesh())
+    for step in range(100):
+        chosen = [number for number in range(10) if step >> number & 1]
+        model(batch(rank, step, (2, 4)), chosen or [0]).sum().backward()
+    assert 1 < len(model._unit().reducer._layouts) <= reduction._MAX_LAYOUTS
+
+
+class Choosing(nn.Module):
+    """A sum of chosen weights, times its input."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(number))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        return x * torch.stack([self.weights[number] for number in chosen]).sum(0)
 
 
 @world(2)
