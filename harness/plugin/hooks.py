@@ -189,8 +189,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Print what the installed torch lacks, and whether it is newer than the newest that has been tested."""
-    return environment.header() if options.asks_for_a_run(config) else []
+    """Print the files that the run tests, and what a reader must know about the installed torch."""
+    return environment.header(config.stash[STATE].selection) if options.asks_for_a_run(config) else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
