@@ -3,8 +3,9 @@
 They come from the contract, the collected suites and the enum of capabilities. It also writes the contract as JSON,
 which an installation without docs/ has, and the items of its newest version, those of `--effort standard`; the list of
 a version with a commit is closed. ``--check`` compares instead of writing. docs/features.md has a row for each
-requirement: the cases that check it, the capabilities and hardware without which none of them runs, and the built-in
-implementations that declare these. Both ways are checked: every requirement has a case, every case a requirement.
+requirement: the cases that check it, the capabilities and hardware that all or some of their items need, and the
+built-in implementations that declare these. Both ways are checked: every requirement has a case, every case a
+requirement.
 
 Run as ``python docs/make_features.py`` in the repository's root.
 """
@@ -15,14 +16,14 @@ import json
 import pathlib
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 from generating import ROOT, write_or_compare
 
 from shardproof.contract import CLASSES, Chapter, Item, Profile
-from shardproof.harness.adapters.capability import Capability, Hardware, families
+from shardproof.harness.adapters.capability import PREREQUISITES, Capability, Hardware, families
 from shardproof.harness.adapters.registry import load
 from shardproof.harness.plugin import cases, effort
 from shardproof.harness.plugin.selection import Effort
@@ -39,9 +40,10 @@ _HEAD = """\
 
 First the chapters, then a row for each requirement of [the contract](contract.md). *Cases* are the test functions that
 check it and the number of their items for one implementation, worlds counted apart. *Needs* names the capabilities and,
-in italics, the hardware that every one of these items needs; `any` stands for requirements that every implementation
-must meet. *Asked* are the built-in implementations that declare the capabilities of at least one item, which is then
-run if the hardware is there; the other implementations are `unsupported`.
+in italics, the hardware that every one of these items needs, and after `some` those that only some items do; `any`
+stands for requirements that every implementation must meet. *Asked* are the built-in implementations that declare the
+capabilities of at least one item, which is then run if the hardware is there; the other implementations are
+`unsupported`.
 
 Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
 
@@ -50,8 +52,10 @@ _CAPABILITIES = """\
 # Capabilities
 
 The features that an adapter can declare and that cases may need ([when to declare one](adapters.md#5-what-to-declare)).
-Each family begins with what to declare of it. In code `single-rank` is `Capability.SINGLE_RANK`. The last column is
-about some adapters; [implementations.md](implementations.md) says what each of all lacks. For any, or for your own,
+Each family begins with what to declare of it. In code `single-rank` is `Capability.SINGLE_RANK`. *Checked with* are
+capabilities without which no case can check it: with these and `COMMON`, which almost every adapter declares, some item
+needs no others, and an adapter that ignores the capability fails there (`tests/test_capabilities.py`). The last column
+is about some adapters; [implementations.md](implementations.md) says what each of all lacks. For any, or for your own,
 `shardproof implementations --capabilities NAME` prints this list.
 
 Written by `python docs/make_features.py`; `tests/test_features.py` compares."""
@@ -141,10 +145,12 @@ def capabilities() -> str:
     declared = {name: load(name).capabilities() for name in IMPLEMENTATIONS}
     parts = [_CAPABILITIES]
     for name, recipe, members in families():
-        parts.append(f"\n## {name}\n\n{recipe}\n\n| capability | what it says | declared by |\n|---|---|---|")
+        heads = "| capability | what it says | checked with | declared by |\n|---|---|---|---|"
+        parts.append(f"\n## {name}\n\n{recipe}\n\n{heads}")
         for one, said in members.items():
             names = [name for name in declared if one in declared[name]]
-            parts.append(f"| `{one}` | {said} | {'all' if len(names) == len(declared) else ', '.join(names)} |")
+            by = "all" if len(names) == len(declared) else ", ".join(names)
+            parts.append(f"| `{one}` | {said} | {', '.join(sorted(PREREQUISITES.get(one, ())))} | {by} |")
     return "\n".join(parts) + "\n"
 
 
@@ -157,10 +163,16 @@ def _case(id_: str) -> str:
 
 
 def _needs(of_any: bool, items: Mapping[str, Item]) -> str:
-    common = frozenset.intersection(*(item.needs | item.hardware for item in items.values()))
-    capabilities = [str(name) for name in Capability if str(name) in common]
-    hardware = [f"*{name}*" for name in Hardware if str(name) in common]
-    return ", ".join([*(["any"] if of_any else []), *capabilities, *hardware])
+    found = [item.needs | item.hardware for item in items.values()]
+    common = frozenset.intersection(*found)
+    every = ", ".join([*(["any"] if of_any else []), *_named(common)])
+    some = ", ".join(_named(frozenset.union(*found) - common))
+    return "; ".join(filter(None, [every, some and f"some: {some}"]))
+
+
+def _named(needs: Collection[str]) -> list[str]:
+    """The names of capabilities, and in italics those of hardware, in their order."""
+    return [*(one for one in Capability if one in needs), *(f"*{one}*" for one in Hardware if one in needs)]
 
 
 def _asked(items: Mapping[str, Item], declared: Mapping[str, set[str]]) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_impl.per_parameter.mesh import KEEP
 from fsdp_impl.per_parameter.unit import unit_of
-from planted import table
+from planted import ignoring, table
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
@@ -94,12 +94,19 @@ _SOUND = {"reference": ReferenceAdapter, "reference.flat": ReferenceFlatAdapter}
 
 
 def __getattr__(name: str) -> type[Adapter]:
-    """The adapter of an edit: the id of its row with underscores; with "elsewhere_" before it, raising at its place."""
+    """The adapter of an edit: the id of its row with underscores; with "elsewhere_" before it, raising at its place.
+
+    With "without_" before it, a capability: the adapter that ignores it.
+    """
     wanted = name.removeprefix(table.RAISES)
-    if name != wanted and wanted in globals():
-        made: type[Adapter] = type(
-            name, (globals()[wanted],), {"name": name, "__init__": _raise, "__module__": __name__}
-        )
+    if name == wanted and name.startswith(table.WITHOUT):
+        capability = Capability(name.removeprefix(table.WITHOUT).replace("_", "-"))
+        base = next(one for one in _SOUND.values() if capability in one.capabilities())
+        own = ignoring.made(base, capability) | {"name": name.replace("_", "-"), "__module__": __name__}
+        made: type[Adapter] = type(name, (base,), own)
+    elif name != wanted and (wanted in globals() or wanted.startswith(table.WITHOUT)):
+        sound = globals().get(wanted) or __getattr__(wanted)
+        made = type(name, (sound,), {"name": name, "__init__": _raise, "__module__": __name__})
     else:
         bug = table.find(wanted.replace("_", "-"))
         if bug is None or bug.old is None:

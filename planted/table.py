@@ -28,6 +28,8 @@ MIN_SAYS = 12
 ELSEWHERE = "planted elsewhere"
 #: Begins the name of the adapter that raises it.
 RAISES = "elsewhere_"
+#: Begins the name of the adapter that ignores a capability.
+WITHOUT = "without_"
 
 #: The module of implementations with the doctor attached.
 WATCHING = "planted.watched"
@@ -38,7 +40,7 @@ UNHEALTHY = "Unhealthy: step"
 
 _KEYS = {
     "id": str, "requirement": str, "in": str, "old": str, "new": str, "found_by": str, "says": (str, list),
-    "ranks": str, "gpus": int, "simulate": int,
+    "ranks": str, "gpus": int, "simulate": int, "ignores": str,
 }  # fmt: skip
 
 
@@ -59,6 +61,9 @@ class Bug:
     own_ranks: bool = False  # the key ``ranks = "own"``: what the bug does depends on what its ranks ran before
     gpus: int = 0  # how many GPUs it needs; 0 for a CPU
     simulate: int = 0  # the size of the simulated world in which its item runs; 0 for real ranks
+    # The capability that is declared and that the bug amounts to ignoring; empty for none. The name of an adapter
+    # "without_<capability>" says it too.
+    ignores: str = ""
 
     @property
     def implementation(self) -> str:
@@ -186,6 +191,12 @@ def contract_marks() -> dict[str, list[str]]:
     return marks
 
 
+def _ignored(place: str) -> str:
+    """The capability that an adapter ignores by its name."""
+    start = f"{WRITTEN}:{WITHOUT}"
+    return place.removeprefix(start).replace("_", "-") if place.startswith(start) else ""
+
+
 def _bug(row: dict[str, Any], chapter: str) -> Bug:
     where = f"planted/{chapter}.toml, {row.get('id', 'a row without an id')}"
     for key, value in row.items():
@@ -205,5 +216,5 @@ def _bug(row: dict[str, Any], chapter: str) -> Bug:
     return Bug(
         id=row["id"], requirement=row["requirement"], place=row["in"], old=row.get("old"), new=row.get("new"),
         item=f"suites/test_{chapter}.py::{row['found_by']}", says=tuple(says), own_ranks="ranks" in row,
-        gpus=row.get("gpus", 0), simulate=row.get("simulate", 0),
+        gpus=row.get("gpus", 0), simulate=row.get("simulate", 0), ignores=row.get("ignores", _ignored(row["in"])),
     )  # fmt: skip

@@ -91,7 +91,7 @@ def _effort(run: Run) -> list[str]:
         counts.update({PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})
     left_out, kept = counts.total(), sum(map(len, run.selected.values()))
     what = f"{left_out} of {left_out + kept} cases left out: {_by_name(counts)}" if left_out else "all cases"
-    text = f"effort {run.effort.name}: {what}"
+    text = f"{f'profile {run.effort.profile}' if run.effort.profile else f'effort {run.effort.name}'}: {what}"
     return textwrap.wrap(printable(text), _WIDTH, subsequent_indent="  ", break_long_words=False)
 
 

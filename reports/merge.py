@@ -283,7 +283,7 @@ def _unasked(sources: Sequence[_Source], labels: Mapping[Column, str]) -> dict[s
 
 
 def _effort(sources: Sequence[_Source], labels: Mapping[Column, str]) -> Effort:
-    """Return the least effort of all files, and the cases that they left out."""
+    """Return the least effort of all files, the cases that they left out, and their profile if they have one."""
     names = [source.run.effort.name if source.run.effort else EFFORTS[-1] for source in sources]
     deselected: dict[str, dict[str, int]] = {}
     for source in sources:
@@ -291,7 +291,9 @@ def _effort(sources: Sequence[_Source], labels: Mapping[Column, str]) -> Effort:
             mine = deselected.setdefault(labels[source.column(name)], {})
             # Two files that leave out cases of one chapter leave out the same ones.
             mine.update({file: max(count, mine.get(file, 0)) for file, count in counts.items()})
-    return Effort(name=min(names, key=EFFORTS.index), deselected=deselected)
+    profiles = {source.run.effort.profile if source.run.effort else "" for source in sources}
+    profile = profiles.pop() if len(profiles) == 1 else ""
+    return Effort(name=min(names, key=EFFORTS.index), deselected=deselected, profile=profile)
 
 
 def _end(sources: Sequence[_Source]) -> End:

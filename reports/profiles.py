@@ -17,7 +17,8 @@ class Standing:
     """How far an implementation is from a profile, by the items of the newest version of the contract.
 
     ``lacks`` counts skipped items by what was missing, ``fails`` those that ran and did not pass by their findings or
-    ids. ``not_run`` are the items without a record; ``unsharded`` is to be sharded and not known to be so.
+    ids. ``not_run`` are the items without a record, ``seconds`` what the others took; ``unsharded`` is to be sharded
+    and not known to be so.
     """
 
     profile: str
@@ -29,6 +30,7 @@ class Standing:
     lacks: Mapping[str, int]
     fails: Mapping[str, int]
     not_run: int
+    seconds: float
     unsharded: Sequence[str]
 
     @property
@@ -49,7 +51,10 @@ class Standing:
 def standings(run: Run) -> list[Standing]:
     """Return the standings of each implementation of a run, in the order of the profiles.
 
-    A run of other cases, or on hardware of no class, such as GPUs without NCCL, has none.
+    They are those of the profiles all of whose items the run asked for: of one by ``--profile``, or of all as by
+    ``--contract``. What another run selects depends on what the implementation declares, and so would its figures. Runs
+    from before the first version asked for all that there was. A run on hardware of no class, such as GPUs without
+    NCCL, has none.
     """
     found = []
     environments = [run.environment, *(part.environment for part in run.merged)]
@@ -59,22 +64,38 @@ def standings(run: Run) -> list[Standing]:
         shards = told.shards or (contract.SHARDS if "sharded" in told.capabilities else ())
         records = {case.id: case for case in run.cases if case.implementation == name}
         devices = {case.device for case in records.values()}
-        gpus = "nccl-2" if "cpu" not in devices and any(one.nccl for one in environments) else ""
+        has_nccl = any(one.nccl for one in environments)
         torch = public_version(told.torch or run.environment.torch)
-        hardware = "cpu-4" if devices == {"cpu"} else gpus
-        items = contract.items(contract.version_of(run.environment.contract))
-        for profile, what in contract.profiles().items() if records.keys() & items.keys() else ():
-            ids = [id_ for id_, item in items.items() if what.has(item, hardware)]
+        kinds = {contract.class_of(device, has_nccl=has_nccl) for device in devices}
+        hardware = kinds.pop() if len(kinds) == 1 else ""
+        version = contract.version_of(run.environment.contract)
+        asked = _asked(run, name)
+        for profile, what in contract.profiles().items() if records.keys() & contract.items(version).keys() else ():
+            ids = contract.items_of_profile(profile, hardware, of=version)
+            if asked is not None and not (ids <= asked and _profile(run) in ("", profile)):
+                continue
             ran = [records[id_] for id_ in ids if id_ in records]
             others = [case for case in ran if case.verdict is not Verdict.PASS]
             skipped = [case for case in others if case.verdict.is_skip]
             if ids:
                 lacks = _counts(one for case in skipped for one in case.missing or ["what it does not name"])
                 fails = _counts(cause(case) for case in others if not case.verdict.is_skip)
-                counts = (len(ids), len(ran) - len(others), lacks, fails, len(ids) - len(ran))
+                seconds = sum(case.seconds for case in ran)
+                counts = (len(ids), len(ran) - len(others), lacks, fails, len(ids) - len(ran), seconds)
                 unsharded = [one for one in contract.SHARDS if one in what.shards - {*shards}]
                 found.append(Standing(profile, hardware, name, torch, *counts, unsharded))
     return found
+
+
+def _asked(run: Run, implementation: str) -> frozenset[str] | None:
+    """The ids of what a run selected; None for one from before the first version, or merged of several."""
+    known = run.environment.contract in contract.versions()
+    return frozenset(run.selected.get(implementation, ())) if known else None
+
+
+def _profile(run: Run) -> str:
+    """The profile that a run asked for; empty for none."""
+    return run.effort.profile if run.effort else ""
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
@@ -91,12 +112,31 @@ def places(runs: Iterable[Run]) -> dict[tuple[str, str], list[list[Standing]]]:
     return found
 
 
+def _cells(row: Iterable[Standing], profiles: Iterable[str]) -> list[str]:
+    """The cells of a row; a dash for a profile that its run did not ask for."""
+    cells = {one.profile: one.cell for one in row}
+    return [cells.get(name, "-") for name in profiles]
+
+
+def _why_none(run: Run) -> str:
+    version = contract.version_of(run.environment.contract)
+    return f"the run did not ask for all items of one: run --profile NAME, or --contract {version}"
+
+
 def render_profiles(runs: Iterable[Run]) -> str:
     """Render standings: for each class and torch a table of implementations by profiles, and what is missing."""
     runs = [*runs]
     lines = [f"contract {', '.join(sorted({contract.version_of(run.environment.contract) for run in runs}))}: {LEGEND}"]
     for (hardware, torch), rows in places(runs).items():
-        cells = [[row[0].implementation, *(one.cell for one in row)] for row in rows]
-        lines += ["", f"{hardware}, torch {torch}:", *table([["", *(one.profile for one in rows[0])], *cells])]
+        profiles = list(dict.fromkeys(one.profile for row in rows for one in row))
+        cells = [[row[0].implementation, *_cells(row, profiles)] for row in rows]
+        lines += ["", f"{hardware}, torch {torch}:", *table([["", *profiles], *cells])]
         lines += [f"{one.implementation}, {one.profile}: {one.missing}" for row in rows for one in row if one.missing]
+    for run in runs:
+        mine = standings(run)
+        if _profile(run):
+            costs = (f"{one.implementation}, {one.profile}: {one.items} items in {one.seconds:.0f} s" for one in mine)
+            lines += ["", *costs]
+        elif not mine:
+            lines += ["", f"{', '.join(run.implementations)}: no profile, because {_why_none(run)}"]
     return "\n".join(map(printable, lines)) + "\n"

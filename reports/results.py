@@ -58,12 +58,17 @@ def _checked(data: Any, without_digest: bool) -> Run:
     if env.contract:
         what = f"environment.contract: {env.contract!r} is none of {', '.join(contract.versions())}"
         _refuse(env.contract not in contract.versions(), what)
-        items = contract.items(env.contract).items()
+        items, profile = contract.items(env.contract).items(), run.effort.profile if run.effort else ""
         of_class = [id_ for id_, item in items if contract.CLASSES[hardware].has(item)]
+        if profile:
+            what = f"effort.profile: {profile!r} is none of {', '.join(contract.profiles())}"
+            _refuse(profile not in contract.profiles(), what)
+            of_class = sorted(contract.items_of_profile(profile, hardware, of=env.contract))
         for name in run.implementations:
             recorded = {case.id for case in run.cases if case.implementation == name}
             lacking = [id_ for id_ in of_class if id_ not in recorded] or [""]
-            what = f"{len(lacking)} of {len(of_class)} items of contract {env.contract} on {hardware}"
+            of = f"profile {profile} of contract" if profile else "contract"
+            what = f"{len(lacking)} of {len(of_class)} items of {of} {env.contract} on {hardware}"
             _refuse(lacking[0], f"cases: {name} has no record of {what}, such as {lacking[0]}")
     return run
 
@@ -121,7 +126,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "shardproof": env.shardproof, "shardproof_commit": env.shardproof_commit, "suites": run.suites,
         "effort": run.effort.name if run.effort else "full", "started": env.started,
         "profiles_of": contract.version_of(env.contract), "implementations": results,
-    }  # fmt: skip
+    } | ({"profile": run.effort.profile} if run.effort and run.effort.profile else {})  # fmt: skip
 
 
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -152,16 +157,21 @@ def place_of(summary: Mapping[str, Any]) -> str:
 
 def rows_of(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of the index for each implementation in each run: by name and hardware, the newest first."""
-    shared = ("contract", "hardware", "torch", "shardproof", "shardproof_commit", "started", "digest")
+    shared = ("contract", "hardware", "torch", "shardproof", "shardproof_commit", "started", "digest", "profile")
     rows = [
         {"implementation": name}
         | {key: result[key] for key in ("version", "score", "profiles")}
-        | {key: one[key] for key in shared}
-        | {"summary": place_of(one), "badge": f"badges/{quote(name, safe='')}-{one['hardware']}.svg"}
+        | {key: one[key] for key in shared if key != "profile" or key in one}
+        | {"summary": place_of(one), "badge": f"badges/{'-'.join([quote(name, safe=''), *_of(one)])}.svg"}
         for one in sorted(summaries, key=_age, reverse=True)
         for name, result in one["implementations"].items()
     ]
     return sorted(rows, key=lambda row: (not row["badge"].startswith("badges/reference"), row["badge"]))
+
+
+def _of(summary: Mapping[str, Any]) -> list[str]:
+    """What a result is of: a hardware class, and a profile if no more was asked for."""
+    return [summary["hardware"], *([summary["profile"]] if "profile" in summary else [])]
 
 
 def _age(summary: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -170,7 +180,7 @@ def _age(summary: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the first of the rows of each implementation and hardware class."""
+    """Return the first of the rows of each implementation and hardware class, and profile if no more was asked for."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(row["badge"], row)

@@ -45,6 +45,13 @@ CLASSES = {"cpu-4": HardwareClass(4, frozenset()), "nccl-2": HardwareClass(2, fr
 """The hardware classes by name."""
 
 
+def class_of(device: str, *, has_nccl: bool) -> str:
+    """Return the hardware class of a run by the device type of its ranks; empty if it is of none."""
+    if device == "cpu":
+        return "cpu-4"
+    return "nccl-2" if has_nccl else ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """What a kind of user needs: items that check one of the requirements and need no other than these capabilities.
@@ -111,6 +118,11 @@ def items(of: str | None = None) -> Mapping[str, Item]:
             ranks = int(words[0].partition("-")[0].removeprefix("w"))
             found[f"{case}[{words[0]}]"] = Item(requirements, ranks, frozenset(needs), frozenset(hardware))
     return found
+
+
+def items_of_profile(name: str, hardware: str, *, of: str | None = None) -> frozenset[str]:
+    """Return the ids of the items of a profile that a hardware class can have, in a version, by default the newest."""
+    return frozenset(id_ for id_, item in items(of).items() if profiles()[name].has(item, hardware))
 
 
 @functools.cache

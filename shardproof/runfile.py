@@ -334,6 +334,7 @@ class Effort:
 
     name: EffortName = says("the effort")
     deselected: Mapping[str, Mapping[str, Positive]] = written("cases left out, by implementation and file", default={})
+    profile: str = says("the profile of the contract whose items ran; missing of other runs", default="")
 
 
 @described()

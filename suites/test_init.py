@@ -294,6 +294,24 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
     pair.checked_step(rank.batch(0, (4, 9)))
 
 
+@contract("INIT-12")
+@needs(Capability.SYNC_STATES)
+def test_ranks_begin_with_values_of_their_own(rank: Rank) -> None:
+    """Ranks whose models differ take the parameters and buffers of the first rank, and train as DDP does."""
+    model = shapes.DrawnStack(dim=9)
+    full = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def differ(plain: nn.Module) -> nn.Module:
+        for tensor in [*plain.parameters(), *plain.buffers()]:
+            tensor.add_(rank.index)
+        return plain
+
+    pair = rank.pair(model, units=model.units(), prepare=differ, sync_states=True)
+    check_values(rank, pair.adapter, full)
+    pair.checked_step(rank.batch(0, (4, 9)))
+
+
 @contract("INIT-2")
 @needs(Capability.META_DEVICE, Capability.SHARDED, Hardware.ACCELERATOR)
 def test_shards_draw_different_values(rank: Rank) -> None:

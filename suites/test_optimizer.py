@@ -51,6 +51,17 @@ def replace_parameters(run: Run, *places: str) -> None:
             setattr(owner, name, nn.Parameter(parameter.detach().clone()))
 
 
+@contract("OPTIMIZER-29")
+@needs(Capability.FLAT_PARAMETERS)
+def test_optimizer_of_flat_parameters(rank: Rank) -> None:
+    """The optimizer gets one parameter of one dimension for each unit, and its step is that of full copies."""
+    run, replica = both(rank, flat_parameters=True)
+    assert run.adapter.optimizer is not None
+    shapes = [tuple(one.shape) for group in run.adapter.optimizer.param_groups for one in group["params"]]
+    assert len(shapes) == len(UNITS) + 1 and all(len(shape) == 1 for shape in shapes), f"parameters of shapes {shapes}"
+    step_and_check(rank, run, replica, [(rank.batch(0, SHAPE),)], number=0)
+
+
 @contract("OPTIMIZER-1")
 @needs(Capability.ADAM)
 @FLAT

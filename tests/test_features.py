@@ -59,7 +59,7 @@ def test_rows(make_features):
     }
     assert make_features.problems(chapters, items) == []
     page = make_features.page(chapters, items)
-    assert "| ONE-1 | test_trains (2) | any | all |" in page
+    assert "| ONE-1 | test_trains (2) | any; some: grouped-unit | all |" in page
     assert "| ONE-2 | test_clips (1) | grouped-unit, clipping, *streams* | reference, torch.fully_shard |" in page
     assert "| ONE | the first | 2 | 2 |" in page
 

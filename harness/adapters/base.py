@@ -6,6 +6,7 @@ backward, clipping and the optimizer step. docs/adapters.md has a complete examp
 
 import contextlib
 import importlib.util
+import inspect
 import pathlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -193,6 +194,16 @@ class Adapter(ABC):
         return torch.__version__
 
     @classmethod
+    def source(cls) -> str | None:
+        """Return the file of the implementation, which the header of a run prints beside that of the adapter, or None.
+
+        The default is the file of :attr:`api` or :attr:`fully_shard`, if the adapter has one. Called in the pytest
+        process, so it must not import the implementation.
+        """
+        driven = getattr(cls, "api", None) or getattr(cls, "fully_shard", None)
+        return inspect.getsourcefile(driven) if driven is not None else None
+
+    @classmethod
     def prepare(cls, device_type: str) -> None:
         """Change a rank's process permanently: set environment variables, import packages that patch others.
 
@@ -342,7 +353,7 @@ class Adapter(ABC):
         """
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the tensors that the optimizer updates, by parameter names of the original model."""
+        """Return the tensors that the optimizer updates, by parameter names of the original model, as below."""
         return self.named_parameters()
 
     def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
@@ -364,7 +375,11 @@ class Adapter(ABC):
         }
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the registered parameters, sharded or gathered, by their names in the original model."""
+        """Return the registered parameters, sharded or gathered, by their names in the original model.
+
+        Every parameter of the original model has an entry, a tied one under one of its names. Where several lie in one
+        flat parameter, each of their names has that one. Only with :attr:`Config.flat_parameters` may names be others.
+        """
         return {original_name(name): value for name, value in self.module.named_parameters()}
 
     def gathered(self) -> dict[str, bool]:
@@ -618,6 +633,11 @@ class Packaged(Adapter):
     @classmethod
     def version(cls) -> str:
         return metadata.version(cls.package)
+
+    @classmethod
+    def source(cls) -> str | None:
+        spec = importlib.util.find_spec(cls.module_name or cls.package.replace("-", "_"))
+        return spec.origin if spec else None
 
 
 class NoAdapter(Adapter):

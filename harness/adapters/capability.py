@@ -314,6 +314,65 @@ COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Ca
 """The same, with a call that clips gradients by any norm."""
 
 
+PREREQUISITES = {
+    Capability(one): Capability.of(others)
+    for one, others in {
+        # Seen in what modules register alone.
+        "manual-reshard": "registered-state",
+        "reshard-to-size-uneven": "reshard-to-size registered-state manual-reshard",
+        "root-reshard": "reshard-after-forward registered-state",
+        # Seen in which collectives there are alone.
+        "deferred-all-reduce": "hybrid single-rank deferred-reduction counted-units",
+        "deferred-per-unit": "deferred-reduction reshard-after-forward root-reshard counted-units",
+        "deferred-reduction": "counted-units",
+        "gather-order": "counted-units",
+        "gathers-ahead": "reshard-after-forward counted-units",
+        "keep-after-backward": "deferred-reduction reshard-after-forward counted-units",
+        "marked-last-backward": "deferred-per-unit reshard-after-forward root-reshard counted-units gather-order",
+        "recomputes-gathered": "recomputation counted-units",
+        "reshard-a-part": "root-reshard tensor-parallel counted-units",
+        "reshard-to-size": "root-reshard counted-units",
+        "wrapping-policy": "counted-units",
+        # A part or a variant of another.
+        "accumulation-dtypes": "mixed-precision deferred-reduction",
+        "buffer-dtype": "mixed-precision",
+        "clip-any-norm": "clipping",
+        "clip-empty-shards": "clipping",
+        "clip-raises": "clipping clip-by-call sharded",
+        "clip-some": "clipping",
+        "full-precision-evaluation": "mixed-precision",
+        "full-state-dict": "distributed-checkpoint",
+        "gather-release": "gather-extension",
+        "low-precision-gradients": "mixed-precision",
+        "offload-choice": "offload",
+        "optimizer-keys": "distributed-checkpoint",
+        "output-dtype": "mixed-precision",
+        "pageable-offload": "offload",
+        "parameter-dtypes": "mixed-precision",
+        "spmd-types": "named-dimensions tensor-parallel",
+        "tensor-parallel-checkpoint": "distributed-checkpoint tensor-parallel",
+        "tensor-parallel-counts": "tensor-parallel",
+        "whole-on-cpu": "whole-parameters",
+        # Called, or set, by what another stands for.
+        "async-unshard": "registered-state",
+        "dtensor-parameters": "sharded",
+        "host-runs-ahead": "sharded",
+        "keep-unsharded-storage": "unit-settings reshard-after-forward sharded",
+        "loss-scaling": "own-optimizer",
+        "manual-backward-finalization": "autograd-calls own-optimizer",
+        "named-dimensions": "tensor-parallel",
+        "own-reduce-group": "unit-settings",
+        "parameter-meshes": "tensor-parallel",
+        "replicated-modules": "ignored-parameters",
+        "shared-context": "autograd-calls own-optimizer",
+        "symmetric-memory": "unit-settings",
+        "unit-meshes": "order-validation",
+        "unit-settings": "reshard-after-forward",
+    }.items()
+}
+"""By capability, the others without which no case can check it; each other one is checked with :data:`COMMON` alone."""
+
+
 def families() -> Iterator[tuple[str, str, dict[Capability, str]]]:
     """Read the families from the source of :class:`Capability`, in its order: name, recipe, descriptions."""
     text = inspect.getsource(Capability).replace("``", "`")

@@ -54,6 +54,9 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     version = asked.read("version()", adapter.version)
     if not isinstance(version, str):
         raise asked.wrong("version()", version, "a string")
+    source = asked.read("source()", adapter.source)
+    if source is not None and not isinstance(source, str):
+        raise asked.wrong("source()", source, "the name of a file, or None")
     _check_claims(asked, adapter, traits, frozenset(capabilities))
 
 

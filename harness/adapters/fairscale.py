@@ -216,8 +216,8 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
         return cast(nn.Module, self._wrappers[name] if name in self._wrappers else self._modules[name])
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the flat parameters, by the name of the unit's module."""
-        return {f"{unit.module}.flat" if unit.module else "flat": parameter for unit, parameter in self._held_flat}
+        """Return for each parameter the flat one that has it."""
+        return {name: parameter for unit, parameter in self._held_flat for name in unit.names}
 
     def teardown(self) -> None:
         """Free what the flat parameters hold: they stay, beside later cases (``Traits.frees_models``)."""

@@ -48,6 +48,10 @@ class ReplicaAdapter(ByParameter):
     def availability(cls, device_type: str) -> str | None:
         return None
 
+    @classmethod
+    def source(cls) -> str | None:
+        return torch.__file__
+
     def piece(self, name: str, tensor: torch.Tensor) -> Piece:
         return whole(tensor)
 
@@ -113,6 +117,8 @@ OF_DDP = UNSHARDED | Capability.of(
 class DdpAdapter(ReplicaAdapter):
     """``DistributedDataParallel`` with ``broadcast_buffers=False``: the usual baseline.
 
+    Where ranks begin with the first one's values it is True: without it DDP sends parameters alone.
+
     As an implementation under test it is the control: it shards nothing and must never diverge from the baseline.
     """
 
@@ -130,7 +136,10 @@ class DdpAdapter(ReplicaAdapter):
             # construction.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self._ddp = self.module = DistributedDataParallel(
-                model, process_group=self.group, broadcast_buffers=False, find_unused_parameters=config.find_unused
+                model,
+                process_group=self.group,
+                broadcast_buffers=bool(config.sync_states),
+                find_unused_parameters=config.find_unused,
             )
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 

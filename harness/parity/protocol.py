@@ -58,7 +58,16 @@ _MOST_FRAMES = 5
 def make(
     implementation: type[Adapter], model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config
 ) -> Adapter:
-    """Make an adapter; ProtocolError if its constructor breaks the protocol, or leaves out an attribute."""
+    """Make an adapter.
+
+    Raises:
+        ProtocolError: its constructor breaks the protocol or leaves out an attribute, or a parameter of the original
+            model has no name in the dicts that cases look into. The message is one line.
+    """
+    # Before sharding, which may take the parameters out of the modules.
+    every_name = {tie.names[0]: frozenset(tie.names) for tie in ties_of(model)}
+    for name, _ in model.named_parameters():
+        every_name.setdefault(original_name(name), frozenset({original_name(name)}))
     try:
         adapter = implementation(model, optimizer=optimizer, config=config)
     except TypeError as error:
@@ -79,7 +88,26 @@ def make(
             raise ProtocolError(
                 f"adapter {_name(implementation)}: the attribute {attribute!r} is {_kind(value)}; {wanted}"
             )
+    if not config.flat_parameters:  # flat parameters have no names of the model
+        _check_names(adapter, every_name)
     return adapter
+
+
+def _check_names(adapter: Adapter, names: Mapping[str, Collection[str]]) -> None:
+    """Check that each parameter of the original model is found by one of its names.
+
+    Cases count and read parameters by these dicts: where some are missing, they would fail for reasons of their own.
+    """
+    for method, what in (("named_parameters", "is registered"), ("held_parameters", "the optimizer updates")):
+        found = getattr(adapter, method)()
+        who = f"adapter {_name(type(adapter))}: {method}()"
+        if not isinstance(found, Mapping):
+            raise ProtocolError(f"{who} returned {_kind(found)}; it returns a dict from names to parameters")
+        if missing := [name for name, others in names.items() if found.keys().isdisjoint(others)]:
+            raise ProtocolError(
+                f"{who} lacks {len(missing)} of the original model's {len(names)} parameters: "
+                f"{one_line(', '.join(missing))}; it returns for each what {what}, if that is a flat chunk the chunk"
+            )
 
 
 def pieces_of(

@@ -28,6 +28,7 @@ from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Effort, Selection
 from shardproof.harness.plugin.state import State
+from shardproof.runfile import Verdict
 
 # Chooses few of the combinations of a case's parameters, which together have every pair of values.
 #
@@ -305,16 +306,31 @@ class Shortening:
 
     def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
         selection = self._state.selection
-        if selection.contract:
-            return {item for item in functions if cases.case_id(item) in contract.items()}
+        if selection.profile or selection.contract:
+            ids: Container[str] = contract.items()
+            if selection.profile:
+                ids = contract.items_of_profile(selection.profile, selection.hardware_class)
+            return {item for item in functions if cases.case_id(item) in ids}
         if selection.effort == Effort.FULL:
             return set(functions)
         kept = set(_named(functions, config))
         return kept.union(choose([item for item in functions if item not in kept], selection, selection.effort))
 
 
-def summary(effort: Effort, progress: Progress) -> str:
-    """Return in one line which effort was run and what it left out."""
+def lines(selection: Selection, progress: Progress) -> list[str]:
+    """Return which effort was run and what it left out, or how far each implementation is from the profile that ran."""
+    if not selection.profile:
+        return [_summary(selection.effort, progress)]
+    name, hardware = selection.profile, selection.hardware_class
+    number = len(contract.items_of_profile(name, hardware))
+    return [
+        f"profile {name} on {hardware}: {one} passed {progress.verdicts[one, Verdict.PASS]} of {number} items, "
+        f"in {progress.seconds[one]:.0f} s of cases"
+        for one in selection.implementations
+    ]
+
+
+def _summary(effort: Effort, progress: Progress) -> str:
     counts: collections.Counter[str] = collections.Counter()
     for files in progress.spared.values():
         counts.update({pathlib.PurePath(file).stem.removeprefix("test_"): count for file, count in files.items()})

@@ -5,12 +5,14 @@ import datetime
 import os
 import pathlib
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 from packaging.version import InvalidVersion, Version
 
 import shardproof
 from shardproof import contract
+from shardproof.harness.adapters import registry
 from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.torchrun.fleet import Fleet
@@ -73,19 +75,31 @@ def describe(
     )
 
 
-def header() -> list[str]:
-    """Return what a reader of a run must know about the installed torch beforehand, in one line each."""
+def header(selection: Selection) -> list[str]:
+    """Return what a reader of a run must know beforehand, in one line each: its files, and what is new about torch."""
     import torch
 
     from shardproof.harness.tensors import private
 
-    lines = [f"shardproof: {part}: {what}" for part, what in private.mends().items()]
+    lines = [f"shardproof: {name}: {files}" for name, files in _files(selection).items()]
+    lines += [f"shardproof: {part}: {what}" for part, what in private.mends().items()]
     with contextlib.suppress(InvalidVersion):
         release = Version(torch.__version__).release[:2]
         if release > NEWEST_TORCH:
             found, tested = (".".join(map(str, one)) for one in (release, NEWEST_TORCH))
             lines.append(f"shardproof: torch {found} is newer than the newest tested one, {tested}")
     return lines
+
+
+def _files(selection: Selection) -> Mapping[str, str]:
+    """The file of each adapter, and that of its implementation, if the adapter names it."""
+    found = {}
+    for name, adapter in selection.implementations.items():
+        if name not in selection.not_imported and name not in registry.OWN_TRAINING:
+            file = getattr(sys.modules[adapter.__module__], "__file__", None) or adapter.__module__
+            source = adapter.source()
+            found[name] = f"{file} drives {source}" if source else file
+    return found
 
 
 def _job(fleet: Fleet) -> Torchrun:

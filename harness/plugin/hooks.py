@@ -189,8 +189,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Print what the installed torch lacks, and whether it is newer than the newest that has been tested."""
-    return environment.header() if options.asks_for_a_run(config) else []
+    """Print the files that the run tests, and what a reader must know about the installed torch."""
+    return environment.header(config.stash[STATE].selection) if options.asks_for_a_run(config) else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
@@ -201,7 +201,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
     chosen = config.stash[STATE].selection
     ranks = ", ".join(map(str, sorted({one.simulates or one.size for one in launches})))
     what = f"{len(launches)} {'case' if len(launches) == 1 else 'cases'} of {', '.join(chosen.implementations)}"
-    return [f"shardproof: {what}; ranks: {ranks}; device: {chosen.device}; effort: {chosen.effort}"]
+    return [f"shardproof: {what}; ranks: {ranks}; device: {chosen.device}; {chosen.asked}"]
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -387,8 +387,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
-        terminalreporter.write_line(effort.summary(state.selection.effort, state.progress))
-        for line in cases.lines(state.progress.unasked):
+        for line in [*effort.lines(state.selection, state.progress), *cases.lines(state.progress.unasked)]:
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():

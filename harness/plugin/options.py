@@ -49,6 +49,7 @@ _HELP = {
     "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
     "every number of ranks) or quick (one item of each test function)",
     "contract": "run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
+    "profile": "run the items of this profile of the contract, such as core, and no others; instead of --effort",
     "fuzz": "seconds for which the cases that draw models and schedules, in total, search for a failing example "
     "(default: 10 examples each, always the same)",
     "expectations": "another file of known failures, in addition to those next to the cases; may be repeated",
@@ -68,6 +69,7 @@ _OPTIONS = (
     _Option("isolate", {"action": "store_true"}),
     _Option("effort", {"metavar": "NAME", "default": "full"}),
     _Option("contract", {"metavar": "VERSION"}),
+    _Option("profile", {"metavar": "NAME"}),
     _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
     _Option("expectations", {"action": "append", "metavar": "FILE"}),
     _Option("explain", {"action": "store_true"}),

@@ -21,6 +21,7 @@ class Progress:
         spared: the number of cases that the effort of the run left out, by implementation and file.
         unasked: by implementation, what is required of every implementation and no case asks, and what it would need.
         left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
+        seconds: what the cases of each implementation took.
         examples: the number of examples that cases which draw them have run.
         verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
             its last verdict.
@@ -33,6 +34,7 @@ class Progress:
         self.left_out: list[dict[str, str]] = []
         self.examples = 0
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         self._last: dict[tuple[str, str], str] = {}
         self._attempts: collections.Counter[tuple[str, str]] = collections.Counter()
 
@@ -46,6 +48,7 @@ class Progress:
             The number of the attempt, from 1: plugins such as pytest-rerunfailures run a case again.
         """
         self.examples += record.get("examples", 0)
+        self.seconds[record["implementation"]] += record["seconds"]
         key = (record["implementation"], record["id"])
         if key in self._last:
             self.verdicts[key[0], self._last[key]] -= 1

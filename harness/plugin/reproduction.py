@@ -94,12 +94,21 @@ def invocation_of(config: pytest.Config) -> Invocation:
     names = options.names(config)
     return Invocation(
         directory=str(config.invocation_params.dir),
-        start=(*variables, sys.executable, *module),
+        start=(*variables, sys.executable, *_safe_path(), *module),
         given=_kept(map(str, config.invocation_params.args), packaged=packaged),
         own=_own(config, names),
         names=names,
         packaged=packaged,
     )
+
+
+def _safe_path() -> Sequence[str]:
+    """The option of Python that leaves out the current directory, if it was not before the installed packages.
+
+    ``python -m`` puts it there, the commands ``shardproof`` and ``pytest`` do not.
+    """
+    is_first = sys.modules["__main__"].__spec__ is not None or sys.argv[0] == "-c"
+    return () if is_first and not sys.flags.safe_path else ("-P",)
 
 
 def _own(config: pytest.Config, names: Mapping[str, str]) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ class Selection:
         check_collectives: whether ranks compare each collective with their peers before they enter it.
         isolate: whether each case gets new rank processes, which run nothing else.
         contract: whether the items are those of the newest version of the contract, instead of those of an effort.
+        profile: the profile of the contract whose items run, instead of those of an effort; empty for none.
         fuzz: how many seconds cases that draw their parameter search together; None for a fixed number of examples.
         expectations: files of known failures besides those that are beside the cases.
         explains: whether a case that fails runs once more with capture on.
@@ -111,6 +112,7 @@ class Selection:
     isolate: bool = False
     effort: Effort = Effort.FULL
     contract: bool = False
+    profile: str = ""
     fuzz: float | None = None
     expectations: tuple[pathlib.Path, ...] = ()
     explains: bool = False
@@ -118,6 +120,16 @@ class Selection:
     simulates: tuple[int, ...] = ()
     ranks_per_gpu: int = 1
     not_imported: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def asked(self) -> str:
+        """What says which of the selected cases run, as the header names it."""
+        return f"profile: {self.profile}" if self.profile else f"effort: {self.effort}"
+
+    @property
+    def hardware_class(self) -> str:
+        """The hardware class of the run's ranks (``shardproof.contract.CLASSES``); empty if it is of none."""
+        return contracts.class_of(self.device, has_nccl=self.backend == "nccl")
 
     @property
     def shares_gpus(self) -> bool:
@@ -164,6 +176,7 @@ def resolve(
     isolate: bool = False,
     effort: str = Effort.FULL,
     contract: str | None = None,
+    profile: str | None = None,
     fuzz: float | None = None,
     expectations: Sequence[str] | None = None,
     explain: bool = False,
@@ -211,6 +224,12 @@ def resolve(
             where = f"commit {known[contract]} has it" if contract in known else f"known are {', '.join(known)}"
             raise ValueError(f"--contract {contract}: this is version {newest}; {where}")
         effort = Effort.STANDARD
+    if profile is not None:
+        others = ["--simulate"] if simulates else []
+        others += [f"--contract {contract}"] if contract is not None else []
+        others += [f"--effort {effort}"] if contract is None and effort != Effort.FULL else []
+        _check_profile(profile, chosen, shared, others=others)
+        effort = Effort.STANDARD
     adapters, not_imported = _adapters(impl, chosen)
     if fuzz is not None and not 0 < fuzz < math.inf:
         raise ValueError(f"--fuzz {fuzz:g}: expected a positive number of seconds")
@@ -226,6 +245,7 @@ def resolve(
         isolate,
         Effort(effort),
         contract is not None,
+        profile or "",
         fuzz,
         tuple(map(pathlib.Path, expectations or ())),
         explain,
@@ -234,6 +254,18 @@ def resolve(
         shared,
         not_imported,
     )
+
+
+def _check_profile(name: str, device: str, ranks_per_gpu: int, *, others: Sequence[str]) -> None:
+    """Check that there is a profile, that this hardware can have it, and that nothing else says which items run."""
+    if others:
+        raise ValueError(f"--profile {name}: a profile says which items run; leave out {others[0]}")
+    if name not in contracts.profiles():
+        raise ValueError(f"--profile {name}: expected {', '.join(contracts.profiles())}")
+    hardware = contracts.class_of(device, has_nccl=device == "cuda" and ranks_per_gpu == 1)
+    if hardware not in (can := sorted(contracts.profiles()[name].classes)):
+        where = f"--device {device} is {hardware}" if hardware else f"--device {device} has no NCCL"
+        raise ValueError(f"--profile {name}: it is of {', '.join(can)}, and {where}")
 
 
 def check_names(text: str | None) -> None:

@@ -267,7 +267,8 @@ class State:
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
             suites = _hash_of_suites({name: pathlib.Path(path) for name, path in files.items()})
-            effort = Effort(name=self.selection.effort, deselected=self.progress.spared)
+            chosen = self.selection
+            effort = Effort(name=chosen.effort, deselected=self.progress.spared, profile=chosen.profile)
             self.journal.select(selected, effort=effort, unasked=found, suites=suites)
             if self.resuming is not None:
                 for (name, id_), record in self.resuming.records.items():

@@ -17,7 +17,7 @@ examples:
   shardproof report run.json --cases    a row for each case
   shardproof report run.json.partial    what a run that ended early has done
   shardproof report out/*.json          cases that do not always end alike, in runs of one commit
-  shardproof report --profiles *.json   which profiles of the contract each implementation reaches, and what is missing
+  shardproof report --profiles *.json   which profiles each implementation reaches, of those that ran
 
 exit codes: 0 printed, whatever failed; 1 an incomplete run was printed; 2 a file cannot be read, or several are not
 of one commit, torch and device"""

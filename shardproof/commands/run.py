@@ -27,6 +27,7 @@ Options of shardproof are in the group "shardproof" below; the ones to begin wit
 
   --impl NAMES      implementations, separated by commas (`shardproof implementations` lists them)
   --effort quick    one item of each test function, in place of all
+  --profile core    the items of a profile of the contract, in place of all
   --world 2,4       only cases with these numbers of ranks
   --report FILE     write a run file, which the other commands read
   --explain         run each failing case a second time, and name the first tensor that diverges

@@ -45,6 +45,7 @@ BROKEN = {
     "capabilities-none": ("def capabilities(cls): return None",
         "capabilities() is None; expected a frozenset of members of Capability"),
     "version-raises": ("def version(cls): raise ImportError('gone')", "version() raised ImportError: gone"),
+    "source-of-another-type": ("def source(cls): return 3", "source() is 3; expected the name of a file, or None"),
     "version-of-another-type": ("def version(cls): return 3", "version() is 3; expected a string"),
     "name-missing": ("name = None", "name is None; expected a string by which ranks tell adapters apart"),
     "name-of-another-type": ("name = 3", "name is 3; expected a string"),

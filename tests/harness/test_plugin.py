@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from shardproof import contract
 from shardproof.harness.plugin import environment
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.tensors import devices
-from tests.harness.inner import CASE, PASSES, last_error
+from tests.harness.inner import CASE, PASSES, QUIET, ROOT, last_error, python
 
 pytestmark = pytest.mark.sampled
 
@@ -125,6 +126,19 @@ def test_what_is_required_and_not_asked_is_told(run, pytester, workers):
     if workers == "0":
         assert lines("2, 4")[1] == {"reference": {"ACCUMULATION-6": "4 ranks"}}
         assert lines("4, 8", "-k", "test_other") == ([], None)  # whoever names cases asks for no others
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_the_end_of_a_run_of_a_profile_has_its_figures(pytester, workers):
+    """The run file says which profile was asked for; the figures are of all its items, whatever was selected."""
+    chosen = ("--impl", "ddp", "--device", "cpu", "--profile", "core", "--report", "run.json")
+    cases = (ROOT / "suites/test_training.py", "-k", "test_single_unit and w2-16x15-15x8", "-n", workers)
+    done = python("-m", "pytest", *cases, *chosen, *QUIET, cwd=pytester.path, code=0)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("profile ")]
+    number = len(contract.items_of_profile("core", "cpu-4"))
+    assert re.fullmatch(rf"profile core on cpu-4: ddp passed 1 of {number} items, in \d+ s of cases", line)
+    effort = json.loads(pytester.path.joinpath("run.json").read_text())["effort"]
+    assert (effort["name"], effort["profile"]) == ("standard", "core")
 
 
 def test_method_and_unpicklable_parameter_are_refused(refused):

@@ -1,5 +1,6 @@
 """What only a rank can see of a broken adapter fails with a sentence about the method, and without our own frames."""
 
+import dataclasses
 import types
 
 import pytest
@@ -26,6 +27,9 @@ class Plain(DdpAdapter):
 
     def __init__(self, model, *, optimizer, config):
         self.config, self.module, self.optimizer = config, model, None
+
+    def named_parameters(self):
+        return dict(self.module.named_parameters())
 
     def gradients(self):
         return self.answer
@@ -100,6 +104,69 @@ class Unfinished(Plain):
 def test_what_a_constructor_leaves(adapter, says):
     with pytest.raises(ProtocolError, match=says):
         protocol.make(adapter, nn.Linear(2, 2), optimizer=None, config=CONFIG)
+
+
+class Chunk(Plain):
+    """Keeps one flat chunk, which no module registers."""
+
+    def __init__(self, model, *, optimizer, config):
+        self.chunk = nn.Parameter(nn.utils.parameters_to_vector(model.parameters()))
+        for module in model.modules():
+            module._parameters.clear()
+        super().__init__(model, optimizer=optimizer, config=config)
+
+
+class NamedChunk(Chunk):
+    def named_parameters(self):
+        return {"0.weight": self.chunk, "flat": self.chunk}
+
+
+class ChunkOfEach(Chunk):
+    def named_parameters(self):
+        return dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias"], self.chunk)
+
+
+class HoldsLess(Plain):
+    def held_parameters(self):
+        return {"0.weight": self.module[0].weight}
+
+
+class Lists(Plain):
+    def named_parameters(self):
+        return [*self.module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "says"),
+    [
+        (Chunk, "named_parameters() lacks 4 of the original model's 4 parameters: 0.weight, 0.bias, 2.weight, 2.bias;"),
+        (NamedChunk, "named_parameters() lacks 3 of the original model's 4 parameters: 0.bias, 2.weight, 2.bias;"),
+        (HoldsLess, "held_parameters() lacks 3 of the original model's 4 parameters: 0.bias, 2.weight, 2.bias;"),
+        (Lists, "named_parameters() returned a list; it returns a dict from names to parameters"),
+    ],
+)
+def test_parameters_without_their_names(adapter, says):
+    """Cases count parameters and read them by name: four of them failed for reasons of their own instead."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    text = error_of(protocol.make, adapter, model, optimizer=None, config=CONFIG, kind=ProtocolError)
+    assert text.startswith(f"adapter 'plain': {says}") and "\n" not in text
+
+
+@pytest.mark.parametrize("adapter", [Plain, ChunkOfEach])
+def test_parameters_by_their_names(adapter):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    protocol.make(adapter, model, optimizer=None, config=CONFIG)
+    protocol.make(NamedChunk, nn.Linear(2, 2), optimizer=None, config=dataclasses.replace(CONFIG, flat_parameters=True))
+
+
+def test_a_tied_parameter_has_one_of_its_names():
+    class Second(Plain):
+        def named_parameters(self):
+            return {name: value for name, value in self.module.named_parameters(remove_duplicate=False) if "1" in name}
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].weight, model[0].bias = model[1].weight, model[1].bias
+    protocol.make(Second, model, optimizer=None, config=CONFIG)
 
 
 def test_a_type_error_inside_the_constructor_is_its_own():

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from shardproof.harness.plugin import reproduction
-from tests.harness.inner import ROOT, python
+from tests.harness.inner import PYTHONPATH, ROOT, python
 
 pytestmark = pytest.mark.sampled
 
@@ -83,6 +83,25 @@ def test_a_case_of_the_suites_in_a_clone_with_an_adapter_of_the_current_director
     line = line_of(start("pytest", suite, *options))
     assert options_of(line) == ["--impl", "mine:Broken", "--device", "cpu"]
     assert "gradient of " in pasted(line)
+
+
+@pytest.mark.parametrize("command", ["script", "module"])
+def test_a_package_of_the_current_directory_that_is_installed_too(tmp_path, command):
+    """A command of pip finds what is installed, and ``python -m`` what is here. Run and line test the same file."""
+    here, installed, scripts = (tmp_path / name for name in ("here", "installed", "scripts"))
+    for folder in (here, installed, scripts):
+        folder.mkdir()
+    (here / "mine.py").write_text(ADAPTER.replace("Broken", "Mine").replace("loss * 2", "loss * 3"))
+    (installed / "mine.py").write_text(ADAPTER.replace("Broken", "Mine"))
+    (scripts / "shardproof").write_text("import sys\nfrom shardproof.__main__ import console\nsys.exit(console())\n")
+    start = {"script": [scripts / "shardproof"], "module": ["-m", "shardproof"]}[command]
+    options = ["run", "suites/test_training.py", "-k", "test_single_unit and 16x15-15x8", "--impl", "mine:Mine"]
+    path = os.pathsep.join([PYTHONPATH, str(installed)])
+    printed = python(*start, *options, "--device", "cpu", "--world", "2", cwd=here, code=1, PYTHONPATH=path).stdout
+    again = pasted(line_of(printed))
+    file = (installed if command == "script" else here) / "mine.py"
+    for one in (printed, again):
+        assert f"shardproof: mine:Mine: {file} drives " in one and "fsdp_impl/per_parameter/construct.py" in one, one
 
 
 #: Options of a run, and whether the line has them too.

@@ -101,12 +101,39 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
         ({"contract": "2025.6"}, "--contract 2025.6: this is version 2026.12; commit c0ffee1 has it"),
         ({"contract": "2026.12", "effort": "quick"}, "a version says which items run; leave out --effort quick"),
         ({"contract": "2026.12", "simulate": "8"}, "a version says which items run; leave out --simulate"),
+        (
+            {"profile": "cor"},
+            "--profile cor: expected core, zero1, zero3, hsdp, composition, experts, engine, fsdp1-api",
+        ),
+        (
+            {"profile": "core", "effort": "quick"},
+            "--profile core: a profile says which items run; leave out --effort q",
+        ),
+        ({"profile": "core", "contract": "2026.12"}, "a profile says which items run; leave out --contract 2026.12"),
+        ({"profile": "core", "simulate": "8"}, "a profile says which items run; leave out --simulate"),
         ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )
 def test_one_line_names_what_is_wrong(options, told, monkeypatch):
     monkeypatch.setattr(contract, "versions", lambda: {"2026.12": "", "2025.6": "c0ffee1"})
     assert told in error_of(ask, device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"profile": "hsdp"}, "--profile hsdp: it is of cpu-4, and --device cuda is nccl-2"),
+        (
+            {"profile": "core", "ranks_per_gpu": 2},
+            "--profile core: it is of cpu-4, nccl-2, and --device cuda has no NCCL",
+        ),
+    ],
+)
+def test_a_profile_that_the_hardware_cannot_have(gpus, options, told):
+    gpus(2)
+    assert error_of(ask, device="cuda", **options) == told
+    assert ask(device="cuda", profile="core").hardware_class == "nccl-2"
+    assert ask(device="cpu", profile="hsdp").hardware_class == "cpu-4"
 
 
 @pytest.mark.parametrize(

@@ -95,5 +95,54 @@ def test_a_run_is_counted_by_the_items_of_its_own_version(monkeypatch, said, cel
     monkeypatch.setattr(contract, "versions", lambda: {"2": "", "1": "c0ffee1"})
     lists = {"2": newest, "1": {id_: item for id_, item in newest.items() if id_ != "w4-b"}}
     monkeypatch.setattr(contract, "items", lambda version=None: lists[version or "2"])
-    standing = standings(parse_run(run_of(None, contract=said)))[0]
-    assert standing.cell == cell
+    data = run_of(None, contract=said)
+    if said in lists:  # an item was selected and has no record
+        data |= {"selected": {"theirs": [*lists[said]]}, "end": {"complete": False, "reason": "SIGTERM"}}
+    assert standings(parse_run(data))[0].cell == cell
+
+
+def of_version(monkeypatch, *selected, profile=""):
+    """A run of the newest version on the CPU, that selected these of its items and passed them."""
+    monkeypatch.setattr(contract, "versions", lambda: {"2": ""})
+    cases = [samples.case(id=id_, verdict="pass", implementation="theirs", seconds=1.5) for id_ in selected]
+    data = samples.journal(*cases) | {"effort": {"name": "standard", "deselected": {}, "profile": profile}}
+    told = {"implementations": {"theirs": {"version": "", "capabilities": [], "shards": ["optimizer"]}}}
+    data["environment"] |= {"torch": "2.15.0", "contract": "2"} | told
+    return data
+
+
+OURS = ["w2-a", "w2-b", "w4-a", "w4-b"]
+
+
+@pytest.mark.parametrize(
+    ("selected", "profile", "found"),
+    [
+        ([*OURS, "other"], "", ["ours", "wide"]),
+        ([*OURS, "other"], "ours", ["ours"]),
+        (OURS, "ours", ["ours"]),
+        (OURS, "wide", []),
+        (OURS[:3], "ours", []),
+        (OURS[:3], "", []),
+    ],
+    ids=["all", "all of one", "one", "of another", "narrowed", "quick"],
+)
+def test_a_run_has_figures_of_the_profiles_that_it_asked_for(monkeypatch, selected, profile, found):
+    """A run of --effort quick selects by what is declared: with more of that it had fewer items of a profile."""
+    data = of_version(monkeypatch, *selected, profile=profile)
+    assert [one.profile for one in standings(parse_run(data))] == found
+
+
+def test_the_command_says_what_a_profile_costs_and_why_a_run_has_none(monkeypatch, tmp_path, capsys):
+    runs = {"a": of_version(monkeypatch, *OURS, profile="ours"), "b": of_version(monkeypatch, "w2-a")}
+    for name, data in runs.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    assert main(["report", "--profiles", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "cpu-4, torch 2.15.0:",
+        "        ours",
+        "theirs  reached",
+        "",
+        "theirs, ours: 4 items in 6 s",
+        "",
+        "theirs: no profile, because the run did not ask for all items of one: run --profile NAME, or --contract 2",
+    ]

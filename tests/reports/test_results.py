@@ -135,6 +135,31 @@ def test_the_index_the_badges_and_the_page_are_the_same_in_any_order(submit, tmp
     assert not page.scripts.keys() - {"style"} and ("b", []) not in page.elements
 
 
+def test_a_run_of_a_profile_has_its_items_alone(submit, tmp_path, monkeypatch):
+    """It is no newer result of all items: it stands beside that, under its own badge."""
+    small = contract.Profile("less", frozenset({"nccl-2"}), frozenset(), frozenset(), frozenset({"Y-1"}))
+    monkeypatch.setattr(contract, "profiles", lambda: {"core": CORE, "small": small})
+    monkeypatch.setitem(ITEMS, IDS[0], contract.Item(("X-1", "Y-1"), 2, frozenset(), frozenset()))
+    less = made(2, verdicts=["pass"], started="2030-01-01") | {"effort": {"name": "standard", "profile": "small"}}
+    code, printed = submit(made(1, started="2026-01-01"), less)
+    assert code == 0, printed
+    index = json.loads((tmp_path / "results/index.json").read_text())
+    found = [(row["badge"], row["score"], row["profiles"], row.get("profile")) for row in index]
+    assert found == [
+        ("badges/reference-nccl-2-small.svg", "1/1", {"small": "reached"}, "small"),
+        ("badges/reference-nccl-2.svg", "1/2", {"core": "1/2", "small": "reached"}, None),
+    ]
+    badge = (tmp_path / "results/badges/reference-nccl-2-small.svg").read_text()
+    assert "reference: shardproof 2026.12 nccl-2 small: 1/1" in badge
+    assert "1/1 <small>of small</small>" in (tmp_path / "results/index.html").read_text()
+    for profile, why in {
+        "core": r"cases: reference has no record of 1 of 2 items of profile core of contract 2026.12 on nccl-2, .*",
+        "huge": "effort.profile: 'huge' is none of core, small",
+    }.items():
+        code, printed = submit(less | {"effort": {"name": "standard", "profile": profile}})
+        assert code == 2 and re.fullmatch(rf"shardproof: \S+/run0: {why}\n", printed), printed
+
+
 def test_a_summary_without_digest_says_so_and_one_that_was_moved_is_refused(submit, tmp_path):
     assert submit(made() | {"digest": ""}, options=["--without-digest"])[0] == 0
     assert (tmp_path / "results/index.html").read_text().count("no digest") == 2, "the newest, and the history"
