@@ -241,7 +241,8 @@ class CaseRecord:
     reproduce: str = says("of a failure, the command that repeats it", default="")
     explanation: Explanation | None = says("of a failure with --explain, what a second run showed", default=None)
     peak_bytes: Sequence[Count] = says(
-        "by rank, the most bytes of a device in a step beyond those before it", default=()
+        "by rank, the most bytes of a device in a step beyond those before it; on a CPU, of the sharded parameters",
+        default=(),
     )
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)
@@ -257,6 +258,8 @@ class CaseRecord:
     @property
     def why(self) -> str:
         """Why the case failed, in one line."""
+        if self.failure is None and self.verdict is Verdict.UNEXPECTED_PASS:
+            return "passed; the expected failure did not happen"  # as of a strict xfail mark
         return self.failure.line if self.failure is not None else "no text"
 
     @property

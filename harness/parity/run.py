@@ -448,6 +448,8 @@ def sharded_run(
         counts = coverage.Counts(
             coverage.local_numel(run.adapter.module.parameters()) if sizes.can_tell else None, sizes.numel
         )
+        if implementation is member.implementation and not devices.counts_memory(member.device):
+            member.record.add_peak(held)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:

@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardproof.alike import ALIKE, without_rank
 from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
-from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
+from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of
 from shardproof.harness.worlds import flight_recorder
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
@@ -43,9 +44,6 @@ def bounded_record(record: dict[str, Any]) -> dict[str, Any]:
         shortened.append(name)
     return record
 
-
-#: Follows the names of ranks whose texts are not the same in every character.
-ALIKE = ", alike but for ranks, addresses and times"
 
 #: What a rank's error contains if another rank's process ended: gloo's words for it, and NCCL's.
 _LOST_CONNECTION = (
