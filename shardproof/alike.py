@@ -5,7 +5,12 @@ import re
 #: Follows the names of ranks whose texts are not the same in every character.
 ALIKE = ", alike but for ranks, addresses and times"
 
+#: Begins the line of an exception's text that lists the calls of the training before it.
+CALLS = "calls before it"
+
 _FRAME = '  File "'
+#: Begins the lines that say in which call of the training an exception was raised, and what was called before.
+_OF_CALLS = ("exception in ", CALLS, "gathered in this forward")
 _TRACEBACK = "Traceback (most recent call last)"
 _SIZE = re.compile(r"\bof \d+(?=[:,])")
 _RANKS = re.compile(r"\branks? [\d*, -]*[\d*]")
@@ -44,11 +49,11 @@ def kind_of_text(text: str, file: str) -> str:
     error that the case itself raised must be the same but for ranks and addresses.
     """
     text = _SIZE.sub("of #", without_rank(text.replace(ALIKE, "")))
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if not line.startswith(_OF_CALLS)]
     in_case = f'{file}", line '
     frames = [line for line in lines if line.startswith(_FRAME)]
     if _TRACEBACK in text and (not frames or in_case in frames[-1]):
-        return text
+        return "\n".join(lines)
     kept, is_case = [], False
     for line in lines:
         is_case = in_case in line if line.startswith(_FRAME) else is_case and line.startswith("    ")

@@ -95,6 +95,7 @@ class Rank(Member):
         options: dict[str, Any] = {"tmp_path": self._tmp_path, "monkeypatch": self.monkeypatch}
         other = Rank(state, implementation=self.implementation, seeds=self.seeds, **options)
         other.record, other.explainer, other.driven = self.record, self.explainer, self.driven
+        other.courses = self.courses
         other._world_ranks = ranks
         return other
 
@@ -321,6 +322,7 @@ class Rank(Member):
             except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
                 errors.append(error)
         self._watched.clear()
+        self.courses.clear()  # they reach the runs, and with them the models
         for ledger in self._ledgers:
             self.record.add_peak(ledger.most_in_a_step())
         if errors:

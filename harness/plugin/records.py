@@ -59,7 +59,7 @@ class MadeRecord(CaseRecord):
 
     Attributes:
         text: the explanation of a verdict other than a pass or a skip.
-        location: where two runs diverge, if that is the failure.
+        location: where two runs diverge, or the call of the training that raised, if that is the failure.
         failed_rank: the rank to blame where no location is known.
         outputs: what each rank printed; attached to pytest's report.
         results: what each rank returned with capture on.

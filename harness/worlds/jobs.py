@@ -108,7 +108,8 @@ class Result:
     rank: int
     verdict: str  # the value of a ``Verdict``
     text: str = ""  # the traceback or message of a failure; empty if the rank passed
-    location: Location | None = None  # where the runs diverge, if the failure is a ``Divergence``
+    # Where the runs diverge, if the failure is a ``Divergence``, or the call of the training that raised.
+    location: Location | None = None
     # Whether all ranks raised the same failure together, so that they are still in step and the world can run the next
     # case.
     agreed: bool = False
