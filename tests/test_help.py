@@ -82,7 +82,7 @@ def test_a_help_needs_no_package(tmp_path, name):
             "suites/test_cliping.py",
             "suites/test_cliping.py: the packaged suites have no such file; did you mean suites/tes",
         ),
-        ("suites/clip", "the packaged suites have no such file; they have"),
+        ("suites/clip", "the packaged suites have no such file; there are"),
         (
             "suites/test_clipping.py::test_empty_shard[ddp-w2]",
             "has no case test_empty_shard; did you mean test_empty_sh",

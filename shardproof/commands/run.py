@@ -102,7 +102,7 @@ def _unknown(argument: str, root: pathlib.Path) -> str:
 
 def _similar(name: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; they have {len(names)}"
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {len(names)}"
 
 
 def _located(argument: str, root: pathlib.Path) -> str:
