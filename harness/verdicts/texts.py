@@ -42,6 +42,11 @@ def ranks_of(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(numbers) != 1)} {listed}"
 
 
+def rank_count(count: int) -> str:
+    """Count ranks in words: "1 rank", "2 ranks"."""
+    return f"{count} rank{'s' * (count != 1)}"
+
+
 def gist(text: str) -> str:
     """Return the one line of a failure's text that is worth most: a traceback's error, else the beginning.
 
