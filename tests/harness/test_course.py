@@ -87,6 +87,19 @@ def test_of_an_error_of_the_case_itself(run, pytester):
     assert failure["stage"] is None and lines[-1] == f"calls before it of ddp: step 0: {STEP}"
 
 
+def test_of_an_error_that_the_case_raises_from_another(run, pytester):
+    body = [
+        "run = breaking(trained(rank), 'layers.0', 1)",
+        "try:",
+        "    run.adapter.forward(rank.batch(0, (2, 4)))",
+        "except RuntimeError as error:",
+        "    raise ValueError('no forward') from error",
+    ]
+    failure, lines = failure_of(run, pytester, body)
+    assert failure["stage"] == "exception in forward"
+    assert lines[-2:] == ["ValueError: no forward", "exception in forward of 'microbatch 0' in the first step (step 0)"]
+
+
 def test_a_case_that_trains_nothing_has_no_calls(run, pytester):
     _, lines = failure_of(run, pytester, ["assert 1 == 2"])
     assert not any("calls before it" in line for line in lines)

@@ -133,6 +133,12 @@ def test_what_got_worse_is_named(run, before, after, lines):
     assert worse(run(before, after, "--more-skips", "1")) == lines
 
 
+def test_an_unexpected_pass_is_no_new_failure(run):
+    _, printed = run([EXPECTED], [of(verdict="unexpected-pass")])
+    assert "unexpected pass (1):\n  ours a: unexpected-pass, was expected-fail: passed; " in printed
+    assert printed.endswith("WORSE: unexpected pass 1; compared: 1 case that ran in both\n")
+
+
 def test_a_case_that_failed_and_fails_is_not_worse(run):
     assert run([FAILED], [FAILED])[0] == 0
 
