@@ -168,9 +168,8 @@ def target_of(name: str) -> tuple[str, str]:
     target = several[0].target if several else (BUILT_IN | OWN_TRAINING).get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
-        if not any(one.startswith(f"{name}.") for one in [*BUILT_IN, *registered()]) and (
-            hint := _class_missing(target)
-        ):
+        is_family = any(one.startswith(f"{name}.") for one in [*BUILT_IN, *registered()])
+        if not is_family and (hint := _class_missing(target)):
             raise ValueError(f"implementation {name!r}: {hint}")
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
     return module_name, class_name
