@@ -130,6 +130,24 @@ class DeafToPrefetch(ReferenceAdapter):
         pass
 
 
+class BiasesHiddenFromHooks(ReferenceAdapter):
+    """A Linear has no bias while the forward hooks of user code run."""
+
+    def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
+        super().__init__(model, optimizer=optimizer, config=config)
+        for linear in (module for module in self.module.modules() if isinstance(module, nn.Linear)):
+            hidden: list[Any] = []
+
+            def hide(module: nn.Module, args: Any, hidden: list[Any] = hidden) -> None:
+                hidden.append(module._parameters.pop("bias"))
+
+            def show(module: nn.Module, args: Any, hidden: list[Any] = hidden) -> None:
+                module._parameters["bias"] = hidden.pop()
+
+            linear.register_forward_pre_hook(hide, prepend=True)
+            linear.register_forward_pre_hook(show)
+
+
 class ForgottenFlags(ReferenceAdapter):
     """No unit ever waits for the last microbatch."""
 

@@ -1,6 +1,5 @@
 """Renders a run as text: failures, skips, and a matrix of requirements or cases by implementations."""
 
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,10 +20,6 @@ _GATES = 8  # the most gates of an implementation that are listed without `full`
 _HINTED = 3  # the most capabilities in a hint
 _UNNAMED = "(the run file does not name what is missing)"
 
-_TRACEBACK = "Traceback (most recent call last)"
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-_QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
-_NUMBERS = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b(, -?\d+)*")
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
 
 
@@ -161,31 +156,18 @@ def _failures(failed: Sequence[CaseRecord], *, full: bool) -> list[list[str]]:
 
 
 def _alike(cases: Iterable[CaseRecord]) -> list[list[CaseRecord]]:
-    """Group the failures that are alike, in the order of their first cases.
-
-    Failures are alike if they have the same implementation, verdict and text. The numbers and names of a comparison may
-    differ, as they do from case to case; a traceback must be the same but for addresses.
-    """
+    """Group the failures that are alike, in the order of their first cases."""
     groups: dict[object, list[CaseRecord]] = {}
     for case in cases:
-        text = case.failure.text if case.failure is not None else None
-        if text is not None and case.explanation is not None:
-            # Two cases that fail alike may first diverge in different places.
-            text = text.removesuffix(case.explanation.text)
-        kind = id(case) if text is None else (case.implementation, case.verdict, _kind(text))
+        kind = id(case) if case.failure is None else (case.implementation, texts.kind_of(case))
         groups.setdefault(kind, []).append(case)
     return list(groups.values())
-
-
-def _kind(text: str) -> str:
-    text = _ADDRESS.sub("0x*", text)
-    return text if _TRACEBACK in text else _NUMBERS.sub("#", _QUOTED.sub("'...'", text))
 
 
 def _failure(case: CaseRecord, *, full: bool) -> list[str]:
     lines = [printable(f"{case.verdict}: {case.implementation} {case.id} ({case.requirement})")]
     if case.failure is None:
-        return [*lines, "  the expected failure did not happen"] if case.verdict is Verdict.UNEXPECTED_PASS else lines
+        return [*lines, f"  {case.why}"] if case.verdict is Verdict.UNEXPECTED_PASS else lines
     place, text = _place(case.failure), indented(case.failure.text, 4)
     return [*lines, *([f"  {place}"] if place else []), *(text if full else _without_middle(text))]
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shardproof.reports.texts import counted
+from shardproof.alike import without_numbers_and_names
+from shardproof.reports.texts import counted, kind_of
 from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 
-_COLLECTIVE = re.compile(r"\S+\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
+_COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
 
 
 class Kind(StrEnum):
@@ -17,6 +18,7 @@ class Kind(StrEnum):
 
     FAILURE = "new failure"
     GRAVER = "graver failure"
+    PASSED = "unexpected pass"
     EXCUSED = "became a known failure"
     VANISHED = "vanished"
     SKIPPED = "became skipped"
@@ -43,6 +45,42 @@ class Worse:
     text: str  # what changed, in one line
     nodeid: str = ""  # the pytest item, for the place of an annotation; may be empty
     reproduce: str = ""  # the command that repeats the case; may be empty
+    cause: str = ""  # equal where several cases got worse alike; empty if it stands alone
+
+
+@dataclass(frozen=True)
+class Group:
+    """What got worse alike, as by one collective that was added: one thing, or several of one implementation."""
+
+    members: tuple[Worse, ...]  # by kind
+
+    @property
+    def first(self) -> Worse:
+        """The one that stands for the others."""
+        return self.members[0]
+
+    @property
+    def also(self) -> tuple[Worse, ...]:
+        """The first of each further kind, as where a collective that was added sends bytes."""
+        firsts = {one.kind: one for one in reversed(self.members)}
+        return tuple(one for kind, one in sorted(firsts.items(), key=_position) if kind is not self.first.kind)
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """The ids of the cases, each once."""
+        return tuple(dict.fromkeys(one.case for one in self.members))
+
+
+def grouped(worse: Iterable[Worse]) -> tuple[Group, ...]:
+    """Group what got worse alike, in the order of the first of each group."""
+    groups: dict[object, list[Worse]] = {}
+    for one in worse:
+        groups.setdefault((one.implementation, one.cause) if one.cause else id(one), []).append(one)
+    return tuple(Group(tuple(members)) for members in groups.values())
+
+
+def _position(found: tuple[Kind, Worse]) -> int:
+    return list(Kind).index(found[0])
 
 
 @dataclass(frozen=True)
@@ -65,6 +103,12 @@ class Outcome:
     effort: str = "full"  # of HEAD
     accepted: tuple[Accepted, ...] = ()  # intended regressions by kind
     runs: tuple[str, ...] = ()  # one line about each of the two runs, and one if their suites differ
+    verbose: bool = False  # whether each regression is a group of its own
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The regressions, those that are alike together."""
+        return tuple(Group((one,)) for one in self.worse) if self.verbose else grouped(self.worse)
 
 
 class Incomparable(ValueError):
@@ -168,8 +212,15 @@ def _by_key(run: Run) -> dict[_Key, CaseRecord]:
     return {(case.implementation, case.id): case for case in run.cases}
 
 
-def _worse(kind: Kind, case: CaseRecord, text: str) -> Worse:
-    return Worse(kind, case.implementation, case.id, text, case.nodeid, case.reproduction)
+def _worse(kind: Kind, case: CaseRecord, text: str, *, cause: str = "") -> Worse:
+    """Say how a case got worse; the cause is, unless it is given, the text but for its numbers and names."""
+    cause = cause or f"{kind}: {without_numbers_and_names(text)}"
+    return Worse(kind, case.implementation, case.id, text, case.nodeid, case.reproduction, cause)
+
+
+def _failed(kind: Kind, case: CaseRecord, was: str) -> Worse:
+    cause = ": ".join((kind, was, *kind_of(case)))
+    return _worse(kind, case, f"{case.verdict}, {was}: {case.why}", cause=cause)
 
 
 def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
@@ -179,9 +230,9 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
         then = before.get(key)
         if now.verdict.fails and (then is None or not then.verdict.fails):
             was = f"was {then.verdict}" if then else "is new"
-            yield _worse(Kind.FAILURE, now, f"{now.verdict}, {was}: {now.why}")
+            yield _failed(Kind.PASSED if now.verdict is Verdict.UNEXPECTED_PASS else Kind.FAILURE, now, was)
         elif now.verdict.fails and then and _gravity(now.verdict) < _gravity(then.verdict):
-            yield _worse(Kind.GRAVER, now, f"{now.verdict}, was {then.verdict}: {now.why}")
+            yield _failed(Kind.GRAVER, now, f"was {then.verdict}")
         elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
             yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
         elif then and now.verdict.is_skip and not then.verdict.is_skip:
@@ -264,12 +315,12 @@ def _without_memory(then: CaseRecord, now: CaseRecord) -> str:
     if then.peak_bytes and now.peak_bytes:
         return ""
     if not then.peak_bytes and not now.peak_bytes:
-        return "neither run measured it, as on a CPU (docs/gate.md)"
+        return "neither run measured it (docs/gate.md)"
     return f"{'HEAD' if then.peak_bytes else 'BASE'} did not measure it"
 
 
 def _memory(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
-    """Whether a step holds more memory at a time than before, on the rank where it grew most."""
+    """Whether a case holds more memory at a time than before, on the rank where it grew most."""
     grown = [
         (after - before, -rank, before, after)
         for rank, (before, after) in enumerate(zip(then.peak_bytes, now.peak_bytes, strict=False))
@@ -277,22 +328,42 @@ def _memory(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
     ]
     if grown:
         _, rank, before, after = max(grown)
-        others = f" and {len(grown) - 1} other ranks" if len(grown) > 1 else ""
-        yield _worse(Kind.MEMORY, now, f"rank {-rank}{others}: a step holds {after} bytes at a time, {before} before")
+        text = f"rank {-rank}{_others(grown)}: {after} bytes are held at a time, {before} before"
+        yield _worse(Kind.MEMORY, now, text, cause=Kind.MEMORY)
 
 
-def _sums(traces: Sequence[Trace]) -> dict[int, dict[Kind, Counter[str]]]:
-    """The number and the bytes of the collectives of each rank, by their kind."""
-    found: dict[int, dict[Kind, Counter[str]]] = {}
+def _others(grown: Sequence[object]) -> str:
+    return f" and {counted(len(grown) - 1, 'other rank')}" if len(grown) > 1 else ""
+
+
+_Sort = tuple[str, str]  # kind and phase of a collective
+
+
+def _sums(traces: Sequence[Trace]) -> dict[int, dict[Kind, Counter[_Sort]]]:
+    """The number and the bytes of the collectives of each rank, by their sort."""
+    found: dict[int, dict[Kind, Counter[_Sort]]] = {}
     for trace in traces:
-        number: Counter[str] = Counter()
-        size: Counter[str] = Counter()
+        number: Counter[_Sort] = Counter()
+        size: Counter[_Sort] = Counter()
         for line in trace.trace:
             if match := _COLLECTIVE.match(line):
-                number[match["kind"]] += 1
-                size[match["kind"]] += int(match["bytes"])
+                sort = match["kind"], match["phase"]
+                number[sort] += 1
+                size[sort] += int(match["bytes"])
         found |= {rank: {Kind.COLLECTIVES: number, Kind.BYTES: size} for rank in trace.ranks}
     return found
+
+
+def _by_name(sums: Counter[_Sort]) -> Counter[str]:
+    """Sums by the kind of the collective alone."""
+    found: Counter[str] = Counter()
+    for (name, _), number in sums.items():
+        found[name] += number
+    return found
+
+
+def _grown(before: Counter[_Sort], after: Counter[_Sort]) -> list[_Sort]:
+    return sorted(sort for sort in after if after[sort] > before[sort])
 
 
 def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
@@ -301,15 +372,18 @@ def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
     for kind in (Kind.COLLECTIVES, Kind.BYTES):
         grown = []
         for rank in sorted(before.keys() & after.keys()):
-            one, other = before[rank][kind], after[rank][kind]
+            one, other = _by_name(before[rank][kind]), _by_name(after[rank][kind])
             if (more := other.total() - one.total()) > 0:
                 parts = [f"{other[name]} {name}, {one[name]} before" for name in other if other[name] > one[name]]
                 grown.append((more, -rank, parts))
         if grown:
             _, rank, parts = max(grown)
+            # Collectives that were added send bytes: the cause of both is what was added.
+            causes = (_grown(before[-rank][one], after[-rank][one]) for one in (Kind.COLLECTIVES, kind))
+            sorts = next(filter(None, causes), [])
             unit = " (bytes)" if kind is Kind.BYTES else ""
-            others = f" and {len(grown) - 1} other ranks" if len(grown) > 1 else ""
-            yield _worse(kind, now, f"rank {-rank}{others}{unit}: {'; '.join(parts)}")
+            text = f"rank {-rank}{_others(grown)}{unit}: {'; '.join(parts)}"
+            yield _worse(kind, now, text, cause=f"collectives: {sorts}")
 
 
 #: The measurements of a case that passes in both runs: name, why they cannot be compared, and how they got worse.

@@ -1,14 +1,19 @@
-"""Renders the regressions of a run: for a terminal, as Markdown for a pull request, and as GitHub's annotations."""
+"""Renders the regressions of a run: for a terminal, as Markdown for a pull request, and as GitHub's annotations.
+
+Regressions that are alike are shown once, with their number and their cases.
+"""
 
 import os
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from shardproof.reports.regressions import Kind, Outcome, Worse
+from shardproof.reports.regressions import Group, Kind, Outcome, Worse, grouped
 from shardproof.reports.texts import counted, printable, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
+_WIDTH = 100  # of the lists of cases
 
 
 def described(run: Run, name: str, path: str) -> str:
@@ -23,11 +28,14 @@ def described(run: Run, name: str, path: str) -> str:
 def as_text(outcome: Outcome) -> str:
     """Render an outcome for a terminal: the verdict comes last."""
     lines = [*map(printable, outcome.runs), ""] if outcome.runs else []
-    for kind, found in _by_kind(outcome.worse).items():
-        lines.append(f"{kind} ({len(found)}):")
-        for one in found:
-            lines.append(printable(f"  {_subject(one)}: {one.text}"))
-            lines += [printable(f"    reproduce: {one.reproduce}")] if one.reproduce and one.kind.is_failure else []
+    for kind, found in _by_kind(outcome).items():
+        members = [one for group in found for one in group.members]
+        lines.append(f"{_counts(members, '{} ({})')}:")
+        for group in found:
+            first = group.first
+            lines += [printable(f"  {line}") for line in _told(group)]
+            lines += [f"    {line}" for line in _cases(group)]
+            lines += [printable(f"    reproduce: {first.reproduce}")] if first.reproduce and kind.is_failure else []
         lines.append("")
     lines += _listed("accepted", _accepted(outcome))
     lines += _listed("better", outcome.better)
@@ -41,15 +49,18 @@ def as_markdown(outcome: Outcome) -> str:
     parts += [*(f"- {_escaped(line)}" for line in outcome.runs), ""] if outcome.runs else []
     if outcome.worse:
         parts += ["| what got worse | implementation | case | |", "|---|---|---|---|"]
-        for found in _by_kind(outcome.worse).values():
-            parts += [
-                f"| {one.kind} | `{one.implementation}` | {_code(one.case)} | {_cell(one.text)} |"
-                for one in found[:_SHOWN]
-            ]
+        for kind, found in _by_kind(outcome).items():
+            parts += [_row(group) for group in found[:_SHOWN]]
             if len(found) > _SHOWN:
-                parts.append(f"| {found[0].kind} | | | and {len(found) - _SHOWN} more |")
+                parts.append(f"| {kind} | | | and {len(found) - _SHOWN} more |")
         parts.append("")
-        commands = list(dict.fromkeys(one.reproduce for one in outcome.worse if one.reproduce and one.kind.is_failure))
+        for group in (one for found in _by_kind(outcome).values() for one in found[:_SHOWN] if len(one.cases) > 1):
+            first, count = group.first, counted(len(group.cases), "case")
+            title = f"{first.kind}: {count} of {first.implementation}, the first {first.case}"
+            cases = ["```", *_cases(group), "```"]
+            parts += [f"<details><summary>{_escaped(title)}</summary>", "", *cases, "", "</details>", ""]
+        firsts = [group.first for group in outcome.groups if group.first.kind.is_failure]
+        commands = list(dict.fromkeys(one.reproduce for one in firsts if one.reproduce))
         if commands:
             block = ["```", *commands[:_SHOWN], "```"]
             parts += ["<details><summary>Reproduce</summary>", "", *block, "", "</details>", ""]
@@ -62,10 +73,13 @@ def as_markdown(outcome: Outcome) -> str:
 def as_github(outcome: Outcome) -> str:
     """Render an outcome as workflow commands, which GitHub shows in the summary and at files of the repository."""
     lines = [_message(line) for line in outcome.runs]
-    for one in outcome.worse:
+    for group in outcome.groups:
+        one, cases = group.first, group.cases
         file = _in_repository(one.nodeid.partition("::")[0])
         place = f" file={_property(file)}," if file else " "
-        lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}')}::{_message(one.text)}")
+        more = f" and {counted(len(cases) - 1, 'more case')} alike" if len(cases) > 1 else ""
+        text = "; ".join([one.text, *(f"{other.kind}: {other.text}" for other in group.also)])
+        lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}{more}')}::{_message(text)}")
     lines += [f"::notice title=shardproof accepted::{_message(line)}" for line in _accepted(outcome)]
     lines += [f"::notice title=shardproof not compared::{_message(line)}" for line in outcome.not_compared]
     return "\n".join([*lines, _message(_verdict(outcome))]) + "\n"
@@ -82,11 +96,44 @@ FORMATS: Mapping[str, Callable[[Outcome], str]] = {"text": as_text, "markdown": 
 """The renderers, by the names of ``--format``."""
 
 
-def _by_kind(worse: Iterable[Worse]) -> dict[Kind, list[Worse]]:
-    found: dict[Kind, list[Worse]] = {}
-    for one in worse:
-        found.setdefault(one.kind, []).append(one)
+def _by_kind(outcome: Outcome) -> dict[Kind, list[Group]]:
+    found: dict[Kind, list[Group]] = {}
+    for group in outcome.groups:
+        found.setdefault(group.first.kind, []).append(group)
     return found
+
+
+def _told(group: Group) -> list[str]:
+    """What got worse: of several cases how many there are, and the text of the first."""
+    first, count = group.first, len(group.cases)
+    if count > 1:
+        who = f"{first.implementation}: {count} cases alike (only numbers and names differ), the first"
+    else:
+        who = _subject(first)
+    return [f"{who}: {first.text}", *(f"  {other.kind}: {other.text}" for other in group.also)]
+
+
+def _cases(group: Group) -> list[str]:
+    """The ids of several cases, those of one function in one line or more; nothing of a case alone."""
+    if len(group.cases) < 2:
+        return []
+    functions: dict[str, list[str]] = {}
+    for case in group.cases:
+        function, bracket, parameters = case.partition("[")
+        functions.setdefault(function, []).append(bracket + parameters)
+    lines = []
+    for function, listed in functions.items():
+        line = printable(f"{function} {' '.join(listed)}".rstrip())
+        lines += textwrap.wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return lines
+
+
+def _row(group: Group) -> str:
+    first, count = group.first, len(group.cases)
+    kinds = "; ".join([first.kind, *(other.kind for other in group.also)])
+    case = f"{count} cases, the first {_code(first.case)}" if count > 1 else _code(first.case)
+    text = "; ".join(_cell(one.text) for one in (first, *group.also))
+    return f"| {kinds} | `{first.implementation}` | {case} | {text} |"
 
 
 def _subject(one: Worse) -> str:
@@ -94,7 +141,13 @@ def _subject(one: Worse) -> str:
 
 
 def _accepted(outcome: Outcome) -> list[str]:
-    return [f"{one.worse.kind}: {_subject(one.worse)}: {one.worse.text} ({one.reason})" for one in outcome.accepted]
+    reasons = {one.worse: one.reason for one in outcome.accepted}
+    lines = []
+    for group in grouped(reasons):
+        told = "; ".join(line.strip() for line in _told(group))
+        because = "; ".join(dict.fromkeys(reasons[one] for one in group.members))
+        lines.append(f"{group.first.kind}: {told} ({because})")
+    return lines
 
 
 def _verdict(outcome: Outcome) -> str:
@@ -105,8 +158,13 @@ def _verdict(outcome: Outcome) -> str:
         compared = f"accepted: {len(outcome.accepted)}; {compared}"
     if not outcome.worse:
         return f"nothing got worse; {compared}"
-    counts = Counter(one.kind for one in outcome.worse)
-    return f"WORSE: {', '.join(f'{kind} {counts[kind]}' for kind in Kind if counts[kind])}; {compared}"
+    alike = f" in {counted(groups, 'group')}" if (groups := len(outcome.groups)) < len(outcome.worse) else ""
+    return f"WORSE: {_counts(outcome.worse, '{} {}')}{alike}; {compared}"
+
+
+def _counts(worse: Iterable[Worse], form: str) -> str:
+    counts = Counter(one.kind for one in worse)
+    return ", ".join(form.format(kind, counts[kind]) for kind in Kind if counts[kind])
 
 
 def _listed(title: str, lines: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+from shardproof.alike import kind_of_text
 from shardproof.runfile import UNKNOWN, CaseRecord, Environment, Verdict
 
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
@@ -20,7 +21,7 @@ _COLOURED = re.compile(
     "|".join((
         "^    .*",
         rf"(?P<_31>{_verdicts(one for one in Verdict if one.fails)}|^WORSE|^[1-9]\d* of .* failed|\bINCOMPLETE\b"
-        r"|^(?!accepted|better|not compared)[a-z ]+ \(\d+\):$)",
+        r"|^(?!accepted|better|not compared)[a-z ]+ \(\d+\)(, [a-z ]+ \(\d+\))*:$)",
         rf"(?P<_33>{_verdicts(one for one in Verdict if one.is_skip or one is Verdict.EXPECTED_FAIL)}"
         r"|^accepted \(\d+\):$)",
         rf"(?P<_32>{_verdicts([Verdict.PASS])}|^nothing got worse|^0 of .* failed|^better \(\d+\):$)",
@@ -50,6 +51,15 @@ def printable(text: str) -> str:
     terminal.
     """
     return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
+
+
+def kind_of(case: CaseRecord) -> tuple[str, str]:
+    """Return what failures that are alike share: their verdict, and their text but for numbers and names."""
+    text = case.failure.text if case.failure is not None else case.why
+    if case.explanation is not None:
+        # Two cases that fail alike may first diverge in different places.
+        text = text.removesuffix(case.explanation.text)
+    return case.verdict, kind_of_text(text, case.nodeid.partition("::")[0].rpartition("/")[2])
 
 
 def cause(case: CaseRecord) -> str:

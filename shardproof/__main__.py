@@ -53,7 +53,6 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 NEEDS = {
     "run": ("torch", "pytest"), "plan": ("torch",), "doctor": ("torch",), "record": ("torch",), "compare": ("torch",),
     "check": ("torch", "pytest"), "reproduce": ("torch", "pytest"), "implementations": ("torch",),
-    "submit": ("jinja2", "plotly"),
     "torch-names": ("torch",),
 }  # fmt: skip
 
@@ -75,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(USAGE, end="")
         return 0
-    if missing := [name for name in NEEDS.get(command, ()) if importlib.util.find_spec(name) is None]:
+    # A help is read before anything is installed.
+    needs = () if {"-h", "--help"} & set(given[1:2]) else NEEDS.get(command, ())
+    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
         how = f"`pip install {' '.join(missing)}` brings what is missing"
         print(f"shardproof {command} needs {names}; {how}", file=sys.stderr)

@@ -7,6 +7,18 @@ from importlib import metadata
 from pathlib import Path
 
 
+def lacking(who: str, extra: str, error: ModuleNotFoundError) -> str:
+    """Return in one line what ``who`` needs, after the import of a package of the extra has failed.
+
+    Raises:
+        ModuleNotFoundError: what is missing is no package of the extra, but of shardproof.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package == "shardproof":
+        raise error
+    return f"{who} needs packages that are not installed; install them with: {command(extra)} ({package} is missing)"
+
+
 def command(extra: str) -> str:
     """Return the command that installs what the extra has, by its own names: no index needs to have shardproof."""
     required: list[str] = []

@@ -81,6 +81,9 @@ class Verdict(StrEnum):
         return self not in (Verdict.PASS, Verdict.EXPECTED_FAIL) and not self.is_skip
 
 
+#: Begins the stage of a failure that is an exception; its call of the training follows.
+_EXCEPTION = "exception"
+
 #: The last line of a traceback, which begins with the name of the exception.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
 
@@ -89,7 +92,11 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)\b")
 class Location:
     """Where two runs diverge."""
 
-    stage: str | None = written("the stage at which they diverge; null, as the others, if it is unknown", default=None)
+    stage: str | None = written(
+        "the stage at which they diverge, or of an exception the call, as in 'exception in forward'; null, as the "
+        "others, if it is unknown",
+        default=None,
+    )
     step: int | None = written("the number of the step, from 0", default=None)
     rank: int | None = written("the rank that failed", default=None)
     name: str | None = written("the name of the parameter or other tensor", default=None)
@@ -98,10 +105,18 @@ class Location:
     @property
     def line(self) -> str:
         """The place in one line; that of an unknown stage says nothing."""
+        return self._told(" diverges")
+
+    @property
+    def place(self) -> str:
+        """The place in words."""
+        return self._told("")
+
+    def _told(self, verb: str) -> str:
         name = f" of {self.name}" if self.name is not None else ""
         step = f" in step {self.step}" if self.step is not None else ""
         rank = f" on rank {self.rank}" if self.rank is not None else ""
-        return f"{self.stage}{name} diverges{step}{rank}"
+        return f"{self.stage}{name}{verb}{step}{rank}"
 
 
 @described()
@@ -114,11 +129,13 @@ class Failure(Location):
     @property
     def line(self) -> str:
         """Why the case failed, in one line: where the runs first diverge, or the error of a traceback."""
-        if self.stage is not None:
+        if self.stage is not None and not self.stage.startswith(_EXCEPTION):
             return super().line
         lines = [line.strip() for line in self.text.splitlines() if line.strip()]
         errors = [line for line in lines if _ERROR.match(line)]
         line = (errors or lines or ["no text"])[0]
+        if self.stage is not None:
+            return f"{line} ({self.place})"
         if not line.endswith(":"):
             return line
         # What was expected of a text, and what there was: the lines of its difference.
@@ -241,7 +258,8 @@ class CaseRecord:
     reproduce: str = says("of a failure, the command that repeats it", default="")
     explanation: Explanation | None = says("of a failure with --explain, what a second run showed", default=None)
     peak_bytes: Sequence[Count] = says(
-        "by rank, the most bytes of a device in a step beyond those before it", default=()
+        "by rank, the most bytes of a device in a step beyond those before it; on a CPU, of the sharded parameters",
+        default=(),
     )
     hosts: Sequence[str] = says("in a torchrun job of several hosts, the host of each rank", default=())
     failure: Failure | None = written("why the case failed; null if it did not", default=None)
@@ -257,6 +275,8 @@ class CaseRecord:
     @property
     def why(self) -> str:
         """Why the case failed, in one line."""
+        if self.failure is None and self.verdict is Verdict.UNEXPECTED_PASS:
+            return "passed; the expected failure did not happen"  # as of a strict xfail mark
         return self.failure.line if self.failure is not None else "no text"
 
     @property

@@ -675,7 +675,8 @@ def _note_hook(
     if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
         where = f"the hook {kind} of {name or 'the root'}"
         for key in ("weight", "bias"):
-            expected, found = values.get(f"{name}.{key}"), getattr(module, key)
+            expected, found = values.get(f"{name}.{key}"), getattr(module, key, None)
+            assert isinstance(found, torch.Tensor), f"{where} sees no {key}: it is {type(found).__name__}"
             assert not isinstance(found, DTensor), f"{where} sees a shard of {key}"
             shape = (module.out_features, module.in_features)[: found.ndim]
             assert tuple(found.shape) == shape, f"{where} sees {key} of shape {tuple(found.shape)}"

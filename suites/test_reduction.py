@@ -1,9 +1,10 @@
 """Chapter REDUCTION: how gradients are averaged."""
 
 import contextlib
+import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -469,6 +470,108 @@ def test_averages_in_two_dtypes(
             is_average = piece is None or bool((piece.tensor == 15 / 4).all())
             assert is_average, f"the gradient of {name!r} in {step_label(step)} is {piece}, and not 15 / 4"
         run.adapter.zero_grad(set_to_none=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Path:
+    """One way from the gradients of four ranks to their average.
+
+    Attributes:
+        options: those of the run.
+        mesh: the sizes of replicas and shards, if there are both.
+        settings: what user code changes, given the function that it adds; None changes nothing.
+        parts: what each microbatch has of the gradients.
+        divisor: what the sum is divided by.
+        small: by what the smallest gradients are multiplied, where a part of one is divided before it is summed.
+        is_replaced: whether user code reduces, with a function of its own.
+    """
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mesh: tuple[int, int] | None = None
+    settings: Callable[[], Settings] | None = None
+    parts: tuple[float, ...] = (1.0,)
+    divisor: float = 4.0
+    small: float = 1.0
+    is_replaced: bool = False
+
+
+#: The first of two microbatches alone exceeds float16; whoever adds before the reduction exceeds it no further.
+TWO: dict[str, Any] = {"parts": (1.0, 0.125), "small": 16.0}
+IN_UNITS = (Capability.UNIT_SETTINGS,)
+PATHS = {
+    "shards": (Path(), ()),
+    "2x2": (Path(mesh=(2, 2)), (Capability.HYBRID,)),
+    "4x1": (Path(mesh=(4, 1)), (Capability.HYBRID, Capability.SINGLE_RANK)),
+    "replicas-alone": (Path(options={"shards": False}), (Capability.REPLICAS_ALONE,)),
+    "microbatches": (Path(**TWO), ()),
+    "deferred": (Path(options={"accumulation": Accumulation()}, **TWO), (Capability.DEFERRED_REDUCTION,)),
+    "deferred-all-reduce": (
+        Path(options={"accumulation": Accumulation(skips="all-reduce")}, mesh=(2, 2), **TWO),
+        (Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE),
+    ),
+    "divide-factor": (
+        Path(options={"divide_factors": {"low": 16.0, "": 16.0}}, divisor=16.0, small=16.0),
+        (Capability.DIVIDE_FACTOR,),
+    ),
+    "divide-factor-2x2": (
+        Path(options={"divide_factors": {"low": 16.0, "": 16.0}}, mesh=(2, 2), divisor=16.0, small=16.0),
+        (Capability.DIVIDE_FACTOR, Capability.HYBRID),
+    ),
+    "sums": (Path(settings=lambda: Settings(force_sum=True)), (*IN_UNITS, Capability.DIVIDE_FACTOR)),
+    "own-group": (Path(settings=lambda: Settings(own_reduce_group=True)), (*IN_UNITS, Capability.OWN_REDUCE_GROUP)),
+    "own-reduce-scatter": (Path(settings=lambda: Settings(reduce_scatter=Own())), IN_UNITS),
+    "function-after": (Path(settings=lambda: Settings(reduced=lambda share: None)), IN_UNITS),
+    "function-in-place": (Path(is_replaced=True), (Capability.REDUCTION_HOOK,)),
+}
+#: For each dtype a sum beyond it, or at the end of its range, and a gradient that may be halved once. A part of the
+#: division must precede the sum in float16 and need not in bfloat16, whose range is that of float32.
+LIMITS = {torch.float16: (81920.0, 2.0**-23), torch.bfloat16: (2.0**127, 2.0**-124)}
+
+
+@contract("REDUCTION-13")
+@world(4)  # of two ranks all of the division may come before the sum
+@needs(Capability.MIXED_PRECISION)
+@pytest.mark.parametrize("dtype", LIMITS, ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("path", [pytest.param(name, marks=needs(*names)) for name, (_, names) in PATHS.items()])
+def test_values_near_the_limits_of_the_reduce_dtype(rank: Rank, path: str, dtype: torch.dtype) -> None:
+    """On every path of a reduction the average is right where sums exceed float16, and small gradients are not lost.
+
+    In bfloat16 the sum is at the end of its range and the small gradients at the other, where float16 has neither. The
+    parameters are of float32. Every partial sum is exact, in any order.
+    """
+    chosen, _ = PATHS[path]
+    run = rank.run(
+        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(reduce=dtype), microbatches=len(chosen.parts),
+        mesh=rank.mesh(chosen.mesh, NAMES) if chosen.mesh else None, **chosen.options,
+    )  # fmt: skip
+    if chosen.settings is not None:
+        for unit in ("low", ""):
+            run.adapter.change(chosen.settings(), unit=unit)
+    if chosen.is_replaced:
+        run.adapter.replace_reduction(average_in_float64)
+    large, small = LIMITS[dtype]
+    mine = torch.full((7, 4), small * chosen.small, device=rank.device)
+    averaged = mine * (rank.world_size / chosen.divisor * sum(chosen.parts))
+    mine[::2] = large / rank.world_size * (1.5, 0.5, 1.0, 1.0)[rank.index]
+    averaged[::2] = large / chosen.divisor * sum(chosen.parts)
+    for step in range(2):
+        for number, part in enumerate(chosen.parts):
+            with run.adapter.microbatch(is_last=number == len(chosen.parts) - 1):
+                run.forward_backward((mine * part,), loss=torch.sum)
+        for name, piece in run.adapter.gradients().items():
+            where = f"gradient of {name!r} in {step_label(step)}, near the limits of {str(dtype).partition('.')[2]}"
+            assert piece is not None, f"{where}: there is none"
+            check_bits(where, piece.tensor, piece.cut(averaged), sides="gradient and average of the ranks")
+        run.adapter.zero_grad(set_to_none=step == 0)
+
+
+def average_in_float64(gradient: torch.Tensor, share: torch.Tensor | None = None) -> None:
+    """Reduce in place of the implementation, which must leave the gradients of the rank as they are."""
+    mine, whole = gradient if share is None else share, gradient.to(torch.float64)
+    dist.all_reduce(whole)
+    size = dist.get_world_size()
+    parts = 1 if share is None else size
+    mine.copy_(whole.view(parts, -1)[dist.get_rank() % parts] / size)
 
 
 @contract("REDUCTION-3")

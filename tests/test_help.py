@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import shardproof.commands.run
 from shardproof.__main__ import COMMANDS, USAGE, main
 from tests.harness.inner import CASE, PYTHONPATH, QUIET, python
 
@@ -63,10 +62,39 @@ def test_the_help_of_run_precedes_that_of_pytest(monkeypatch, capsys):
     # The command changes both, for pytest.
     monkeypatch.setenv("PYTEST_PLUGINS", "")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(shardproof.commands.run.pytest, "main", lambda arguments: print("pytest's") or 0)
+    monkeypatch.setattr(pytest, "main", lambda arguments: print("pytest's") or 0)
     assert main(["run", "--help"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: shardproof run ") and printed.endswith("\npytest's\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_help_needs_no_package(tmp_path, name):
+    """It is read before anything is installed; -S leaves out the folder in which packages are."""
+    done = python("-S", "-m", "shardproof", name, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: shardproof {name}"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        (
+            "suites/test_cliping.py",
+            "suites/test_cliping.py: the packaged suites have no such file; did you mean suites/tes",
+        ),
+        ("suites/clip", "the packaged suites have no such file; there are"),
+        (
+            "suites/test_clipping.py::test_empty_shard[ddp-w2]",
+            "has no case test_empty_shard; did you mean test_empty_sh",
+        ),
+        ("test_clipping.py", "test_clipping.py: there is no such file here; the packaged one is suites/test_cl"),
+    ],
+)
+def test_a_suite_that_is_not_there(tmp_path, monkeypatch, capsys, argument, told):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", argument, "--impl", "ddp"]) == pytest.ExitCode.USAGE_ERROR
+    said = capsys.readouterr().err
+    assert told in said and said.startswith("ERROR: ") and said.count("\n") == 1
 
 
 # What `shardproof run` leaves to pytest's options

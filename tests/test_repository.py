@@ -51,7 +51,7 @@ def packages_with(folder, imports):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
     modules = ("__main__", "commands/page", "commands/run", "commands/submit")
-    for module in (*modules, "contract", "extras", "jsonfiles", "planfile", "plugin", "runfile", "testing"):
+    for module in (*modules, "alike", "contract", "extras", "jsonfiles", "planfile", "plugin", "runfile", "testing"):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")
@@ -127,7 +127,7 @@ CUDA_ITSELF = {
     "harness/plugin/environment.py": "the version of NCCL",
     "harness/tensors/devices.py": "the one place that knows device types",
     "harness/tensors/private.py": "names of torch",
-    "harness/verdicts/texts.py": "devices in messages of torch",
+    "shardproof/alike.py": "devices in messages of torch",
     "shardproof/commands/findings.py": "reproducers are written for CUDA",
     "shardproof/findings.py": "on which build of torch a finding was reproduced",
 }

@@ -80,6 +80,16 @@ def test_says_why_there_is_no_program(tapes, says):
         reproducers.Program(tapes, "a case", 2)
 
 
+@pytest.mark.parametrize("nodeid", ["suites/test_training.py::test_x", "test_x", "suites/test_training.py"])
+def test_what_is_no_item_is_refused_in_one_line(capsys, nodeid):
+    assert reproduce([nodeid]) == 2
+    told = (
+        f"shardproof: reproduce: {nodeid!r} is no item: its brackets have the implementation and the parameters, as in "
+    )
+    said = capsys.readouterr().err
+    assert said.startswith(told) and said.count("\n") == 1
+
+
 def test_other_implementations_are_refused_in_one_line(capsys):
     assert reproduce(["suites/test_training.py::test_x[deepspeed.zero3-w2]"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

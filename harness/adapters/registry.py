@@ -6,11 +6,14 @@ Importing this module is cheap. The adapters' modules, which import torch and th
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
+import importlib.machinery
+import pathlib
 import sys
 import types
 from collections.abc import Mapping
@@ -165,6 +168,9 @@ def target_of(name: str) -> tuple[str, str]:
     target = several[0].target if several else (BUILT_IN | OWN_TRAINING).get(name, name)
     module_name, colon, class_name = target.partition(":")
     if not colon or not module_name or not class_name:
+        is_family = any(one.startswith(f"{name}.") for one in [*BUILT_IN, *registered()])
+        if not is_family and (hint := _class_missing(target)):
+            raise ValueError(f"implementation {name!r}: {hint}")
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
     return module_name, class_name
 
@@ -223,6 +229,41 @@ def _adapter_in(module: object, name: str, module_name: str, class_name: str) ->
     if lacking := ", ".join(sorted(adapter.__abstractmethods__)):
         raise _NoAdapter(f"implementation {name!r}: the adapter {class_name!r} does not define {lacking}")
     return cast(type[Adapter], adapter)
+
+
+def _class_missing(target: str) -> str:
+    """Return what to pass in place of a module alone, or of ``module.Class``; empty if there is no such module."""
+    written = target.partition(":")[0].removesuffix(".py").replace("/", ".").strip(".")
+    for module, given in ((written, ""), written.rpartition(".")[::2]):
+        if (path := _file_of(module)) is None or (given and given not in _classes_in(path)):
+            continue
+        found = [given] if given else _classes_in(path)
+        named = [one for one in found if one.endswith("Adapter")] or found or ["Class"]
+        classes = " or ".join(f"{module}:{one}" for one in named[:3])
+        return f"{module!r} is a module; pass the class of the adapter after a colon, as in {classes}"
+    return ""
+
+
+def _file_of(module: str) -> pathlib.Path | None:
+    """Return the file of a module without importing anything; None if there is none."""
+    spec, path = None, None
+    for depth, _ in enumerate(parts := module.split("."), 1):
+        if not all(part.isidentifier() for part in parts):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:depth]), path)
+        if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return pathlib.Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
+
+
+def _classes_in(path: pathlib.Path) -> list[str]:
+    """Return the classes that a file defines at its top level, without importing it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    return [one.name for one in tree.body if isinstance(one, ast.ClassDef) and not one.name.startswith("_")]
 
 
 def _suggest(name: str) -> str:

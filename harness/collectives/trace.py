@@ -39,6 +39,12 @@ class Trace(list[Collective]):
         return dict(collections.Counter(item.kind for item in self if item.phase == phase))
 
 
+def gathered_in(trace: Sequence[Collective], phase: str = "forward") -> list[str]:
+    """Return the units that are gathered in a phase, in order, each once."""
+    found = (item.unit for item in trace if (item.phase, item.kind) == (phase, "all_gather"))
+    return [unit for unit in dict.fromkeys(found) if unit]
+
+
 def first_difference(traces: Sequence[Trace]) -> Finding | None:
     """Find the first collective that differs between the members of a group, in the traces of all ranks in their order.
 

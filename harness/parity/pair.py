@@ -10,7 +10,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, Precision
 from shardproof.harness.collectives.differences import marked_counts
-from shardproof.harness.collectives.trace import Trace, count_difference, first_difference
+from shardproof.harness.collectives.trace import Trace, count_difference, first_difference, gathered_in
 from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
@@ -266,11 +266,8 @@ class Pair:
         """
         if step == len(self._step_starts):
             return finding  # an evaluation that no step follows
-        first, this = (
-            {item.unit for item in self._trace_of(number) if (item.phase, item.kind) == ("forward", "all_gather")}
-            for number in (0, step)
-        )
-        if not (missing := sorted(first - this - {""})):
+        first, this = (set(gathered_in(self._trace_of(number))) for number in (0, step))
+        if not (missing := sorted(first - this)):
             return finding
         listed = ", ".join(missing)
         text = f"this forward did not gather {listed}, the first step's did, as when it was never resharded"

@@ -23,6 +23,7 @@ from shardproof.harness.parity.rank_state import Member, RankState
 from shardproof.harness.parity.replay import Baseline
 from shardproof.harness.parity.run import Run, RunOptions, sharded_run
 from shardproof.harness.simulation import training
+from shardproof.harness.simulation.memory import Ledger
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
 from shardproof.harness.verdicts.explanation import Explanation
@@ -78,6 +79,7 @@ class Rank(Member):
         self.simulates = simulates
         self.driven: set[type[Adapter]] = {implementation}
         self._watched: list[Pair | Run] = []
+        self._ledgers: list[Ledger] = []
         self._world_ranks: tuple[int, ...] | None = None
 
     def of_another_world(self, ranks: tuple[int, ...]) -> "Rank":
@@ -93,6 +95,7 @@ class Rank(Member):
         options: dict[str, Any] = {"tmp_path": self._tmp_path, "monkeypatch": self.monkeypatch}
         other = Rank(state, implementation=self.implementation, seeds=self.seeds, **options)
         other.record, other.explainer, other.driven = self.record, self.explainer, self.driven
+        other.courses = self.courses
         other._world_ranks = ranks
         return other
 
@@ -195,7 +198,9 @@ class Rank(Member):
                 of :class:`Simulation`.
         """
         driving = {name: options.pop(name) for name in ("optimizer", "prepare", "as_on_a_device") if name in options}
-        return Simulation(world, self.implementation, build, config=self.config(**options), **driving)
+        made = Simulation(world, self.implementation, build, config=self.config(**options), **driving)
+        self._ledgers.append(made.ledger)
+        return made
 
     def why_not_simulated(self) -> str | None:
         """Return why the implementation cannot be simulated, in one line, or None if it can or is known to."""
@@ -317,6 +322,9 @@ class Rank(Member):
             except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
                 errors.append(error)
         self._watched.clear()
+        self.courses.clear()  # they reach the runs, and with them the models
+        for ledger in self._ledgers:
+            self.record.add_peak(ledger.most_in_a_step())
         if errors:
             raise errors[0]
 

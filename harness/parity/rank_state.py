@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
+from shardproof.harness.parity.course import Course
 from shardproof.harness.parity.exchange import Gathers
 from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.tensors import private
@@ -254,6 +255,7 @@ class Member:
         stopwatch: measures where this rank's time goes.
         record: what this rank observes during the case, for the run file.
         explainer: looks for the first divergence with capture on; None in an ordinary run.
+        courses: the calls of the trainings of this case.
     """
 
     def __init__(self, state: RankState, *, implementation: type[Adapter], explainer: Explainer | None = None) -> None:
@@ -263,6 +265,7 @@ class Member:
         self.explainer = explainer
         self.implementation = implementation
         self.record = Observations()
+        self.courses: list[Course] = []
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather one picklable value from every rank, in rank order (collective), outside the trace and all groups."""

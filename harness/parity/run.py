@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
-from shardproof.harness.collectives.trace import Collective, Trace
+from shardproof.harness.collectives.trace import Collective, Trace, gathered_in
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
-from shardproof.harness.parity import coverage, protocol
+from shardproof.harness.parity import course, coverage, protocol
+from shardproof.harness.parity.course import Course
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
@@ -161,6 +162,7 @@ class Run:
         untied: the parameters that modules of the model share and those of the sharded one do not.
         suspicion: a failure that the first forward raises unless the implementation raises an error of its own.
         capture: copies what the modules compute; None unless the case runs with capture on.
+        course: the calls of the training so far, for the text of an exception.
     """
 
     def __init__(
@@ -184,6 +186,11 @@ class Run:
         self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
         ties, names = ties_of(prepared), capture.names_of(prepared)
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
+        self.course = Course(implementation.name)
+        self.course.look = self._gathered
+        course.follow(self.adapter, self.course)
+        member.courses.append(self.course)
+        self._step_starts: list[int] = []
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
         self.suspicion: Divergence | None = None
         self.capture: Capture | None = None
@@ -233,6 +240,7 @@ class Run:
             ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
         self._snapshots.reserve()
+        self._step_starts.append(len(self.trace))
         held = memory.begin_step_peak(self._device) if self._measures_peak else 0
         adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
@@ -409,11 +417,24 @@ class Run:
             for index, tensor in enumerate(tensors_of(output))
         ]
 
-    def _during(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        if self._options.is_traced:
-            return self.recorder.during(phase)
+    @contextlib.contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
         # The recorder is a dispatch mode, under which torch.compile compiles nothing.
-        return self._announcer.heard_by(self._hear, phase=phase)
+        traced = self._options.is_traced
+        recorded = self.recorder.during(phase) if traced else self._announcer.heard_by(self._hear, phase=phase)
+        with self.course.during(phase), recorded:
+            yield
+
+    def _gathered(self) -> str:
+        """Say what the forward of a later step has gathered so far, and what that of the first step did."""
+        starts = self._step_starts
+        if len(starts) < 2:
+            return ""
+        first, this = (gathered_in(self.trace[start:end]) for start, end in ((0, starts[1]), (starts[-1], None)))
+        if this == first:
+            return ""
+        told = ", ".join(this) or "nothing"
+        return f"gathered in this forward so far: {told}; in that of the first step: {', '.join(first) or 'nothing'}"
 
     def _hear(self, collective: Collective) -> None:
         unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
@@ -448,6 +469,8 @@ def sharded_run(
         counts = coverage.Counts(
             coverage.local_numel(run.adapter.module.parameters()) if sizes.can_tell else None, sizes.numel
         )
+        if implementation is member.implementation and not devices.counts_memory(member.device):
+            member.record.add_peak(held)
         text = f"holds {held} bytes of parameters after sharding; its share is {sizes.byte_share}"
         finding = None
         if held > sizes.byte_limit:

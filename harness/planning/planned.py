@@ -23,6 +23,7 @@ from shardproof.harness.simulation.memory import Kind, extremes
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation, why_not
 from shardproof.harness.simulation.world import simulated_world
+from shardproof.harness.verdicts.texts import rank_count
 from shardproof.planfile import Dimension, Formula, Phase, Plan, Traffic, World
 
 
@@ -39,7 +40,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
     for mesh in wanted:
         if request.rank >= math.prod(mesh):
             raise ValueError(
-                f"--rank {request.rank}: a world of {math.prod(mesh)} ranks has 0 to {math.prod(mesh) - 1}"
+                f"--rank {request.rank}: a world of {rank_count(math.prod(mesh))} has 0 to {math.prod(mesh) - 1}"
             )
     known = examined(request, subject)
     worlds = []

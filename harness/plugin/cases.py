@@ -20,7 +20,7 @@ from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection, SuiteModule
 from shardproof.harness.verdicts.observations import ExpectedText
-from shardproof.harness.verdicts.texts import bounded
+from shardproof.harness.verdicts.texts import bounded, rank_count
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
@@ -416,7 +416,7 @@ def unasked(without_world: Sequence[pytest.Item], items: Iterable[pytest.Item], 
                 for one in (_required() & set(requirements(item))) - asked:
                     sizes[one] = min(*world.args, sizes.get(one, max(world.args)))
         if sizes:
-            found[name] = {one: f"{sizes[one]} ranks" for one in sorted(sizes, key=_by_chapter)}
+            found[name] = {one: rank_count(sizes[one]) for one in sorted(sizes, key=_by_chapter)}
     return found
 
 

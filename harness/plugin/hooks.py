@@ -128,6 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if functions:
         # Before anything is deselected, so that entries are matched against all collected cases.
         errors += state.known_failures.read(items)
+    errors += _no_world(items, state.selection) if functions or config.option.shardproof_world else []
     if errors:
         state.refuse(config, items, errors)
     simulates = bool(functions) and bool(state.selection.simulates)
@@ -143,6 +144,17 @@ def _is_filtered_out(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     marked = item.get_closest_marker("world") is not None
     return marked and callspec is not None and "rank" in callspec.params and not cases.is_case(item)
+
+
+def _no_world(items: Sequence[pytest.Item], chosen: selection.Selection) -> list[str]:
+    """Return why ``--world`` selects none of the collected cases, which are for other numbers of ranks."""
+    marks = [item.get_closest_marker("world") for item in items]
+    sizes = sorted({size for mark in marks if mark is not None for size in mark.args})
+    if chosen.worlds is None or not sizes or any(map(chosen.allows, sizes)):
+        return []
+    asked = ",".join(map(str, chosen.worlds))
+    ranks = " or ".join([*filter(None, [", ".join(map(str, sizes[:-1]))]), str(sizes[-1])])
+    return [f"--world {asked}: no case that was collected runs on so many ranks; they run on {ranks}"]
 
 
 def _is_of_other_worlds(item: pytest.Item, *, simulates: bool) -> bool:
@@ -391,9 +403,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():
-            terminalreporter.write_line(f"incomplete run file: {state.journal.partial}")
+            terminalreporter.write_line(f"incomplete run file: {state.journal.partial}{state.journal.made}")
         else:
-            terminalreporter.write_line(f"run file: {config.option.shardproof_report}")
+            terminalreporter.write_line(f"run file: {config.option.shardproof_report}{state.journal.made}")
 
 
 class _RunObserver:

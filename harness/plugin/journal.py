@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardproof import folders
 from shardproof.jsonfiles import PARTIAL, encode, mapped
 from shardproof.runfile import VERSION, Effort, End, Environment, digest_of, fingerprint
 
@@ -40,6 +41,7 @@ class Journal:
 
     Attributes:
         path: the run file, with links resolved.
+        made: that its folder was made, for the line that tells of the run file; empty if it was there.
         partial: the file that is written until the run is complete.
         error: why the journal could not be written; empty if everything so far was.
         started: the time at which the journal was opened, in UTC.
@@ -49,7 +51,7 @@ class Journal:
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        self.path = _target(path)
+        self.path, self.made = _target(path)
         self.partial = self.path.with_name(self.path.name + PARTIAL)
         self.started = datetime.datetime.now(datetime.UTC)
         self.error = ""
@@ -200,19 +202,19 @@ def _write_at(descriptor: int, content: bytes, offset: int) -> None:
         rest, offset = rest[count:], offset + count
 
 
-def _target(given: pathlib.Path) -> pathlib.Path:
-    """Return the path of the run file with links resolved, after its directory was made.
+def _target(given: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """Return the path of the run file with links resolved, and whether its directory was made, in words.
 
     Raises:
         ValueError: there is no such directory and none can be made, or something other than a regular file is there.
     """
     try:
         path = given.resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        made = folders.make(path.parent)
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         raise ValueError(f"--report {given}: {_reason(error)}") from None
     _check_replaceable(path, given)
-    return path
+    return path, made
 
 
 def _check_replaceable(path: pathlib.Path, given: pathlib.Path) -> None:

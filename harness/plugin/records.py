@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from shardproof.alike import ALIKE, without_rank
 from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
-from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of, without_rank
+from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of
 from shardproof.harness.worlds import flight_recorder
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks
@@ -44,9 +45,6 @@ def bounded_record(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-#: Follows the names of ranks whose texts are not the same in every character.
-ALIKE = ", alike but for ranks, addresses and times"
-
 #: What a rank's error contains if another rank's process ended: gloo's words for it, and NCCL's.
 _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",
@@ -61,7 +59,7 @@ class MadeRecord(CaseRecord):
 
     Attributes:
         text: the explanation of a verdict other than a pass or a skip.
-        location: where two runs diverge, if that is the failure.
+        location: where two runs diverge, or the call of the training that raised, if that is the failure.
         failed_rank: the rank to blame where no location is known.
         outputs: what each rank printed; attached to pytest's report.
         results: what each rank returned with capture on.

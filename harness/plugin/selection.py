@@ -16,6 +16,7 @@ import shardproof
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Hardware
+from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun.meeting import Place
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class Selection:
     def lacking_for(self, size: int) -> str:
         """Return what a world of this size lacks, or "": ranks of the torchrun job, or devices."""
         if self.job_size is not None and size > self.job_size:
-            return f"{size} ranks (torchrun started {self.job_size})"
+            return f"{rank_count(size)} (torchrun started {self.job_size})"
         if self.device != "cpu" and size > self.device_count * self.ranks_per_gpu:
             return f"{size} {self.device} devices ({_there_are(self.device_count, self.ranks_per_gpu)})"
         return ""
@@ -206,7 +207,7 @@ def resolve(
     sizes = None if world is None else _sizes("--world", world, example="2,4")
     for size in sizes or ():
         if place is not None and size > place.size:
-            raise ValueError(f"--world {size}: torchrun started {place.size} ranks; start {size} or leave it out")
+            raise ValueError(f"--world {size}: torchrun started {rank_count(place.size)}; start {size} or leave it out")
         if chosen != "cpu" and size > count * shared:
             alone = "; a rank needs one of its own" if shared == 1 else ""
             raise ValueError(f"--world {size}: {_there_are(count, shared, chosen)}{alone}")
@@ -313,7 +314,7 @@ def _device(asked: str, place: Place | None, ranks_per_gpu: int) -> tuple[str, i
     here, count = devices.accelerator(), devices.count()
     if place is not None:
         if asked == here and count < place.local_size:
-            started = f"torchrun started {place.local_size} ranks on this host, which has {count} {here} devices"
+            started = f"torchrun started {rank_count(place.local_size)} on this host, which has {count} {here} devices"
             raise ValueError(f"--device {here}: {started}; start one rank for each device, or use --device cpu")
         # Every rank of the job has the device of its local rank.
         count = place.size if count >= place.local_size else 0

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plugin.records import ALIKE, MadeRecord
-from shardproof.harness.verdicts.texts import gist, ranks_of, without_rank
+from shardproof.alike import kind_of_text, without_rank
+from shardproof.harness.plugin.records import MadeRecord
+from shardproof.harness.verdicts.texts import gist, ranks_of
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.watchdog import without_harness
 
@@ -215,12 +216,6 @@ def _uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None
     return contextlib.nullcontext() if manager is None else manager.global_and_fixture_disabled()
 
 
-_FRAME = '  File "'
-_SIZE = re.compile(r"\bof \d+(?=[:,])")
-_RANKS = re.compile(r"\branks? [\d*, -]*[\d*]")
-_NUMBERS = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b(, -?\d+)*")
-_QUOTED = re.compile(r"'[^'\n]*'|\"[^\"\n]*\"")
-
 #: The styles of ``--tb`` in which pytest prints the texts of failures.
 _STYLES_WITH_TEXT = ("auto", "long", "short", "native")
 
@@ -328,26 +323,6 @@ def _kind_of(report: Any) -> Any:
     # Two cases that fail alike may first diverge in different places.
     text = case["failure"]["text"].removesuffix(case.get("explanation", {}).get("text", ""))
     return case["implementation"], case["verdict"], kind_of_text(text, file)
-
-
-def kind_of_text(text: str, file: str) -> str:
-    """Reduce the text of a failure of a case in ``file`` to what the texts of failures that are alike share."""
-    text = _SIZE.sub("of #", without_rank(text.replace(ALIKE, "")))
-    lines = text.splitlines()
-    in_case = f'{file}", line '
-    frames = [line for line in lines if line.startswith(_FRAME)]
-    if "Traceback (most recent call last)" in text and frames and in_case in frames[-1]:
-        return text
-    kept, is_case = [], False
-    for line in lines:
-        is_case = in_case in line if line.startswith(_FRAME) else is_case and line.startswith("    ")
-        if not is_case:
-            kept.append(line if line.startswith(_FRAME) else _without_numbers_and_names(line))
-    return "\n".join(kept)
-
-
-def _without_numbers_and_names(line: str) -> str:
-    return _NUMBERS.sub("#", _RANKS.sub("ranks #", _QUOTED.sub("'...'", line)))
 
 
 def _standing_for(reports: Sequence[Any], width: int) -> Any:

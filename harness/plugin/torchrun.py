@@ -15,6 +15,7 @@ import pytest
 from shardproof.harness.plugin import cases, drawing, options
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import is_suites
+from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
@@ -62,7 +63,7 @@ class _Controller:
         place = self._place
         hosts = f"{place.nodes} host{'s' * (place.nodes > 1)}"
         attempt = f", attempt {place.attempt + 1}" if place.attempt else ""
-        return f"torchrun: {place.size} ranks on {hosts}{attempt}" if FLEET in config.stash else ""
+        return f"torchrun: {rank_count(place.size)} on {hosts}{attempt}" if FLEET in config.stash else ""
 
 
 class _Supervisor:

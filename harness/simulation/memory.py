@@ -278,6 +278,11 @@ class Ledger(TorchDispatchMode):
             raise ValueError("nothing was allocated or freed in this phase")
         return found
 
+    def most_in_a_step(self) -> int:
+        """Return the most bytes that were held in a step; 0 without one."""
+        steps = {change.step for change in self._changes if change.step >= 0}
+        return max((self.peak(step=step).total for step in steps), default=0)
+
     def peaks(self, *, step: int) -> dict[str, Usage]:
         """Return the peak of each phase of a step, in the order of the phases."""
         phases = dict.fromkeys(change.phase for change in self._changes if change.step == step)

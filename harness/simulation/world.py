@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.tensors import private
+from shardproof.harness.verdicts.texts import rank_count
 
 # Hides what a process knows of process groups and meshes, so that another world can take its place for a while.
 
@@ -87,9 +88,9 @@ class SimulatedWorld:
 def check_world(size: int, rank: int = 0) -> None:
     """Refuse a world that cannot be simulated by a ValueError of one line."""
     if not 1 <= size <= MOST_RANKS:
-        raise ValueError(f"a simulated world of {size} ranks: expected 1 to {MOST_RANKS}")
+        raise ValueError(f"a simulated world of {rank_count(size)}: expected 1 to {MOST_RANKS}")
     if not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of a simulated world of {size} ranks: expected 0 to {size - 1}")
+        raise ValueError(f"rank {rank} of a simulated world of {rank_count(size)}: expected 0 to {size - 1}")
 
 
 def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
@@ -98,7 +99,9 @@ def check_shape(size: int, shape: tuple[int, ...], names: tuple[str, ...]) -> No
     if len(names) != len(shape):
         raise ValueError(f"a mesh of {text} with the names {', '.join(names)}: expected one name for each dimension")
     if any(one < 1 for one in shape) or math.prod(shape) != size:
-        raise ValueError(f"a mesh of {text} has {math.prod(shape)} ranks: a world of {size} does not divide into it")
+        raise ValueError(
+            f"a mesh of {text} has {rank_count(math.prod(shape))}: a world of {size} does not divide into it"
+        )
 
 
 @contextlib.contextmanager

@@ -42,7 +42,19 @@ def check(asked: str) -> None:
     here = accelerator()
     if asked not in ("auto", "cpu", here or "auto"):
         has = f"the accelerator here is {here}; use {here}," if here else "torch finds no accelerator here; use"
+        if (kind := asked.partition(":")[0]) != asked:
+            has = f"a type has no number, each rank has a device of its own; use {kind},"
+        elif not _is_type(asked):
+            has = f"torch has no device type of this name, as it has cuda or xpu; {has}"
         raise ValueError(f"--device {asked}: {has} cpu or auto")
+
+
+def _is_type(name: str) -> bool:
+    """Whether torch knows a device type of this name, also one that this host lacks."""
+    try:
+        return torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def counts_memory(device: torch.device) -> bool:

@@ -39,7 +39,7 @@ from shardproof.harness.training.findings import listed
 from shardproof.harness.training.recording import BadRecording, OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
 from shardproof.harness.verdicts.finding import Stage
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.harness.watching.records import Gradient
 
 #: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
@@ -815,4 +815,4 @@ def text_of(one: Divergent) -> str:
 def _ranks(one: Recorded) -> str:
     count = len(one.ranks)
     groups = ", ".join(f"{name} {len(ranks)}" for name, ranks in one.ranks[0].groups.named.items())
-    return f"{count} rank{'s' * (count != 1)}" + (f" ({groups})" if groups and count > 1 else "")
+    return rank_count(count) + (f" ({groups})" if groups and count > 1 else "")

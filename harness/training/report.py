@@ -17,7 +17,7 @@ from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.jsonfiles import encode
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementation, Run, Verdict, public_version
 
@@ -65,7 +65,7 @@ def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence
     said += f", {notes} note{'s' * (notes != 1)}" if notes else ""
     count = len(record.parameters)
     return (
-        f"{steps} of {len(starts)} rank{'s' * (len(starts) != 1)}, {starts[0].model}, {count} parameters "
+        f"{steps} of {rank_count(len(starts))}, {starts[0].model}, {count} parameters "
         f"({elements:,} elements), {optimizers}; {said}"
     )
 

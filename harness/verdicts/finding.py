@@ -66,6 +66,9 @@ class Stage(enum.Enum):
     OPTIMIZER_STATE = "optimizer state"
     """The state of the optimizer after its step."""
 
+    EXCEPTION = "exception"
+    """An exception, and not a comparison: its phase is the call of the training that raised it."""
+
     COLLECTIVES = "collectives"
     """The collectives that were issued."""
 

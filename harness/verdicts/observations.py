@@ -55,8 +55,8 @@ class Observations:
     compares_collectives: bool = True  # whether the members of a group must have issued the same collectives on it
     expected_texts: list[ExpectedText] = dataclasses.field(default_factory=list)  # in the order of the calls
     spent: dict[str, float] = dataclasses.field(default_factory=dict)  # the seconds of each activity of the rank
-    # The most bytes that a step of the implementation held at a time, beyond those before it; None where the device
-    # does not count them.
+    # The most bytes that a step of the implementation held at a time, beyond those before it. Where the device does not
+    # count them: the most in a simulated world, or what the sharded parameters hold; None where neither is measured.
     peak_bytes: int | None = None
     # Of a check of the user's own training, what the run file stores of it.
     own: dict[str, Any] | None = None

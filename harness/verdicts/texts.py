@@ -1,4 +1,4 @@
-"""Texts of failures: bounded, compared without what differs from rank to rank, with short lists of ranks."""
+"""Texts of failures: bounded, in one line, with short lists of ranks."""
 
 import re
 from collections.abc import Iterable
@@ -10,18 +10,6 @@ MOST_CHARACTERS = 16 * 1024
 #: The most characters that one rank adds to it, so that the text of a case is not cut a second time.
 MOST_OF_A_RANK = MOST_CHARACTERS // 2
 
-#: What differs between ranks that fail in the same way: their numbers, devices, ports, addresses, processes and times.
-_OF_ONE_RANK = [
-    (re.compile(pattern, re.IGNORECASE), replacement)
-    for pattern, replacement in (
-        (r"0x[0-9a-f]+", "0x*"),
-        (r"\b(rank|pid|process|thread|cuda|device)([ =:]*)\d+", r"\1\2*"),
-        (r"(\[?\d+\.\d+\.\d+\.\d+\]?|localhost):\d+", r"\1:*"),
-        (r"\d{4}-\d\d-\d\d[T ]", "* "),
-        (r"\b\d\d:\d\d:\d\d([.,]\d+)?", "*"),
-    )
-]
-
 
 def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
     """Cut the middle out of a text that is too long, with a line that says how much, and make the text encodable.
@@ -32,13 +20,6 @@ def bounded(text: str, most: int = MOST_CHARACTERS) -> str:
         head, tail = text[: most // 2], text[len(text) - most // 2 :]
         text = f"{head}\n... {len(text) - len(head) - len(tail)} characters left out ...\n{tail}"
     return text.encode(errors="backslashreplace").decode()
-
-
-def without_rank(text: str) -> str:
-    """Replace what differs between ranks that fail in the same way: numbers of ranks, addresses, processes, times."""
-    for pattern, replacement in _OF_ONE_RANK:
-        text = pattern.sub(replacement, text)
-    return text
 
 
 def frames_of(text: str) -> list[str]:
@@ -59,6 +40,11 @@ def ranks_of(ranks: Iterable[int]) -> str:
             runs.append([number])
     listed = ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' * (len(numbers) != 1)} {listed}"
+
+
+def rank_count(count: int) -> str:
+    """Count ranks in words: "1 rank", "2 ranks"."""
+    return f"{count} rank{'s' * (count != 1)}"
 
 
 def gist(text: str) -> str:

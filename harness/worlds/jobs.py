@@ -8,6 +8,7 @@ from typing import Any
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Location
 from shardproof.harness.verdicts.observations import Observations
+from shardproof.harness.verdicts.texts import rank_count
 
 #: The file name of the world's board, the memory shared with its ranks, in the world's directory.
 BOARD = "board"
@@ -33,7 +34,7 @@ class WorldKey:
         hashes = ", own hash seeds" if self.own_hash_seeds else ""
         isolation = f", reserved for {self.isolation}" if self.isolation else ""
         backend = ", over gloo" if self.device != "cpu" and self.backend == "gloo" else ""
-        return f"{self.size} ranks on {self.device}{backend}{debug}{hashes}{isolation}"
+        return f"{rank_count(self.size)} on {self.device}{backend}{debug}{hashes}{isolation}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,8 @@ class Result:
     rank: int
     verdict: str  # the value of a ``Verdict``
     text: str = ""  # the traceback or message of a failure; empty if the rank passed
-    location: Location | None = None  # where the runs diverge, if the failure is a ``Divergence``
+    # Where the runs diverge, if the failure is a ``Divergence``, or the call of the training that raised.
+    location: Location | None = None
     # Whether all ranks raised the same failure together, so that they are still in step and the world can run the next
     # case.
     agreed: bool = False

@@ -29,6 +29,7 @@ from shardproof.harness.adapters.base import Adapter, OwnTraining
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.collectives.recorder import UnknownCollective
+from shardproof.harness.parity import course
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
@@ -225,7 +226,7 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
         )  # fmt: skip
         random.seed(job.init_seed)
         torch.manual_seed(job.init_seed)
-        with _outcome(result), _threads_watched():
+        with _outcome(result, rank), _threads_watched():
             if job.simulates and (reason := rank.why_not_simulated()) is not None:
                 result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
             else:
@@ -327,15 +328,22 @@ def _prepare(state: RankState, job: Job) -> tuple[Any, dict[str, Any], type[Adap
 
 
 @contextlib.contextmanager
-def _outcome(result: Result) -> Iterator[None]:
-    """Record an exception of the block in ``result``, unless ``result`` already holds a failure."""
+def _outcome(result: Result, rank: Rank | None = None) -> Iterator[None]:
+    """Record an exception of the block in ``result``, unless ``result`` already holds a failure.
+
+    The text of one that a case raised on a rank ends with the call of the training that raised it, and those before.
+    """
     try:
         yield
     except BaseException as error:
         if result.verdict != Verdict.PASS:
             return
         # Bounded here: a text of any size would be pickled, sent and held by the controller.
-        result.verdict, result.text = Verdict.FAIL, bounded(_describe(error), MOST_OF_A_RANK)
+        calls = ""
+        if rank is not None and not isinstance(error, _EXPLAINED):
+            result.location, calls = course.told(error, rank.courses, rank=rank.index)
+        text = bounded(_describe(error), MOST_OF_A_RANK - len(calls))
+        result.verdict, result.text = Verdict.FAIL, text.rstrip("\n") + calls
         if isinstance(error, (NotShared, UnknownCollective)):
             result.verdict = Verdict.HARNESS_ERROR
         if isinstance(error, Divergence):
@@ -363,8 +371,12 @@ def _threads_watched() -> Iterator[None]:
         raise RuntimeError(f"an exception ended {name}") from error
 
 
+#: Errors whose texts say where they come from.
+_EXPLAINED = (Divergence, NotShared, ProtocolError, UnknownCollective)
+
+
 def _describe(error: BaseException) -> str:
-    if isinstance(error, (Divergence, NotShared, ProtocolError, UnknownCollective)):
+    if isinstance(error, _EXPLAINED):
         return str(error)
     # Skip the frames of this file, which carry no information about the case.
     frames = error.__traceback__

@@ -129,7 +129,7 @@ def reason(case: CaseRecord) -> str:
     if case.verdict is Verdict.EXPECTED_FAIL:
         return case.expected or why
     if case.verdict is Verdict.UNEXPECTED_PASS:
-        return case.expected or "the expected failure did not happen"
+        return case.expected or why
     if case.verdict.is_skip:
         return ", ".join(case.missing)
     return why if case.verdict.fails else ""

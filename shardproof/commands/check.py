@@ -139,6 +139,10 @@ def _fits(request: Request, device: str) -> None:
     from shardproof.harness.tensors import devices
     from shardproof.harness.training.request import NotCheckable
 
+    try:
+        devices.check(device)
+    except ValueError as error:
+        raise NotCheckable(f"check: {error}") from None
     count = devices.count() if device in ("auto", devices.accelerator()) else 0
     if (device not in ("auto", "cpu") or count > 1) and request.size > count:
         raise NotCheckable(f"check: --mesh {request.mesh_text} needs {request.size} devices; this host has {count} for "

@@ -39,7 +39,7 @@ def gate(arguments: Sequence[str]) -> int:
             outcome = accept(outcome, load(options.accept))
     except (RunFileError, Incomparable, AcceptanceError) as error:
         return commands.refuse(error)
-    outcome = replace(outcome, runs=_described(options, base, head))
+    outcome = replace(outcome, runs=_described(options, base, head), verbose=options.verbose)
     text = FORMATS[options.format](outcome)
     print(coloured(text, sys.stdout) if options.format == "text" else text, end="")
     return WORSE if outcome.worse else 0
@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         help="allowed slowdown, such as 1.2; without it, times are not compared",
     )
+    add("-v", "--verbose", action="store_true", help="show each regression, not one of those that are alike")
     add("--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it")
     return parser
 

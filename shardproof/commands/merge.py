@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardproof import commands
+from shardproof import commands, folders
 from shardproof.reports.merge import MergeError
 from shardproof.reports.merge import merge as joined
 from shardproof.reports.texts import counted, printable
@@ -33,7 +33,7 @@ def merge(arguments: Sequence[str]) -> int:
     out = Path(options.output)
     try:
         merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
-        _write(out, merged.data)
+        made = _write(out, merged.data)
     except (RunFileError, MergeError) as error:
         return commands.refuse(error)
     except OSError as error:
@@ -43,18 +43,22 @@ def merge(arguments: Sequence[str]) -> int:
         runs = f"runs started {' and '.join(started)}"
         print(printable(f"{label}: {cases} in more than one file, of {runs}; the worst verdict of each is kept"))
     columns = len(merged.data["environment"]["implementations"])
-    print(printable(f"{out}: {counted(columns, 'implementation')}, {counted(len(merged.data['cases']), 'record')}"))
+    records = counted(len(merged.data["cases"]), "record")
+    print(printable(f"{out}: {counted(columns, 'implementation')}, {records}{made}"))
     return 0
 
 
-def _write(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a run file at once, or raise an OSError: until all is written, a file of the name stays as it was."""
+def _write(path: Path, data: Mapping[str, Any]) -> str:
+    """Write a run file at once, or raise an OSError: until all is written, a file of the name stays as it was.
+
+    Returns whether its folder was made, in words.
+    """
     if path.exists() and not path.is_file():
         raise OSError("not a regular file; a run file must be one")
     lines = [f"{json.dumps(name)}: {_value(name, value)}\n" for name, value in data.items()]
     content = ("{" + ",".join(lines) + "}\n").encode()
     path = path.resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    made = folders.make(path.parent)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -66,6 +70,7 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    return made
 
 
 def _value(name: str, value: Any) -> str:

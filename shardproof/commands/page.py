@@ -21,7 +21,6 @@ examples:
 Exit codes: 0, or 2 if a file cannot be read or written, a run is given twice, or the extra is not
 installed. Failed cases do not change it. docs/page.md describes the page.
 """
-_EXTRA = "the page needs packages that are not installed; install them with:"
 
 
 def page(arguments: Sequence[str]) -> int:
@@ -37,11 +36,7 @@ def page(arguments: Sequence[str]) -> int:
         # Here and not above: the other commands need the standard library alone.
         from shardproof.reports.page import Source, render, render_plans
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("shardproof"):
-            raise
-        return commands.refuse(
-            printable(f"{_EXTRA} {extras.command('page')} ({(error.name or '').partition('.')[0]} is missing)")
-        )
+        return commands.refuse(extras.lacking("the page", "page", error))
     try:
         if plans := _plans(options.runs):
             text, what = render_plans(plans, title=options.title), counted(len(plans), "plan")

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 
 from shardproof import commands
+from shardproof.reports.texts import printable
 from shardproof.runfile import RunFileError, load_run
 
 _EPILOG = """\
@@ -34,9 +35,15 @@ def reproduce(arguments: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", default="repro.py", metavar="FILE", help="the program (default: repro.py)")
     options = parser.parse_args(arguments)
     found = re.search(r"::\w+\[([\w.:]+)", options.nodeid)
-    if found is None or found[1] not in _OF_TORCH:
-        its = found[1] if found else "what NODEID names"
-        return commands.refuse(f"reproduce: {its} is not torch alone; it writes programs of {' and '.join(_OF_TORCH)}")
+    if found is None:
+        brackets = "its brackets have the implementation and the parameters"
+        item = f"suites/test_clipping.py::test_empty_shards[{_OF_TORCH[0]}-w4-inf]"
+        given = f"reproduce: {options.nodeid!r} is no item"
+        return commands.refuse(printable(f"{given}: {brackets}, as in {item!r}; a failure prints it"))
+    if found[1] not in _OF_TORCH:
+        return commands.refuse(
+            f"reproduce: {found[1]} is not torch alone; it writes programs of {' and '.join(_OF_TORCH)}"
+        )
     from shardproof import reproducers
 
     with tempfile.TemporaryDirectory(prefix="shardproof-reproduce-") as folder:

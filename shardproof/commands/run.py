@@ -5,12 +5,13 @@ and neither a configuration file nor a conftest nor a package of the current dir
 writes go to the current directory all the same, and adapters are found there.
 """
 
+import difflib
+import importlib.util
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
-
-import pytest
 
 _SUITES = "suites"
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -51,8 +52,16 @@ def run(arguments: Sequence[str]) -> int:
     """
     if {"-h", "--help"} & set(arguments):
         print(HELP)
+        if importlib.util.find_spec("pytest") is None:
+            print("pytest is not installed.")
+            return 0
+    import pytest  # late: without it, there is a help
+
     # The real folder: in a clone the links are another way to the same files.
     root = (_PACKAGE / _SUITES).resolve().parent
+    if unknown := next(filter(None, (_unknown(argument, root) for argument in arguments)), ""):
+        print(f"ERROR: {unknown}", file=sys.stderr)
+        return int(pytest.ExitCode.USAGE_ERROR)
     here = os.getcwd()
     # For adapters of the user's own. Last, so that no package here takes the place of an installed one.
     if here not in sys.path:
@@ -72,6 +81,29 @@ def run(arguments: Sequence[str]) -> int:
     given = [_located(argument, root) for argument in arguments]
     targets = [] if list(given) != list(arguments) else [str(root / _SUITES)]
     return int(pytest.main([*fixed, *given, *targets]))
+
+
+def _unknown(argument: str, root: pathlib.Path) -> str:
+    """Return why an argument names nothing in the packaged suites, with a similar name; empty if it may."""
+    path, _, names = argument.partition("::")
+    files = sorted(f"{_SUITES}/{one.name}" for one in (root / _SUITES).glob("test_*.py"))
+    name = pathlib.PurePath(path).name
+    if path == name and f"{_SUITES}/{name}" in files and not pathlib.Path(path).exists():
+        return f"{path}: there is no such file here; the packaged one is {_SUITES}/{name}"
+    if pathlib.PurePath(path).parts[:1] != (_SUITES,) or pathlib.Path(path).exists():
+        return ""
+    if not (root / path).exists():
+        return f"{path}: the packaged suites have no such file{_similar(path, files)}"
+    function = names.partition("[")[0]
+    if not function or not (root / path).is_file():
+        return ""
+    functions = re.findall(r"^def (test_\w+)", (root / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return "" if function in functions else f"{path} has no case {function}{_similar(function, functions)}"
+
+
+def _similar(name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, n=2, cutoff=0.7)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there are {len(names)}"
 
 
 def _located(argument: str, root: pathlib.Path) -> str:

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof import commands
+from shardproof import commands, extras, folders
 from shardproof.reports import results
-from shardproof.reports.page.results import render_results
 from shardproof.reports.texts import counted, printable
 
 _EPILOG = """\
@@ -32,14 +31,20 @@ def submit(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     folder = Path(options.to)
     try:
+        # Here and not above: the help needs the standard library alone.
+        from shardproof.reports.page.results import render_results
+    except ModuleNotFoundError as error:
+        return commands.refuse(extras.lacking("submit", "page", error))
+    try:
         found = [results.summary_of(path, without_digest=options.without_digest) for path in options.runs]
         summaries = results.summaries_in(folder) | {results.place_of(one): one for one in found}
         content = render_results(summaries)
+        made = folders.make(folder)
         results.write(folder, content)
     except ValueError as error:
         return commands.refuse(printable(str(error)))
     except OSError as error:
         return commands.refuse(printable(f"{error.filename or folder}: {error.strerror or error}"))
     size = sum(map(len, content.values()))
-    print(printable(f"{folder}: {counted(len(summaries), 'run')}, {size / 1e3:.0f} kB in all"))
+    print(printable(f"{folder}: {counted(len(summaries), 'run')}, {size / 1e3:.0f} kB in all{made}"))
     return 0

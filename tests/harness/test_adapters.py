@@ -63,6 +63,31 @@ def test_what_is_no_adapter_is_refused_in_one_line(name, says):
     assert says in error_of(registry.load, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "my_adapters",
+            "'my_adapters' is a module; pass the class of the adapter after a colon, as in my_adapters:Mine",
+        ),
+        ("my_adapters:", "after a colon, as in my_adapters:MineAdapter or my_adapters:OtherAdapter"),
+        ("my_adapters.py", "'my_adapters' is a module; pass the class of the adapter after a colon, as in my_ad"),
+        ("my_adapters.Helper", "after a colon, as in my_adapters:Helper"),
+        ("package.inside", "after a colon, as in package.inside:Class"),
+        ("my_adapters.Nothing", "unknown implementation 'my_adapters.Nothing'"),
+    ],
+)
+def test_a_module_without_a_class(tmp_path, monkeypatch, name, says):
+    """It is found and read, and not imported: a typo must not wait for torch."""
+    classes = "".join(f"class {one}: pass\n" for one in ("Helper", "MineAdapter", "OtherAdapter"))
+    (tmp_path / "my_adapters.py").write_text(f"{classes}raise SystemExit\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("raise SystemExit\n")
+    (tmp_path / "package/inside.py").write_text("raise SystemExit\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert says in error_of(registry.target_of, name)
+
+
 @pytest.mark.parametrize("module", PEERS)
 def test_what_is_missing_says_how_to_install_it(module, monkeypatch):
     find_spec = importlib.util.find_spec

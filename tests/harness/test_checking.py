@@ -371,6 +371,7 @@ LINES = [
     (("--step", f"{HERE}:data"), "it is called as data(model, optimizer, microbatches, mesh): too many"),
     (("--step", "step"), "give module:function or file.py:function"),
     (("--impl", "torch.fuly_shard"), "did you mean torch.fully_shard"),
+    (("--device", "gpu"), "--device gpu: torch has no device type of this name"),
     (("--impl", "own", "--parallelize", ""), "--impl own needs --parallelize module:function"),
     (("--axis", "tp=1"), "parallelize() has no keyword argument 'tp'; it has none"),
     (("--param-dtype", "bfloat16"), "parallelize() has no keyword argument 'param_dtype'"),

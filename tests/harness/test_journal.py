@@ -152,6 +152,13 @@ def test_what_is_no_regular_file_is_refused_and_left_alone(tmp_path, make, told)
     assert [(entry.name, entry.lstat().st_mode) for entry in tmp_path.iterdir()] == before
 
 
+def test_a_folder_that_is_made_is_told(run, pytester):
+    made = pytester.path / "runs/today"
+    result = run(PASSES, "--report", "runs/today/run.json")
+    result.stdout.fnmatch_lines([f"run file: runs/today/run.json (made the folder {made})"])
+    run(PASSES, "--report", "runs/today/run.json").stdout.fnmatch_lines(["run file: runs/today/run.json"])
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"^--report .*: (Not a directory|File exists)$"):

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from shardproof.harness.plugin.records import ALIKE
-from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind, kind_of_text
-from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, without_rank
+from shardproof.alike import ALIKE, kind_of_text, without_rank
+from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind
+from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of
 from tests.harness.inner import CASE
 
 pytestmark = pytest.mark.sampled

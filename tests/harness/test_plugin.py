@@ -53,6 +53,18 @@ def test_worlds_that_are_no_worlds(refused, worlds):
     assert told in refused(PASSES, f"--world={worlds}")
 
 
+@pytest.mark.parametrize(("worlds", "sizes"), [("3", "2"), ("3,5", "2, 4 or 8")])
+def test_worlds_that_no_case_has(refused, worlds, sizes):
+    source = PASSES + ("" if sizes == "2" else "\n@world(4, 8)\ndef test_other(rank): pass\n")
+    told = f"ERROR: --world {worlds}: no case that was collected runs on so many ranks; they run on {sizes}"
+    assert refused(source, f"--world={worlds}") == told
+    assert refused(source, f"--world={worlds}", "-n", "2") == told
+
+
+def test_worlds_of_which_some_case_has_one(run):
+    assert run(PASSES, "--world=2,3").ret == 0
+
+
 @pytest.mark.parametrize(
     ("fixture", "instead"),
     [("tmp_path", "use rank.tmp_path"), ("monkeypatch", "use rank.monkeypatch"), ("own", "use a parameter")],
@@ -203,6 +215,28 @@ def test_both(rank):
     assert [case["requirement"] for case in run_file["cases"]] == ["X-1", "", ""]
     assert run_file["environment"]["implementations"]["ddp"]["version"]
     assert run_file["environment"]["contract"] == contract.version()
+
+
+PEAKS = """
+import pytest
+from shardproof.testing import world
+
+@world(2)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_case(rank, sharded):
+    model = torch.nn.Linear(8, 4)
+    rank.run(model) if sharded else model(torch.zeros(2, 8))
+"""
+
+
+def test_the_record_has_the_bytes_of_the_sharded_parameters(run, pytester):
+    """The allocator of a CPU does not count: a rank of two has two of four rows, and two of four biases."""
+    run("import torch\n" + PEAKS, "--impl", "reference,ddp", "--report", "run.json")
+    made = json.loads(pytester.path.joinpath("run.json").read_text())
+    shares = {
+        (case["implementation"], case["id"].partition("[")[2]): case.get("peak_bytes", []) for case in made["cases"]
+    }
+    assert shares.pop(("reference", "w2-True]")) == [72, 72] and not any(shares.values()) and len(shares) == 3
 
 
 def test_the_environment_says_what_is_sharded():

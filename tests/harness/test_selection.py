@@ -111,12 +111,20 @@ def test_where_no_ranks_can_share_a_gpu(gpus, options, told):
         ),
         ({"profile": "core", "contract": "2026.12"}, "a profile says which items run; leave out --contract 2026.12"),
         ({"profile": "core", "simulate": "8"}, "a profile says which items run; leave out --simulate"),
+        (
+            {"device": "gpu"},
+            "--device gpu: torch has no device type of this name, as it has cuda or xpu; torch finds no",
+        ),
+        (
+            {"device": "cuda:0"},
+            "--device cuda:0: a type has no number, each rank has a device of its own; use cuda, cpu",
+        ),
         ({"deadline": 1e9}, "--deadline 1e+09: expected a positive number of seconds, at most 1500"),
     ],
 )
 def test_one_line_names_what_is_wrong(options, told, monkeypatch):
     monkeypatch.setattr(contract, "versions", lambda: {"2026.12": "", "2025.6": "c0ffee1"})
-    assert told in error_of(ask, device="cpu", **options)
+    assert told in error_of(ask, **{"device": "cpu"} | options)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_one_process_reports_and_its_exit_code_is_that_of_the_job(job):
     ("arguments", "line"),
     [
         (("-n", "2"), "-n 2: torchrun has started the processes of this run; xdist's workers cannot share them, so "),
-        (("--world", "4"), "--world 4: torchrun started 1 ranks; start 4 or leave it out"),
+        (("--world", "4"), "--world 4: torchrun started 1 rank; start 4 or leave it out"),
         (("--impl", "no.such"), "'no.such'"),
         (("--simulate", "8"), "--simulate: torchrun started ranks, which simulated worlds do not need"),
     ],

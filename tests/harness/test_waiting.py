@@ -207,7 +207,7 @@ def test_a_rank_that_is_stopped_while_it_starts_is_named(told, monkeypatch):
     (pid,) = pids
     assert f"rank 0: no answer within 2 s; it is pid {pid} (" in str(caught.value)
     assert ", stopped)" in str(caught.value)
-    waits = f"waiting for the ranks of a world of 1 ranks on cpu to start: 0 s so far, held up by pid {pid}"
+    waits = f"waiting for the ranks of a world of 1 rank on cpu to start: 0 s so far, held up by pid {pid}"
     assert any(waits in line for line in told)
     assert waiting.look_at(pid) is None or waiting.look_at(pid).has_ended
 

@@ -48,7 +48,8 @@ def worse(result):
     """What got worse by a code and a text, one line each, without the rest."""
     code, printed = result
     assert code == 1
-    lines = [line for line in printed.splitlines() if line.startswith(("  ours ", "  ours:", "  theirs"))]
+    begins = ("  ours ", "  ours:", "  theirs", "    more ")
+    lines = [line for line in printed.splitlines() if line.startswith(begins)]
     return [line.strip() for line in lines if "BASE:" not in line]
 
 
@@ -62,7 +63,7 @@ BASE DIR/base.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), sha
 HEAD DIR/head.json: 2026-01-02T03:04:05+00:00, torch 2.11.0+cu130 (70d970d), shardproof c0ffeec, suites 0a1b2c3d4e5f
 
 not compared (2):
-  peak memory of 1 case: neither run measured it, as on a CPU (docs/gate.md)
+  peak memory of 1 case: neither run measured it (docs/gate.md)
   time: no --time-ratio was given
 
 nothing got worse; compared: 1 case that ran in both
@@ -81,7 +82,16 @@ ANOTHER = traced(TRACE[0], TRACE[1].replace("100", "101"), ranks=[1])
     ("before", "after", "lines"),
     [
         ([of()], [FAILED], ["ours a: fail, was pass: ValueError: no | way"]),
-        ([of()], [of(verdict="unexpected-pass")], ["ours a: unexpected-pass, was pass: no text"]),
+        (
+            [of()],
+            [of(verdict="unexpected-pass")],
+            ["ours a: unexpected-pass, was pass: passed; the expected failure did not happen"],
+        ),
+        (
+            [of(verdict="expected-fail", expected="fail: the norm (F-2)", failure=FAILURE)],
+            [of(verdict="unexpected-pass", failure={"text": "passed, but x.toml entry 1 expects fail: the norm"})],
+            ["ours a: unexpected-pass, was expected-fail: passed, but x.toml entry 1 expects fail: the norm"],
+        ),
         ([of()], [of(), of("b", verdict="hang", failure=FAILURE)], ["ours b: hang, is new: ValueError: no | way"]),
         ([UNSUPPORTED, of("b")], [CRASHED, of("b")], ["ours a: crash, was unsupported: ValueError: no | way"]),
         ([FAILED], [CRASHED], ["ours a: crash, was fail: ValueError: no | way"]),
@@ -94,8 +104,8 @@ ANOTHER = traced(TRACE[0], TRACE[1].replace("100", "101"), ranks=[1])
             [of(**traced(*TRACE))],
             [of(**traced(*TRACE, TRACE[0].replace("100", "28")))],
             [
-                "ours a: rank 0 and 1 other ranks: 2 all_gather, 1 before",
-                "ours a: rank 0 and 1 other ranks (bytes): 128 all_gather, 100 before",
+                "ours a: rank 0 and 1 other rank: 2 all_gather, 1 before",
+                "more bytes: rank 0 and 1 other rank (bytes): 128 all_gather, 100 before",
             ],
         ),
         (
@@ -105,12 +115,28 @@ ANOTHER = traced(TRACE[0], TRACE[1].replace("100", "101"), ranks=[1])
         ),
     ],
     ids=[
-        *("failure", "unexpected-pass", "new-and-fails", "asked-now", "graver", "known-failure", "vanished", "skipped"),
+        *(
+            "failure",
+            "unexpected-pass",
+            "mended",
+            "new-and-fails",
+            "asked-now",
+            "graver",
+            "known-failure",
+            "vanished",
+            "skipped",
+        ),
         *("nothing-runs", "implementation-gone", "more-collectives-and-bytes", "more-bytes-on-one-rank"),
     ],
 )
 def test_what_got_worse_is_named(run, before, after, lines):
     assert worse(run(before, after, "--more-skips", "1")) == lines
+
+
+def test_an_unexpected_pass_is_no_new_failure(run):
+    _, printed = run([EXPECTED], [of(verdict="unexpected-pass")])
+    assert "unexpected pass (1):\n  ours a: unexpected-pass, was expected-fail: passed; " in printed
+    assert printed.endswith("WORSE: unexpected pass 1; compared: 1 case that ran in both\n")
 
 
 def test_a_case_that_failed_and_fails_is_not_worse(run):
@@ -153,9 +179,93 @@ def test_what_was_not_measured_is_not_compared(run):
 
 def test_more_memory(run):
     code, printed = run([of(peak_bytes=[100, 100])], [of(peak_bytes=[101, 103])])
-    assert worse((code, printed)) == ["ours a: rank 1 and 1 other ranks: a step holds 103 bytes at a time, 100 before"]
+    assert worse((code, printed)) == ["ours a: rank 1 and 1 other rank: 103 bytes are held at a time, 100 before"]
     assert "peak memory" not in printed
     assert run([of(peak_bytes=[100, 100])], [of(peak_bytes=[100, 99])])[0] == 0
+
+
+@pytest.fixture
+def added(run):
+    """Compare two runs, of which the later issues a collective more in six cases and fails in three."""
+
+    def added(*options):
+        ids = [f"suites/test_x.py::{name}[w2-{number}]" for name in "ab" for number in range(3)]
+        extra = ["step all_reduce float32 4 B ranks 0-1"]
+        cases = [of(id, **traced(*TRACE * (1 + number))) for number, id in enumerate(ids)]
+        more = [of(id, **traced(*TRACE * (1 + number), *extra * number or extra)) for number, id in enumerate(ids)]
+        broken = [of(f"c[w2-{name}]") for name in "xyz"]
+        texts = ["gradient of 'x' on rank 0\n  it is 2 times", "gradient of 'y' on rank 1\n  it is 4 times", "the loss"]
+        fails = [
+            case | {"verdict": "fail", "failure": samples.failure(text)}
+            for case, text in zip(broken, texts, strict=True)
+        ]
+        return run([*cases, *broken], [*more, *fails], *options)
+
+    return added
+
+
+def test_what_has_one_cause_is_one_group(added):
+    code, printed = added()
+    assert code == 1
+    assert_expected_inline(
+        printed.partition("\n\n")[2],
+        """\
+new failure (3):
+  ours: 2 cases alike (only numbers and names differ), the first: fail, was pass: gradient of 'x' on rank 0
+    c [w2-x] [w2-y]
+    reproduce: python -m pytest "suites/test_x.py::test_c[w2-x][ours-w2]" --impl ours --device cpu
+  ours c[w2-z]: fail, was pass: the loss
+    reproduce: python -m pytest "suites/test_x.py::test_c[w2-z][ours-w2]" --impl ours --device cpu
+
+more collectives (6), more bytes (6):
+  ours: 6 cases alike (only numbers and names differ), the first: rank 0 and 1 other rank: 1 all_reduce, 0 before
+    more bytes: rank 0 and 1 other rank (bytes): 4 all_reduce, 0 before
+    suites/test_x.py::a [w2-0] [w2-1] [w2-2]
+    suites/test_x.py::b [w2-0] [w2-1] [w2-2]
+
+not compared (3):
+  collectives, bytes and peak memory of 3 cases: they do not pass in HEAD
+  peak memory of 6 cases: neither run measured it (docs/gate.md)
+  time: no --time-ratio was given
+
+WORSE: new failure 3, more collectives 6, more bytes 6 in 3 groups; compared: 9 cases that ran in both
+""",
+    )
+
+
+def test_every_regression_with_verbose(added):
+    _, printed = added("--verbose")
+    assert printed.count(" 2 all_reduce, 0 before") == 1 and printed.count("(bytes): ") == 6
+    assert printed.endswith(
+        "WORSE: new failure 3, more collectives 6, more bytes 6; compared: 9 cases that ran in both\n"
+    )
+
+
+def test_groups_in_each_format(added):
+    _, printed = added("--format", "github")
+    title = "title=more collectives%3A ours suites/test_x.py%3A%3Aa[w2-0] and 5 more cases alike::"
+    assert title in printed and printed.count("::error") == 3
+    _, printed = added("--format", "markdown")
+    row = "| more collectives; more bytes | `ours` | 6 cases, the first `suites/test_x.py::a[w2-0]` | rank 0 and 1"
+    assert row in printed
+    listed = "<summary>more collectives: 6 cases of ours, the first suites/test_x.py::a[w2-0]</summary>"
+    assert listed in printed and "suites/test_x.py::b [w2-0] [w2-1] [w2-2]" in printed
+
+
+def test_other_collectives_and_other_implementations_are_other_groups(run):
+    before = [of(name, implementation, **traced(*TRACE)) for implementation in ("ours", "theirs") for name in "abc"]
+    extra = {"a": "step all_reduce float32 4 B ranks 0-1", "b": "clip all_reduce float32 4 B ranks 0-1"}
+    after = [
+        of(name, implementation, **traced(*TRACE, *filter(None, [extra.get(name)])))
+        for implementation in ("ours", "theirs")
+        for name in "abc"
+    ]
+    assert [line.partition(":")[0] for line in worse(run(before, after)) if not line.startswith("more")] == [
+        "ours a",
+        "ours b",
+        "theirs a",
+        "theirs b",
+    ]
 
 
 def test_memory_that_one_run_did_not_measure(run):
@@ -193,11 +303,9 @@ def test_what_is_accepted_is_listed_and_not_worse(accepts):
     code, printed = accepts(ACCEPTED.replace("test_a[", "test_a*["))
     assert code == 0
     lines = printed.splitlines()
-    told = "(bytes): 101 all_gather, 100 before (units are padded to whole rows)"
-    assert lines[3:5] == [
-        "accepted (2):",
-        f"  more bytes: ours suites/test_x.py::test_a[w2-x]: rank 0 and 1 other ranks {told}",
-    ]
+    told = "rank 0 and 1 other rank (bytes): 101 all_gather, 100 before (units are padded to whole rows)"
+    alike = "2 cases alike (only numbers and names differ), the first"
+    assert lines[3:5] == ["accepted (1):", f"  more bytes: ours: {alike}: {told}"]
     assert lines[-1] == "nothing got worse; accepted: 2; compared: 2 cases that ran in both"
 
 

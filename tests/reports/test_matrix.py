@@ -126,7 +126,7 @@ fail: reference x (AUTOGRAD-1)
   reproduce: python -m pytest "x[reference]" --impl reference --device cpu
 
 unexpected-pass: reference y (AUTOGRAD-1)
-  the expected failure did not happen
+  passed; the expected failure did not happen
 
 requirement  cases  reference
 AUTOGRAD-1   3      1 crash, 1 fail, 1 unexpected-pass
