@@ -155,6 +155,14 @@ class ForgottenFlags(ReferenceAdapter):
         pass
 
 
+class ScalerOfOneMesh(ReferenceAdapter):
+    """The scaler asks the ranks of the first gradient's mesh alone, also where there are several meshes."""
+
+    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+        kind = self.config.mesh.device_type
+        return torch.amp.GradScaler(kind, init_scale=init_scale, growth_interval=growth_interval)
+
+
 class SplitUnits(ReferenceAdapter):
     """The modules of one unit become units of their own."""
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -150,6 +155,13 @@ class Fsdp1(Api):
             return
         with self.full_states(model, first_rank=True):
             self.kind.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+
+    def load_model(self, model: nn.Module, state: Any) -> None:
+        """Load a full state dict of every rank, by torch's function for any model if that takes the wrapper."""
+        if isinstance(model, FullyShardedDataParallel):
+            set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+            return
+        model.load_state_dict(state)
 
     def saved_by_the_first_rank(self, model: nn.Module) -> list[str]:
         """The names in the full state dict on this rank, where the first rank alone has the values."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
-from shardproof.suites.common import subjects
+from shardproof.suites.common import check_left, subjects
 from shardproof.testing import Capability, Rank, contract, needs, world
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
@@ -285,6 +285,73 @@ def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
     assert states and states.keys() <= known, (
         f"the states have the keys {sorted(states)}, and the model {sorted(known)}"
     )
+
+
+@contract("CALLS-5")
+@needs(Capability.DISTRIBUTED_CHECKPOINT)
+@subjects(
+    "call",
+    [
+        *("load_state_dict", "optim_state_dict_to_load", "load_directly", "optim_state_dict", "shard_full"),
+        *("flatten_sharded", "rekey", "for-any-model", "for-any-optimizer"),
+    ],
+)
+def test_calls_that_leave_what_they_are_given(rank: Rank, call: str) -> None:
+    """A state dict that a call takes has the same entries and tensors afterwards."""
+    fsdp, model, optimizer = trained(rank)
+    kind = fsdp.kind
+    calls: dict[str, Any] = {
+        "load_state_dict": (model.state_dict, model.load_state_dict),
+        "optim_state_dict_to_load": (
+            lambda: kind.optim_state_dict(model, optimizer),
+            lambda state: kind.optim_state_dict_to_load(model, optimizer, state),
+        ),
+        "load_directly": (
+            lambda: kind.optim_state_dict(model, optimizer),
+            lambda state: kind.optim_state_dict_to_load(model, optimizer, state, load_directly=True),
+        ),
+        "optim_state_dict": (optimizer.state_dict, lambda state: kind.optim_state_dict(model, optimizer, state)),
+        "shard_full": (
+            lambda: kind.full_optim_state_dict(model, optimizer, rank0_only=False),
+            lambda state: kind.shard_full_optim_state_dict(state, model, optim=optimizer),
+        ),
+        "flatten_sharded": (
+            lambda: kind.sharded_optim_state_dict(model, optimizer),
+            lambda state: kind.flatten_sharded_optim_state_dict(state, model, optimizer),
+        ),
+        "rekey": (
+            lambda: kind.full_optim_state_dict(model, optimizer, rank0_only=False),
+            lambda state: fsdp.adapter.rekeyed(state, by="number", model=model, optimizer=optimizer),
+        ),
+        "for-any-model": (lambda: fsdp.nested().state_dict(), lambda state: fsdp.load_model(model, state)),
+        "for-any-optimizer": (
+            lambda: fsdp.save(model, optimizer),
+            lambda state: fsdp.load(model, optimizer, state),
+        ),
+    }
+    save, load = calls[call]
+    with fsdp.full_states(model):
+        state = save()
+        check_left(state, lambda: load(state))
+
+
+@contract("CALLS-6")
+@subjects("place", ["first", "between", "last"])
+def test_group_without_parameters(rank: Rank, place: str) -> None:
+    """By functions for any model, each group gets its own options, wherever one without parameters stands."""
+    fsdp = fsdp1(rank)
+
+    def grouped(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+        given = [*model.parameters()]
+        groups: list[Any] = [{"params": given[:2], "lr": rate}, {"params": given[2:], "lr": 2 * rate}]
+        groups.insert(["first", "between", "last"].index(place), {"params": [], "lr": 4 * rate})
+        return fsdp.train(model, optimizer=torch.optim.Adam(groups))
+
+    saved, loaded = fsdp.nested(), fsdp.nested()
+    first, second = grouped(saved, 0.25), grouped(loaded, 0.125)
+    fsdp.load(loaded, second, fsdp.save(saved, first))
+    rates, expected = ([group["lr"] for group in one.param_groups] for one in (second, first))
+    assert rates == expected, f"the groups have the learning rates {rates} instead of {expected}"
 
 
 @contract("CALLS-6")

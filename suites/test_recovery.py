@@ -1,6 +1,7 @@
 """Chapter RECOVERY: after something went wrong."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from shardproof.testing.adapters import Accumulation, Precision, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
 from shardproof.testing.baselines import Undivided, states
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import Census, Collective
+from shardproof.testing.checks import Census, Collective, check_bits
 from shardproof.testing.trained import Loss, Means, mixed, optim, other_worlds, recompute
 
 pytestmark = world(2)
@@ -76,6 +77,48 @@ def test_recovery_before_the_first_forward(rank: Rank) -> None:
     for step in range(2):
         pair.adapter.recover()
         pair.checked_step(rank.batch(step, (4, DIM)))
+
+
+@contract("RECOVERY-4")
+@RECOVERS
+@FLAT
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@pytest.mark.parametrize("phase", ["forward", "evaluation"])
+@subjects("writes", ["step", "fused-step", "user-code"])
+def test_values_written_after_a_forward_that_raised(
+    rank: Rank, writes: str, phase: str, reshard_after_forward: bool | int | None, flat: bool
+) -> None:
+    """A forward after one that raised sees the optimizer's step since, without a recovery call, or is refused."""
+    model = models.Tower(dim=DIM, depth=DEPTH)
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "flat_parameters": flat}
+    if writes != "user-code":
+        options["optimizer"] = functools.partial(torch.optim.AdamW, lr=0.5, fused=writes == "fused-step")
+    sound, run = two_runs(rank, model, **options)
+    trap = Trap()
+    trap.lay(run, PLACE)
+    for one in (sound, run):
+        one.forward_backward((rank.batch(0, (4, DIM)),), loss=models.mean_square)
+    trap.phase = "forward"
+    with pytest.raises(Injected), run.recorder.during("failed"), torch.set_grad_enabled(phase == "forward"):
+        run.adapter.forward(rank.batch(1, (4, DIM)))
+    for one in (sound, run):
+        if writes == "user-code":
+            with torch.no_grad():
+                for parameter in one.adapter.held_parameters().values():
+                    parameter.mul_(0.5)
+        else:
+            one.adapter.step()
+    batch = (rank.batch(2, (4, DIM)),)
+    refused, found = None, None
+    try:
+        found = run.evaluate(batch)[0]
+    except Exception as error:
+        refused = type(error).__name__
+    everyone = rank.exchange(refused)
+    assert len(set(everyone)) == 1, f"ranks refuse the forward by {everyone}"
+    if found is not None:
+        why = "the forward after one that raised uses other values than the last ones written"
+        check_bits(why, found, sound.evaluate(batch)[0])
 
 
 @contract("RECOVERY-3")

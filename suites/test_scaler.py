@@ -1,6 +1,7 @@
 """Chapter SCALER: losses that are scaled, so that small gradients of float16 are not lost."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -107,6 +108,51 @@ def test_tensor_parallel_shards(rank: Rank, precision: Precision) -> None:
     """An infinite gradient in one tensor-parallel rank's shard makes all ranks skip the step and lower the scale."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     check(rank, precision=precision, **cut_over(mesh, mixed.split_columns))
+
+
+class Apart(nn.Module):
+    """Two units, each with an input and a part of the output of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.all = mixed.Scale(*SHAPE), mixed.Scale(*SHAPE)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.few(x) + self.all(y)
+        return output
+
+
+@contract("SCALER-1")
+@world(4)
+@needs(Capability.UNIT_MESHES)
+@pytest.mark.parametrize("infinite", ["few", "all"])
+@pytest.mark.parametrize("first", ["few", "all"])
+def test_several_meshes(rank: Rank, first: str, infinite: str) -> None:
+    """An infinite gradient of a unit makes all ranks skip the step and lower the scale, if two of them shard it too."""
+
+    def ordered(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        given = [*parameters]
+        return torch.optim.SGD(given if first == "few" else given[::-1], lr=0.5)
+
+    few = rank.mesh((2, 2), ("copy", "shard"))["shard"]
+    run = rank.run(Apart(), units=[["few"], ["all"]], optimizer=ordered, unit_meshes={"few": few})
+    scaler, optimizer = run.adapter.grad_scaler(init_scale=SCALE, growth_interval=2), run.adapter.optimizer
+    assert optimizer is not None
+    for step, expected_scale in enumerate(SCALES):
+        inputs = {name: rank.batch(step, SHAPE) for name in ("few", "all")}
+        if step in INFINITE and rank.index == rank.world_size - 1:
+            inputs[infinite][-1, -1] = torch.inf
+        before = {name: piece.tensor.clone() for name, piece in run.adapter.parameters().items()}
+        run.adapter.backward(scaler.scale(run.adapter.forward(inputs["few"], inputs["all"]).sum()))
+        scaler.step(optimizer)
+        scaler.update()
+        run.adapter.zero_grad(set_to_none=True)
+        moved = {name for name, one in run.adapter.parameters().items() if not torch.equal(one.tensor, before[name])}
+        ranks = [index for index, names in enumerate(rank.exchange(moved)) if names]
+        expected = [] if step in INFINITE else [*range(rank.world_size)]
+        assert ranks == expected, f"in {step_label(step)} the ranks {ranks} step instead of {expected}"
+        scale = scaler.get_scale()
+        assert scale == expected_scale, f"the scale after {step_label(step)} is {scale} instead of {expected_scale}"
 
 
 @contract("SCALER-2")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.harness.adapters.base import ByParameter, KeysLeftOver, OptimizerFactory, inner_first
@@ -272,8 +273,11 @@ class DTensorAdapter(ByParameter):
         return {"mp_policy": policy}
 
     def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
-        """Make torch's scaler, which asks the other ranks of a DTensor."""
-        return make_scaler(self.config, torch.amp.GradScaler, init_scale=init_scale, growth_interval=growth_interval)
+        """Make torch's scaler, which asks the other ranks of a DTensor; for several meshes that of FSDP1."""
+        # GradScaler asks the ranks of the first gradient's mesh alone: findings/F374.py.
+        several = self.config.unit_meshes or self.config.parameter_meshes
+        kind = ShardedGradScaler if several else torch.amp.GradScaler
+        return make_scaler(self.config, kind, init_scale=init_scale, growth_interval=growth_interval)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
