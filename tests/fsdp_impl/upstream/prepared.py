@@ -22,6 +22,8 @@ from tests.fsdp_impl.upstream import exchange, sources
 from tests.fsdp_impl.upstream.job import Job, current
 
 JOB = current()
+# Of the tests that choose their ranks on a CPU.
+_MOST_RANKS = 8
 
 
 class _Patched(importlib.abc.Loader):
@@ -56,6 +58,10 @@ class _Lacking:
         raise unittest.SkipTest(f"torch {torch.__version__} lacks {self._path}")
 
 
+def _is_submodule(home: types.ModuleType, name: str) -> bool:
+    return hasattr(home, "__path__") and importlib.util.find_spec(f"{home.__name__}.{name}") is not None
+
+
 @contextlib.contextmanager
 def _lacking_names(tree: ast.Module) -> Iterator[None]:
     """Give modules of torch, while a test imports from them, the names that a newer torch has."""
@@ -65,7 +71,7 @@ def _lacking_names(tree: ast.Module) -> Iterator[None]:
             with contextlib.suppress(ImportError):
                 home = importlib.import_module(node.module)
                 for name in {alias.name for alias in node.names} - {"*"}:
-                    if not hasattr(home, name) and importlib.util.find_spec(f"{node.module}.{name}") is None:
+                    if not hasattr(home, name) and not _is_submodule(home, name):
                         setattr(home, name, _Lacking(f"{node.module}.{name}"))
                         added.append((home, name))
     try:
@@ -79,7 +85,9 @@ def _claim_ranks_of_the_cpu(ranks: int) -> None:
     """Let a test that counts devices find ``ranks`` on a CPU, each a process with gloo."""
     import torch.testing._internal.common_distributed as distributed
 
-    torch.cpu.device_count = torch.accelerator.device_count = lambda: ranks  # type: ignore[assignment]
+    torch.cpu.device_count = lambda: ranks  # type: ignore[assignment]
+    # A test that has a number of its own for a CPU gets it: FSDPTest asks only whether there are enough.
+    torch.accelerator.device_count = lambda: max(ranks, _MOST_RANKS)  # type: ignore[assignment]
     ask: Callable[..., Any] = distributed.skip_if_lt_x_gpu
 
     def skip_if_lt_x_gpu(least: int, *, allow_cpu: bool = False) -> Any:

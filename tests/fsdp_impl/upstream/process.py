@@ -3,7 +3,10 @@
 import importlib
 import json
 import os
+import signal
 import sys
+import threading
+import time
 import traceback
 import unittest
 from collections.abc import Iterator
@@ -102,8 +105,16 @@ def fork_ranks() -> None:
         torch.multiprocessing.get_context = lambda method=None: context if method == "spawn" else own(method)
 
 
+def _end_with(parent: int) -> None:
+    """End this process and its ranks when the one that watches it has been killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 def main() -> None:
     """Run what the job of this process names."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     job = prepared.JOB
     events = _Events(job.events)
     try:
