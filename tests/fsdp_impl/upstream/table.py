@@ -55,6 +55,8 @@ def _judge(ours: Outcome, theirs: Outcome) -> tuple[str, str]:
     needed = _DEVICES.search(unlike.text)
     if unlike.outcome == "skip" and needed:
         return "undecided", f"needs {needed[1]} devices"
+    if unlike.outcome == "skip" and " lacks torch." in unlike.text:
+        return "undecided", "torch lacks a name"
     return "undecided", "skips itself" if unlike.outcome == "skip" else unlike.text.strip().split("\n")[-1]
 
 
