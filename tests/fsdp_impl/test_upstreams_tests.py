@@ -141,8 +141,13 @@ def test_every_public_name_of_both_is_exchanged() -> None:
     import torch.distributed.fsdp as theirs
 
     import fsdp_impl
+    import fsdp_impl.wrap
 
-    assert {name for name in fsdp_impl.__all__ if hasattr(theirs, name)} <= exchange.pairs().keys()
+    pairs = exchange.pairs()
+    assert {name for name in fsdp_impl.__all__ if hasattr(theirs, name)} <= pairs.keys()
+    assert {name: pairs.get(name) for name in fsdp_impl.wrap.__all__} == {
+        name: (getattr(theirs.wrap, name), getattr(fsdp_impl.wrap, name)) for name in fsdp_impl.wrap.__all__
+    }
 
 
 @pytest.mark.parametrize(

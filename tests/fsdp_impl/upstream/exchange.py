@@ -4,30 +4,26 @@ import importlib
 import sys
 from typing import Any
 
-# Where a test may import a public name of FSDP from.
-_HOMES = (
-    "torch.distributed.fsdp",
-    "torch.distributed.fsdp.wrap",
-    "torch.distributed.fsdp._fully_shard",
-    "torch.distributed.fsdp._fully_shard._fsdp_api",
-    "torch.distributed.fsdp._fully_shard._fsdp_common",
-)
+# Where a test may import a public name of FSDP from, and the module of the reference that has it.
+_HOMES = {
+    "torch.distributed.fsdp": "fsdp_impl",
+    "torch.distributed.fsdp.wrap": "fsdp_impl.wrap",
+    "torch.distributed.fsdp._fully_shard": "fsdp_impl",
+    "torch.distributed.fsdp._fully_shard._fsdp_api": "fsdp_impl",
+    "torch.distributed.fsdp._fully_shard._fsdp_common": "fsdp_impl",
+}
 # Modules with helpers of tests and with state dicts, which keep the names under which they imported them.
 _USERS = ("torch.distributed._composable.fsdp", "torch.distributed.checkpoint.state_dict")
 
 
 def pairs() -> dict[str, tuple[Any, Any]]:
     """Return, by name, what torch and the reference each have of the reference's public names."""
-    import fsdp_impl
-    import fsdp_impl.wrap
-
     found: dict[str, tuple[Any, Any]] = {}
-    for home in _HOMES:
-        theirs = importlib.import_module(home)
-        for ours in (fsdp_impl, fsdp_impl.wrap):
-            for name in ours.__all__:
-                if hasattr(theirs, name) and name not in found and hasattr(ours, name):
-                    found[name] = (getattr(theirs, name), getattr(ours, name))
+    for home, own in _HOMES.items():
+        theirs, ours = importlib.import_module(home), importlib.import_module(own)
+        for name in ours.__all__:
+            if hasattr(theirs, name) and name not in found:
+                found[name] = (getattr(theirs, name), getattr(ours, name))
     return {name: pair for name, pair in found.items() if pair[0] is not pair[1]}
 
 

@@ -85,15 +85,15 @@ def _claim_ranks_of_the_cpu(ranks: int) -> None:
     """Let a test that counts devices find ``ranks`` on a CPU, each a process with gloo."""
     import torch.testing._internal.common_distributed as distributed
 
-    torch.cpu.device_count = lambda: ranks  # type: ignore[assignment]
+    torch.cpu.device_count = lambda: ranks
     # A test that has a number of its own for a CPU gets it: FSDPTest asks only whether there are enough.
-    torch.accelerator.device_count = lambda: max(ranks, _MOST_RANKS)  # type: ignore[assignment]
+    torch.accelerator.device_count = lambda: max(ranks, _MOST_RANKS)
     ask: Callable[..., Any] = distributed.skip_if_lt_x_gpu
 
     def skip_if_lt_x_gpu(least: int, *, allow_cpu: bool = False) -> Any:
         return (lambda test: test) if least <= ranks else ask(least)
 
-    distributed.skip_if_lt_x_gpu = skip_if_lt_x_gpu  # type: ignore[assignment]
+    distributed.skip_if_lt_x_gpu = skip_if_lt_x_gpu
     import torch.testing._internal.common_fsdp as fsdp
 
     fsdp.DEVICE_COUNT = ranks

@@ -102,7 +102,8 @@ def fork_ranks() -> None:
     trial.start()
     trial.join()
     if trial.exitcode == 0:
-        torch.multiprocessing.get_context = lambda method=None: context if method == "spawn" else own(method)
+        forked: Any = lambda method=None: context if method == "spawn" else own(method)  # noqa: E731
+        torch.multiprocessing.get_context = forked
 
 
 def _end_with(parent: int) -> None:
