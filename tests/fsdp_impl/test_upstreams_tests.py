@@ -155,6 +155,7 @@ def test_every_public_name_of_both_is_exchanged() -> None:
     [
         (Outcome("pass"), Outcome("pass"), ("agree", "")),
         (Outcome("pass"), Outcome("fail", "a\nRuntimeError: b\n"), ("better", "RuntimeError: b")),
+        (Outcome("pass"), Outcome("fail", table._REFUSES), ("undecided", "torch refuses a CPU")),
         (Outcome("hang"), Outcome("pass"), ("worse", "hang")),
         (Outcome("crash"), Outcome("fail", "x"), ("undecided", "torch fails it too")),
         (Outcome("pass"), Outcome("skip", "Need at least 4 CUDA devices"), ("undecided", "needs 4 devices")),
