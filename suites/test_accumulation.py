@@ -293,12 +293,8 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
     run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
-    gradients = [one.grad for one in run.adapter.named_parameters().values() if one.grad is not None]
-    if foreach:
-        torch._foreach_zero_(gradients)
-    else:
-        for gradient in gradients:
-            gradient.zero_()
+    parameters = [one for one in run.adapter.named_parameters().values() if one.grad is not None]
+    torch.optim.SGD(parameters, foreach=foreach).zero_grad(set_to_none=False)
     for one in (run, twin):
         one.forward_backward((rank.batch(2, (2, DIM)),), loss=models.mean_square)
     # The same kernels on the same numbers, or on zeros and the same numbers.

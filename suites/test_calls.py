@@ -541,6 +541,27 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
 
 
 @contract("CALLS-2")
+@subjects("use_orig_params", [False, True])
+def test_the_first_unit_of_frozen_parameters_is_named(rank: Rank, use_orig_params: bool) -> None:
+    """Of several units with frozen and trainable parameters, the warning or the error names the first."""
+    fsdp = fsdp1(rank)
+    model = nn.Sequential(*(fsdp.layers() for _ in range(3)))
+    for layers in list(model)[1:]:
+        layers[0].requires_grad_(False)
+    policy = fsdp.api.wrap.ModuleWrapPolicy({nn.Sequential})
+    wraps = functools.partial(fsdp.wrap, model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    if use_orig_params:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wraps()
+        text = next((str(one.message) for one in caught if "requires_grad" in str(one.message)), "no warning")
+    else:
+        text = Refusal(rank, wraps).text or "no error"
+    said = text.splitlines()[0]
+    assert " 1 has both parameters" in f" {said}", f"the first of the units 1 and 2 is not named: {said}"
+
+
+@contract("CALLS-2")
 @subjects("first_rank", [False, True])
 def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> None:
     """Full parameters on the CPU of every rank warn; on that of the first rank alone they do not."""

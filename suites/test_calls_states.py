@@ -15,6 +15,8 @@ from shardproof.testing import Capability, Rank, contract, needs, world
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
+ON_CPU = needs(Capability.WHOLE_ON_CPU)
+
 
 # State dicts of the model
 
@@ -52,11 +54,15 @@ def test_state_dict_arguments_by_position(rank: Rank) -> None:
 
 
 @contract("CALLS-4")
-@pytest.mark.parametrize("first_rank_only", [False, True])
-def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: bool) -> None:
+@pytest.mark.parametrize(
+    ("first_rank_only", "on_cpu"),
+    [(True, False), pytest.param(True, True, marks=ON_CPU), pytest.param(False, True, marks=ON_CPU)],
+    ids=["first-rank", "first-rank-on-the-cpu", "on-the-cpu"],
+)
+def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: bool, on_cpu: bool) -> None:
     """``state_dict`` leaves alone the entries that its destination has already, on ranks that save nothing too."""
     fsdp = fsdp1(rank)
-    model, config = fsdp.nested(), fsdp.api.FullStateDictConfig(offload_to_cpu=True, rank0_only=first_rank_only)
+    model, config = fsdp.nested(), fsdp.api.FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_rank_only)
     own = {"step": 3, "average.0.weight": torch.zeros(2, device="meta"), "zeros": torch.zeros(2, device=fsdp.device)}
     given = dict(own)
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT, config):

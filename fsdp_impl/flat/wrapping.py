@@ -232,7 +232,7 @@ class _FloatInside:
 def _check_frozen(module: nn.Module, targets: Targets, ignored: Ignored, *, use_orig: bool) -> None:
     taken: set[torch.Tensor] = set()
     names = {param: clean(name) for name, param in module.named_parameters()}
-    for child, path in reversed([(child, path) for path, child in module.named_modules()]):
+    for path, child in _children_first("", module, set()):
         if child not in targets:
             continue
         params = [param for param in child.parameters() if param not in taken and param not in ignored.params]
@@ -241,6 +241,15 @@ def _check_frozen(module: nn.Module, targets: Targets, ignored: Ignored, *, use_
         frozen = [param for param in params if not param.requires_grad]
         if trainable and frozen:
             _report_frozen(path, names, trainable, frozen, use_orig=use_orig)
+
+
+def _children_first(path: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in ``module`` but for ``seen`` ones, in the order of registration, each behind those in it."""
+    seen.add(module)
+    for name, child in module.named_children():
+        if child not in seen:
+            yield from _children_first(f"{path}.{name}" if path else name, child, seen)
+    yield path, module
 
 
 def _report_frozen(

@@ -142,7 +142,7 @@ def follow(adapter: Adapter, course: Course) -> None:
     # A class with slots of its own may refuse: then a run alone notes what it calls.
     with contextlib.suppress(TypeError):
         adapter.__class__ = kind
-        vars(adapter)["_course"] = course
+        vars(adapter)["course_of_calls"] = course
 
 
 @functools.cache
@@ -159,14 +159,14 @@ def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(method)
         def noted(adapter: Any, *args: Any, **kwargs: Any) -> Any:
-            adapter._course.note(name)
+            adapter.course_of_calls.note(name)
             return method(adapter, *args, **kwargs)
 
     else:
 
         @functools.wraps(method)
         def noted(adapter: Any, *args: Any, **kwargs: Any) -> Any:
-            with adapter._course.during(name, _given(kwargs)):
+            with adapter.course_of_calls.during(name, _given(kwargs)):
                 return method(adapter, *args, **kwargs)
 
     return noted

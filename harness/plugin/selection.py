@@ -259,11 +259,13 @@ def resolve(
 
 def _check_profile(name: str, device: str, ranks_per_gpu: int, *, others: Sequence[str]) -> None:
     """Check that there is a profile, that this hardware can have it, and that nothing else says which items run."""
+    from shardproof.harness.tensors import devices  # late: it imports torch
+
     if others:
         raise ValueError(f"--profile {name}: a profile says which items run; leave out {others[0]}")
     if name not in contracts.profiles():
         raise ValueError(f"--profile {name}: expected {', '.join(contracts.profiles())}")
-    hardware = contracts.class_of(device, has_nccl=device == "cuda" and ranks_per_gpu == 1)
+    hardware = contracts.class_of(device, has_nccl=devices.BACKENDS.get(device) == "nccl" and ranks_per_gpu == 1)
     if hardware not in (can := sorted(contracts.profiles()[name].classes)):
         where = f"--device {device} is {hardware}" if hardware else f"--device {device} has no NCCL"
         raise ValueError(f"--profile {name}: it is of {', '.join(can)}, and {where}")

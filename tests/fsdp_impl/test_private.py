@@ -47,7 +47,11 @@ def without(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 # Used where they are, or imported when they are used.
 IN_PLACE = ("torch.Tensor.", "torch.UntypedStorage.", "torch.distributed.tensor.DTensor.")
-IN_PLACE += ("torch.distributed.ProcessGroup._device_types", "torch.distributed._symmetric_memory.")
+IN_PLACE += (
+    "torch.distributed.ProcessGroup._device_types",
+    "torch.distributed._symmetric_memory.",
+    "torch._functorch.",
+)
 # Those whose fallback is a public name of newer versions.
 NEWER = {"_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm", "queue_callback", "_get_backend"}
 
@@ -73,6 +77,12 @@ def test_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     module = without("torch.distributed._symmetric_memory.get_mem_pool", monkeypatch)
     with pytest.raises(RuntimeError, match="get_mem_pool, which set_symm_mem_for_comm needs"):
         module.symmetric_memory("get_mem_pool")(torch.device("cpu"))
+
+
+def test_outside_of_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = without("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", monkeypatch)
+    with pytest.raises(RuntimeError, match=r"interpreter_stack, which models under torch\.func needs"):
+        module.outside_func()
 
 
 @pytest.mark.parametrize("operation", ["add_", "copy_", "mul_", "norm"])
