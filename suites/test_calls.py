@@ -545,8 +545,8 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
 def test_the_first_unit_of_frozen_parameters_is_named(rank: Rank, use_orig_params: bool) -> None:
     """Of several units with frozen and trainable parameters, the warning or the error names the first."""
     fsdp = fsdp1(rank)
-    model = nn.Sequential(*(fsdp.layers() for _ in range(3)))
-    for layers in list(model)[1:]:
+    model: Any = nn.Sequential(*(fsdp.layers() for _ in range(3)))
+    for layers in model[1:]:
         layers[0].requires_grad_(False)
     policy = fsdp.api.wrap.ModuleWrapPolicy({nn.Sequential})
     wraps = functools.partial(fsdp.wrap, model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
