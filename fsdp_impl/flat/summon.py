@@ -56,9 +56,6 @@ def unit_full(
         group = unit.group
         was_stale = group.is_stale()
         group.shards.adopt()
-        if was_stale:
-            # The gather below is not of what stays gathered, and what is written inside may be no change.
-            group.changes.note()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
         if rank0_only and group.ranks.group.rank() != 0:
