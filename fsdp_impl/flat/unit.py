@@ -12,7 +12,8 @@ from torch import nn
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.changes import drop_stale
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import Iteration, OrderCheck, Phase
+from fsdp_impl.common.iteration import Iteration, Phase
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import queue_callback
 from fsdp_impl.flat.group import FlatContext, FlatGroup

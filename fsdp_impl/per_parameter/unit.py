@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.changes import drop_stale, is_changed
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import Iteration, Phase
+from fsdp_impl.common.iteration import Iteration, Phase
 from fsdp_impl.common.private import State, queue_callback
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
