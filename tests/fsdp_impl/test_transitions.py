@@ -161,6 +161,15 @@ def exceptions(rank: Rank) -> None:
             model.reset_iter_state()
 
 
+def reset_in_a_hook(rank: Rank) -> None:
+    """The end of that backward then has no backward to end."""
+    model: Any = Calls(rank, chain, a=MLP(DIM), b=MLP(DIM))
+    inputs = inputs_of(rank)
+    inputs.register_hook(lambda _: model.reset_iter_state())
+    model(inputs).sum().backward()
+    backward(model, rank)
+
+
 def backwards_before_the_last(rank: Rank) -> None:
     model: Any = Calls(rank, chain, a=MLP(DIM), b=MLP(DIM))
     for is_last in (False, False, True, False):
@@ -208,7 +217,7 @@ def backward_while_reducing(rank: Rank) -> None:
 TRAININGS = [
     step_and_evaluation, unit_that_runs_twice, unit_that_calls_itself, unit_of_two_outputs, gradients_within_a_forward,
     units_without_use_or_parameters, recomputation, recomputation_that_stops_early, exceptions,
-    backwards_before_the_last, finalization_by_hand, backward_while_reducing,
+    reset_in_a_hook, backwards_before_the_last, finalization_by_hand, backward_while_reducing,
 ]  # fmt: skip
 
 
