@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_impl.common.order import Phase
+from fsdp_impl.common.iteration import Phase
 from fsdp_impl.flat import construct, reduction, registry, state_dict, summon
 from fsdp_impl.flat.optim_state import OptimStateMethods
 from fsdp_impl.flat.options import (

@@ -12,7 +12,8 @@ from torch import nn
 from fsdp_impl.common import hooks, modes, ranges, streams
 from fsdp_impl.common.changes import drop_stale
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import Iteration, OrderCheck, Phase
+from fsdp_impl.common.iteration import Backward, BackwardEvent, Iteration, Phase
+from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import queue_callback
 from fsdp_impl.flat.group import FlatContext, FlatGroup
@@ -241,7 +242,7 @@ class FlatUnit:
 
     def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self.recover()
-        self.iteration.begin_forward(self)
+        self.iteration.begin_forward(self, self.wrapper)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.wrapper.training)
         if self.options.full_in_evaluation is not None and not hooks.in_backward():
@@ -358,8 +359,8 @@ class FlatUnit:
             )
 
     def _queue_end_of_backward(self) -> None:
-        if not self.iteration.callback_queued:
-            self.iteration.callback_queued = True
+        if not self.iteration.backward.is_running:
+            self.iteration.on(BackwardEvent.BEGINS)
             self._hide_unsharded_gradients()
             queue_callback(self._end_of_backward)
 
@@ -371,11 +372,11 @@ class FlatUnit:
         self._forget_order()
         self.context.release_all_retired()
         self.context.finish_reductions()
-        self.iteration.callback_queued = False
+        self.iteration.on(BackwardEvent.ENDS_ITERATION)
 
     def recover(self) -> None:
         """Leave the last backward behind if it raised before its end: what it had not reduced is lost."""
-        if not self.iteration.callback_queued or hooks.in_backward():
+        if self.iteration.backward is Backward.NONE or hooks.in_backward():
             return
         for unit in self.iteration.units:
             unit.phase = Phase.IDLE
@@ -386,7 +387,7 @@ class FlatUnit:
         self._forget_order()
         self.context.release_all_retired()
         self.context.finish_reductions()
-        self.iteration.callback_queued = False
+        self.iteration.on(BackwardEvent.RESET)
 
     def check_idle(self) -> None:
         """Refuse, by an ``AssertionError``, to gather by hand in forward, backward or ``summon_full_params``."""

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_impl.common import collectives, dtensor, modes, ranges, streams
 from fsdp_impl.common.collectives import own_part, ready_to_gather
+from fsdp_impl.common.iteration import Phase
 from fsdp_impl.common.layout import shard_rows
-from fsdp_impl.common.order import Phase
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import DTensorSpec, foreach_copy_
 from fsdp_impl.common.streams import CommContext, Event, InFlight

@@ -35,7 +35,7 @@ class UnshardHandle:
 class GradientReductionHandle:
     """The end of a backward, with reductions that may still run."""
 
-    def __init__(self, unit: Unit, pending: object | None) -> None:
+    def __init__(self, unit: Unit, pending: int | None) -> None:
         self._unit, self._pending = unit, pending
 
     def wait(self) -> None:

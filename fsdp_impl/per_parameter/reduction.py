@@ -150,13 +150,18 @@ class Reduced(NamedTuple):
 
 
 class Reducer:
-    """Reduces the gradients of one group."""
+    """Reduces the gradients of one group.
+
+    Attributes:
+        is_unreduced: whether a backward has left gradients unreduced, or has not told whether it left any.
+    """
 
     def __init__(self, group: ParamGroup) -> None:
         self._group = group
         self._accumulator = Accumulator(group.shards)
         # Shards that replicas have not summed yet, in the memory of the reduce stream.
         self._partial: Reduced | None = None
+        self.is_unreduced = False
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     @modes.without_grad
@@ -196,17 +201,18 @@ class Reducer:
         """Whether there are shards that replicas have not summed."""
         return self._partial is not None
 
-    def check_all_reduces(self, *, is_unreduced: bool) -> None:
+    def check_all_reduces(self) -> None:
         """Raise if the end of backward would leave shards that replicas have not summed."""
         group, options = self._group, self._group.options
-        defers = is_unreduced and options.reduce_grads and not options.all_reduce_grads
+        defers = self.is_unreduced and options.reduce_grads and not options.all_reduce_grads
         stays = self.is_partial and not (options.reduce_grads and options.all_reduce_grads)
         if stays or (group.mesh.replicas is not None and defers):
             raise RuntimeError(f"finalize_backward of partial reductions: set_requires_all_reduce(True), {group.label}")
 
     def reset(self) -> None:
-        """Forget shards that replicas have not summed."""
+        """Forget gradients that were not reduced, and shards that replicas have not summed."""
         self._partial = None
+        self.is_unreduced = False
 
     def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
         """In the memory of the current stream, on which autograd made the gradients that are copied in."""

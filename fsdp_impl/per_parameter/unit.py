@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
 from fsdp_impl.common.changes import drop_stale, is_changed
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
-from fsdp_impl.common.order import Iteration, Phase
+from fsdp_impl.common.iteration import PHASES, Backward, BackwardEvent, Iteration, Phase, UnitEvent, after
 from fsdp_impl.common.private import State, queue_callback
 from fsdp_impl.common.streams import Event
 from fsdp_impl.per_parameter import reduction
@@ -33,8 +33,7 @@ class IterationContext(Iteration["Unit", ParamGroup]):
     Attributes:
         is_last_backward: whether backward ends with waiting for reductions and forgetting the order of forwards.
         by_hand: whether not backward but the caller does that, by ``finalize_backward``.
-        by_hand_now: ``by_hand`` as it was when the backward of now began; ``None`` if none has since the last end.
-        pending: stands for what an asynchronous ``finalize_backward`` began and nobody has waited for.
+        resets: how many times ``reset_iter_state`` has dropped what was under way.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
     """
 
@@ -42,8 +41,7 @@ class IterationContext(Iteration["Unit", ParamGroup]):
         super().__init__()
         self.is_last_backward = True
         self.by_hand = False
-        self.by_hand_now: bool | None = None
-        self.pending: object | None = None
+        self.resets = 0
         self.post_optim_event: Event = None
 
 
@@ -91,16 +89,12 @@ class Unit(State):
         self.reducer = Reducer(group) if group is not None else None
         self.is_root: bool | None = None
         self.phase = Phase.IDLE
-        # Whether a backward has left gradients unreduced, or has not told whether it left any.
-        self._is_unreduced = False
-        # The backward in which the forward of now began, if a recomputation runs it.
+        # Of the phase FORWARD: the backward in which it began, if a recomputation runs it; and, for units of several
+        # modules, those whose forward is still to come in this pass.
         self._begun_in: int | None = None
+        self.to_run: set[ref[nn.Module]] = set()
         self.iteration = IterationContext()
         self.forward_methods: set[tuple[ref[nn.Module], str]] = set()
-        # Modules whose forward is still to come in this pass, for units of several modules.
-        self.to_run: set[ref[nn.Module]] = set()
-        # Of this unit, the module whose forward is outermost just now, if the unit is ``forward_root``.
-        self._outermost: ref[nn.Module] | None = None
         # What to gather during this unit's forward, and during its backward if the user has named anything for that.
         self.forward_prefetch: list[ParamGroup] = []
         self.backward_prefetch: list[ParamGroup] | None = None
@@ -135,6 +129,12 @@ class Unit(State):
         if self.group is not None:
             self.group.comm = comm
 
+    def _on(self, event: UnitEvent) -> None:
+        """Follow ``event``; leaving a forward, wait for no module of it."""
+        self.phase = after(PHASES, self.phase, event)
+        if self.phase is not Phase.FORWARD:
+            self.to_run.clear()
+
     # Forward
 
     @hooks.outside_graphs
@@ -156,15 +156,13 @@ class Unit(State):
         entering = self.phase is not Phase.FORWARD
         if entering:
             # May raise; then this forward has not begun, and the next one is the first again.
-            if self.iteration.forward_root is None:
-                self._outermost = ref(module)
-            args, kwargs = self._root_pre_forward(args, kwargs)
+            args, kwargs = self._root_pre_forward(module, args, kwargs)
             self._begun_in = hooks.running_backward()
         args, kwargs = _cast_inputs(self._policy, args, kwargs)
         if entering and self.group is not None and self.iteration.order is not None:
             names = [param.fqn for param in self.group.shards.params]
             self.iteration.order.before_gather(names, self.group.mesh.group)
-        self.phase = Phase.FORWARD
+        self._on(UnitEvent.FORWARD_BEGINS)
         self._unshard_now()
         if entering:
             if self.group is not None:
@@ -190,7 +188,7 @@ class Unit(State):
 
     def _is_outermost(self, module: nn.Module) -> bool:
         """Whether nothing else of a model runs forward around ``module``; a recomputation goes on with the others."""
-        return self.iteration.forward_root is self and self._outermost == ref(module) and not hooks.in_backward()
+        return self.iteration.is_outermost(self, module) and not hooks.in_backward()
 
     def _was_given_up(self, module: nn.Module) -> bool:
         """Whether the outermost forward begins again because it raised before, and a step or a load came in between.
@@ -202,17 +200,16 @@ class Unit(State):
     def _leave_forward(self) -> None:
         """Forget a forward that raised; gradients of earlier microbatches stay."""
         for unit in self.iteration.units:
-            unit.to_run.clear()
-            unit.phase = Phase.IDLE
+            unit._on(UnitEvent.GIVEN_UP)
         self.iteration.forget_latest_forwards()
         self.iteration.end_forward()
 
-    def _root_pre_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lazy_init(self)
         self._check_waited("forward")
         if self.iteration.forward_root is not None:
             return args, kwargs
-        self.iteration.begin_forward(self)
+        self.iteration.begin_forward(self, module)
         if self.is_root and self.iteration.order is not None:
             self.iteration.order.begin(training=self.modules[0].training)
         # Units may have been left unsharded, by an evaluation or by hand, and users freeze what modules hold then.
@@ -234,7 +231,6 @@ class Unit(State):
         # forwards would have ended.
         for unit in reversed(self.iteration.units):
             if unit is not self and unit.to_run:
-                unit.to_run.clear()
                 unit._complete_forward(output)
         self.comm.release_output()
         self.iteration.end_forward()
@@ -251,7 +247,7 @@ class Unit(State):
             if not torch.is_grad_enabled() or tensors_requiring_grad(output):
                 self.iteration.record_forward(self.group)
         hooks.call_before_backward(self._pre_backward, output)
-        self.phase = Phase.IDLE
+        self._on(UnitEvent.FORWARD_ENDS)
 
     def _unshard_now(self) -> None:
         if self.group is not None:
@@ -264,11 +260,9 @@ class Unit(State):
     @hooks.outside_graphs
     def _pre_backward(self) -> None:
         entering = self.phase is not Phase.PRE_BACKWARD
-        self.phase = Phase.PRE_BACKWARD
-        if not self.iteration.callback_queued:
-            self.iteration.callback_queued = True
-            if self.iteration.by_hand_now is None:
-                self.iteration.by_hand_now = self.iteration.by_hand
+        self._on(UnitEvent.BACKWARD_REACHES)
+        if not self.iteration.backward.is_running:
+            self.iteration.on(BackwardEvent.BEGINS_BY_HAND if self.iteration.by_hand else BackwardEvent.BEGINS)
             queue_callback(self._end_of_backward)
         if not entering:
             return
@@ -287,14 +281,14 @@ class Unit(State):
             return
         assert self.reducer is not None
         if not self._is_computing():
-            self.phase = Phase.POST_BACKWARD
+            self._on(UnitEvent.BACKWARD_PASSES)
         if not group.options.reduce_grads:
             # Freed first: accumulating in another dtype makes a copy.
             self._reshard_after_backward(group)
             reduction.accumulate(group)
-            self._is_unreduced = True
+            self.reducer.is_unreduced = True
             return
-        self._is_unreduced = False
+        self.reducer.is_unreduced = False
         params, grads = reduction.take(group)
         self._reshard_after_backward(group)
         self.reducer.reduce(params, grads)
@@ -316,30 +310,30 @@ class Unit(State):
     def _end_of_backward(self) -> None:
         if (root := self.iteration.forward_root) is not None and not root._is_computing():
             self.iteration.end_forward()
-        by_hand = self.iteration.by_hand_now
+        by_hand = self.iteration.by_hand  # as it was when this backward began (see `finalize_by_hand`)
         is_last = self.iteration.is_last_backward and not by_hand
         for unit in self.iteration.units:
             if unit._is_computing():
                 continue  # its parameters are in use
-            unit.to_run.clear()
             if unit.phase is not Phase.POST_BACKWARD:
                 # None of its inputs required grad, so autograd did not pass its post-backward; or it did not take part,
                 # but forward or a prefetch left it unsharded.
                 if by_hand and unit.group is not None and unit.group.options.reduce_grads:
-                    unit._is_unreduced = True  # another backward may pass it: a pipeline's does, for its weights
+                    assert unit.reducer is not None
+                    unit.reducer.is_unreduced = True  # another backward may pass it: a pipeline's does, for its weights
                 else:
                     unit._post_backward()
-            unit.phase = Phase.IDLE
+            unit._on(UnitEvent.BACKWARD_ENDS)
             if unit.group is not None and is_last:
                 # A prefetch that missed: next time the values will be others.
                 unit.group.drop_pending()
         if is_last:
             self._end_iteration()
-        self.iteration.callback_queued = False
+        if self.iteration.backward.is_running:  # unless a hook has reset it
+            self.iteration.on(BackwardEvent.ENDS_ITERATION if is_last else BackwardEvent.ENDS)
 
     def _end_iteration(self) -> None:
         self.iteration.forget_forwards()
-        self.iteration.by_hand_now = None
         self.comm.finish_reductions()
 
     # The end of backward, by hand
@@ -347,49 +341,49 @@ class Unit(State):
     def finalize_by_hand(self, enabled: bool) -> None:
         """See ``FSDPModule.set_manual_backward_finalization``."""
         self._check_root("set_manual_backward_finalization")
-        if self.iteration.by_hand_now not in (None, enabled):
+        if self.iteration.backward is not Backward.NONE and self.iteration.by_hand != enabled:
             raise RuntimeError("set_manual_backward_finalization cannot change the mode before finalize_backward")
         self.iteration.by_hand = enabled
 
     @hooks.outside_graphs
-    def finalize(self) -> object | None:
+    def finalize(self) -> int | None:
         """Issue what is left of the reductions; returns what to give to :meth:`finish`, ``None`` if nothing ran yet."""
         if self.is_root is None:
             return None
         self._check_root("finalize_backward")
         self._check_waited("finalizing backward again")
         iteration = self.iteration
-        if not (iteration.by_hand if iteration.by_hand_now is None else iteration.by_hand_now):
+        if not iteration.by_hand:
             raise RuntimeError("finalize_backward requires set_manual_backward_finalization(True) before backward")
-        if iteration.callback_queued:
+        if iteration.backward.is_running:
             raise RuntimeError("finalize_backward must be called after backward completes")
         for unit in iteration.units:
             if unit.reducer is not None:
-                unit.reducer.check_all_reduces(is_unreduced=unit._is_unreduced)
+                unit.reducer.check_all_reduces()
         # In the order in which backward passes them.
         for unit in reversed(iteration.units):
-            if unit.group is not None:
+            if unit.group is not None and unit.reducer is not None:
                 unit.group.drop_pending()
-                if unit._is_unreduced or (unit.reducer is not None and unit.reducer.is_partial):
+                if unit.reducer.is_unreduced or unit.reducer.is_partial:
                     unit._post_backward()
                 unit._reshard_after_backward(unit.group)
-            unit.phase = Phase.IDLE
-        iteration.pending = object()
-        return iteration.pending
+            unit._on(UnitEvent.BACKWARD_ENDS)
+        iteration.on(BackwardEvent.FINALIZED)
+        return iteration.resets
 
-    def finish(self, pending: object) -> None:
-        """Let the current stream see the gradients whose reductions :meth:`finalize` issued."""
-        if self.iteration.pending is not pending:
+    def finish(self, resets: int) -> None:
+        """Let the current stream see the gradients whose reductions :meth:`finalize` issued, which gave ``resets``."""
+        if self.iteration.resets != resets:
             raise RuntimeError("reset_iter_state has invalidated this handle: its gradients are lost")
-        self.iteration.pending = None
         self._end_iteration()
+        self.iteration.on(BackwardEvent.WAITED)
 
     def _check_root(self, method: str) -> None:
         if self.is_root is False:
             raise RuntimeError(f"{method} must be called on the root FSDP module")
 
     def _check_waited(self, what: str) -> None:
-        if self.iteration.pending is not None:
+        if self.iteration.backward.is_reducing:
             raise RuntimeError(f"The previous gradient reduction must be waited on before {what}")
 
     def reset(self) -> None:
@@ -398,9 +392,7 @@ class Unit(State):
         self.comm.release_output()
         self.comm.finish_reductions()
         for unit in self.iteration.units or [self]:
-            unit.to_run.clear()
-            unit.phase = Phase.IDLE
-            unit._is_unreduced = False
+            unit._on(UnitEvent.GIVEN_UP)
             if unit.group is not None:
                 assert unit.reducer is not None
                 unit.group.drop_pending()
@@ -409,8 +401,8 @@ class Unit(State):
                 unit.reducer.reset()
         self.iteration.forget_forwards()
         self.iteration.end_forward()
-        self.iteration.callback_queued = False
-        self.iteration.by_hand_now = self.iteration.pending = None
+        self.iteration.on(BackwardEvent.RESET)
+        self.iteration.resets += 1
 
     # By hand
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_impl.common import hooks
-from fsdp_impl.common.order import Phase
+from fsdp_impl.common.iteration import Phase
 from fsdp_impl.per_parameter import unit
 from fsdp_impl.per_parameter.group import ParamGroup
 from shardproof.harness.adapters.base import Adapter, Config
