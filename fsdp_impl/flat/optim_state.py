@@ -24,6 +24,7 @@ from fsdp_impl.flat.state_dict import (
     SavedUnit,
     full_size,
     local_part,
+    part_of,
     settings_in,
     sharded_copy,
     units_with_names,
@@ -336,7 +337,7 @@ def load(
             number += 1
             if not listed.isdisjoint(place.names):
                 keys.append(key)
-            state = _state_to_load(place, parts, given["state"])
+            state = _state_to_load(param, place, parts, given["state"])
             if state is not None:
                 found[key] = state
         own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
@@ -396,10 +397,10 @@ class _Part(NamedTuple):
     tensor: torch.Tensor
 
 
-def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
+def _state_to_load(param: torch.Tensor, place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
     if place.saved is None:
         state = given.get(place.names[0])
-        return None if state is None else {key: copy_of(_whole(value)) for key, value in state.items()}
+        return None if state is None else {key: _placed_as(param, value) for key, value in state.items()}
     shards = place.saved.group.shards
     states = {index: parts[name] for index, name in zip(place.indices, place.names, strict=True) if name in parts}
     if not states:
@@ -414,6 +415,15 @@ def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State
         key: shards.like_part(index, value.tensor) if isinstance(value, _Part) else value
         for key, value in state.items()
     }
+
+
+def _placed_as(param: torch.Tensor, value: Any) -> Any:
+    """A copy of a state of ``param``, which no unit has: a DTensor if it is laid out like a parameter that is one."""
+    whole = _whole(value)
+    if not isinstance(param, DTensor) or not isinstance(whole, torch.Tensor) or whole.shape != param.shape:
+        return copy_of(whole)
+    local = part_of(whole, param._spec).clone(memory_format=torch.contiguous_format)
+    return dtensor.wrap(local, dtensor.with_dtype(param._spec, local.dtype))
 
 
 def _joined(saved: SavedUnit, states: dict[int, State]) -> State:

@@ -272,7 +272,7 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
     ("flat/optim_state.py", "_shard_state"): {
         "_whole": "The state dict has the name: an argument, equal on all ranks where it has DTensors.",
     },
-    ("flat/optim_state.py", "_state_to_load"): {
+    ("flat/optim_state.py", "_placed_as"): {
         "_whole": "The optimizer has a parameter that no unit has, and the state dict its state: a DTensor's is on all "
         "ranks of its mesh.",
     },
@@ -362,3 +362,27 @@ def test_states_of_a_parameter_without_elements_beside(rank: Rank) -> None:
         "one": (1, 4),
         "all": (4, 4),
     }
+
+
+@world(2)
+def test_states_of_a_dtensor_outside_the_units_are_dtensors(rank: Rank) -> None:
+    """They are those of a parameter that is spread over the same ranks, whatever the form of the state dict."""
+    mesh = rank.mesh()
+    inner = _OfOneRow(mesh)
+    inner.one = nn.Parameter(torch.ones(1, 4, device=rank.device))
+    model = FullyShardedDataParallel(inner, use_orig_params=True, ignored_states=[inner.all], device_mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        both = inner.all.sum().full_tensor()  # type: ignore[attr-defined]
+        (both * both).backward()
+        optimizer.step()
+
+    step()
+    saved = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved)
+    before = [state["exp_avg"].full_tensor() for state in optimizer.state.values() if "exp_avg" in state]
+    optimizer.load_state_dict(loaded)
+    after = [state["exp_avg"].full_tensor() for state in optimizer.state.values() if "exp_avg" in state]
+    assert len(after) == 1 and torch.equal(after[0], before[0])
+    step()
