@@ -24,8 +24,8 @@ from fsdp_impl.common.hooks import outside_graphs
 # - Steps. Fused kernels count no version, and an optimizer may hold frozen or empty shards alone. A step counts for the
 #   groups of which the optimizer has a parameter, and for no others: a model that lives on one rank may step there.
 # - Notes. A load and a writeback count by themselves.
-# - Memory. New data have another address, on a rank without elements too. It is compared for what is gathered alone,
-#   with tensors that are kept for this: an address that is free can come back.
+# - Memory. New data have another storage, on a rank without elements too, where their address is 0 as that of the old.
+#   It is compared for what is gathered alone, with storages that are kept for this: one that is freed can come back.
 
 _numbers = itertools.count()
 _all: "WeakValueDictionary[int, Changes]" = WeakValueDictionary()

@@ -17,12 +17,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
+from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.options import FullOptimStateDictConfig, StateDictSettings, StateDictType
 from fsdp_impl.flat.registry import clean
 from fsdp_impl.flat.state_dict import (
     SavedUnit,
     full_size,
     local_part,
+    part_of,
     settings_in,
     sharded_copy,
     units_with_names,
@@ -238,6 +240,9 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
         if spans[index].numel
     }
     known = _merge(mine, group.ranks.shard_group)
+    for beside in _groups_beside(group):
+        # A rank may have nothing of a parameter, of which all make a whole copy together.
+        known = _merge(known, beside)
     found: dict[str, State] = {saved.names[index]: {} for index in sorted(known)}
     items = [item for state in known.values() for item in state.items()]
     keys = dict.fromkeys((key, kind) for key, kind in items if isinstance(kind, _LaidOut))
@@ -256,6 +261,12 @@ def _whole_states(saved: SavedUnit, parts: dict[int, State], *, shards: bool) ->
             else:
                 found[saved.names[index]][key] = sharded_copy(group, index, value) if shards else whole_copy(value)
     return found
+
+
+def _groups_beside(group: FlatGroup) -> list[dist.ProcessGroup]:
+    """Those of the meshes that parameters of ``group`` are DTensors on, in one order on all ranks."""
+    meshes = dict.fromkeys(spec.mesh for spec in group.shards.specs if spec is not None)
+    return list(dict.fromkeys(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim) if mesh.size(dim) > 1))
 
 
 def _merge(mine: dict[int, State], process_group: dist.ProcessGroup | None) -> dict[int, State]:
@@ -299,7 +310,8 @@ def load(
 
     Parameters that no saved group lists are left out: the caller adds them to groups and state, with their numbers.
 
-    A collective with ``rank0_only``, where the first rank's argument counts alone, and where states are DTensors.
+    A collective with ``rank0_only``, where the first rank's argument counts alone, and where states are DTensors. These
+    are a ``ValueError`` on all ranks with ``rank0_only``, if they are spread over ranks that take no part.
     """
     table = Table(model)
     groups = groups_of(optim, model)
@@ -325,7 +337,7 @@ def load(
             number += 1
             if not listed.isdisjoint(place.names):
                 keys.append(key)
-            state = _state_to_load(place, parts, given["state"])
+            state = _state_to_load(param, place, parts, given["state"])
             if state is not None:
                 found[key] = state
         own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
@@ -334,14 +346,31 @@ def load(
 
 def _from_first_rank(given: State, process_group: dist.ProcessGroup) -> State:
     sent: list[Any] = [None]
-    if process_group.rank() == 0:
+    if process_group.rank() == 0 and (name := _first_over(given, process_group)) is not None:
+        sent = [name]
+    elif process_group.rank() == 0:
         states = {
             name: {key: to_cpu(_whole(value)) for key, value in state.items()} for name, state in given["state"].items()
         }
         sent = [{**given, "state": states}]
     dist.broadcast_object_list(sent, group_src=0, group=process_group)
+    if isinstance(sent[0], str):
+        raise ValueError(
+            f"The first rank's optimizer state of {sent[0]} is a DTensor over ranks that it is sent to, which take no "
+            "part in making it whole: load it without rank0_only, or save a full state dict"
+        )
     received: State = sent[0]
     return received
+
+
+def _first_over(given: State, process_group: dist.ProcessGroup) -> str | None:
+    """The first parameter in ``given`` of which a state is spread over several ranks of ``process_group``."""
+    ranks = set(dist.get_process_group_ranks(process_group))
+    for name, state in given["state"].items():
+        meshes = [value.device_mesh for value in state.values() if isinstance(value, DTensor)]
+        if any(len(ranks.intersection(mesh.mesh.flatten().tolist())) > 1 for mesh in meshes):
+            return str(name)
+    return None
 
 
 def _whole(value: Any) -> Any:
@@ -368,10 +397,10 @@ class _Part(NamedTuple):
     tensor: torch.Tensor
 
 
-def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
+def _state_to_load(param: torch.Tensor, place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
     if place.saved is None:
         state = given.get(place.names[0])
-        return None if state is None else {key: copy_of(_whole(value)) for key, value in state.items()}
+        return None if state is None else {key: _placed_as(param, value) for key, value in state.items()}
     shards = place.saved.group.shards
     states = {index: parts[name] for index, name in zip(place.indices, place.names, strict=True) if name in parts}
     if not states:
@@ -386,6 +415,15 @@ def _state_to_load(place: Place, parts: dict[str, State], given: dict[str, State
         key: shards.like_part(index, value.tensor) if isinstance(value, _Part) else value
         for key, value in state.items()
     }
+
+
+def _placed_as(param: torch.Tensor, value: Any) -> Any:
+    """A copy of a state of ``param``, which no unit has: a DTensor if it is laid out like a parameter that is one."""
+    whole = _whole(value)
+    if not isinstance(param, DTensor) or not isinstance(whole, torch.Tensor) or whole.shape != param.shape:
+        return copy_of(whole)
+    local = part_of(whole, param._spec).clone(memory_format=torch.contiguous_format)
+    return dtensor.wrap(local, dtensor.with_dtype(param._spec, local.dtype))
 
 
 def _joined(saved: SavedUnit, states: dict[int, State]) -> State:

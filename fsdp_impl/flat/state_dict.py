@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_impl.common import dtensor
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.mesh import concatenate
-from fsdp_impl.common.private import StridedShard, local_shape_and_offset
+from fsdp_impl.common.private import DTensorSpec, StridedShard, local_shape_and_offset
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.options import FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_impl.flat.registry import WRAPPED, clean, unit_of, units_in
@@ -282,8 +282,11 @@ def _rows(mesh: DeviceMesh, behind: Sequence[Placement], other: DeviceMesh | Non
 def local_part(group: FlatGroup, index: int, whole: torch.Tensor) -> torch.Tensor:
     """What of a ``whole`` tensor the unsharded parameter ``index`` has on this rank: all, unless it is a DTensor."""
     spec = group.shards.specs[index]
-    if spec is None:
-        return whole
+    return whole if spec is None else part_of(whole, spec)
+
+
+def part_of(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What this rank has of a ``whole`` tensor that is placed as ``spec`` requires."""
     size, offset = local_shape_and_offset(whole.shape, spec.mesh, spec.placements)
     for dim, (length, first) in enumerate(zip(size, offset, strict=True)):
         whole = whole.narrow(dim, min(first, whole.size(dim)), length)

@@ -56,6 +56,11 @@ def unit_full(
         group = unit.group
         was_stale = group.is_stale()
         group.shards.adopt()
+        is_changed = was_stale or rank0_only
+        if is_changed:
+            # The gather below is not of what stays gathered, and what is written inside may be no change. Or the first
+            # rank writes to a copy there, and the others to their shards.
+            group.changes.note()
         whole = _gather(group)
         grads = WholeGradients(group) if with_grads else None
         if rank0_only and group.ranks.group.rank() != 0:
@@ -76,7 +81,7 @@ def unit_full(
                 if grads is not None:
                     grads.take_back(params, writeback=writeback)
                 _register_shards(group)
-                if group.shards.is_sharded and not (writeback or was_stale):
+                if group.shards.is_sharded and not (writeback or is_changed):
                     # What was written is gone, and another rank may not have had anything to write to.
                     group.keep_up_to_date()
     finally:

@@ -24,7 +24,7 @@ from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout
 from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
 from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter.param import Cut, ShardedParam
-from fsdp_impl.per_parameter.shards import Shards
+from fsdp_impl.per_parameter.shards import Memory, Shards
 
 
 class Residence(Enum):
@@ -104,7 +104,7 @@ class ParamGroup:
         self.comm = GatherContext(device)
         self.changes = self.shards.changes
         # Where the sharded parameters lay when they were gathered, for as long as that is used.
-        self._gathered_from: list[tuple[torch.Tensor, int]] = []
+        self._gathered_from: list[Memory] = []
         self._pending: PendingGather | None = None
         self._smaller: SmallerShards | None = None
         self._unsharded: UnshardedBuffer | None = None
@@ -215,7 +215,7 @@ class ParamGroup:
     def has_moved(self) -> bool:
         """Whether a sharded parameter has other memory than when the group was gathered."""
         found = zip(self._gathered_from, self.shards.memory(), strict=True)
-        return any(before[0] is not now[0] or before[1] != now[1] for before, now in found)
+        return any(not before.is_same(now) for before, now in found)
 
     def drop(self) -> None:
         """Reshard, and forget a gather in flight."""

@@ -1,6 +1,7 @@
 """The one buffer in which the sharded parameters of a group live, and what happens when something moves them out."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,17 @@ from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_exte
 # swaps tensors). What left is never written back to the old slot: whoever swapped it out may still hold the old tensor,
 # and it must keep its values. When all have left they move into a new buffer together. While only some have, the rest
 # stays where a state dict made earlier still sees it, and gathers copy in.
+
+
+class Memory(NamedTuple):
+    """A local tensor and where it lies: the address of a tensor without elements is 0 wherever it is."""
+
+    local: torch.Tensor
+    storage: torch.UntypedStorage | None
+    offset: int
+
+    def is_same(self, other: "Memory") -> bool:
+        return self.local is other.local and self.storage is other.storage and self.offset == other.offset
 
 
 class Shards:
@@ -71,10 +83,12 @@ class Shards:
         shards = [param.sharded for param in self.params]
         return [shard._version for shard in shards] + [shard._local_tensor._version for shard in shards]  # type: ignore[attr-defined]
 
-    def memory(self) -> list[tuple[torch.Tensor, int]]:
-        """The local tensors and their addresses. A subclass that is gathered by hooks may have none."""
+    def memory(self) -> list[Memory]:
+        """The local tensors and where they lie. A subclass that is gathered by hooks may lie nowhere."""
         locals_ = [param.local for param in self.params]
-        return [(local, 0 if self._is_extended else local.data_ptr()) for local in locals_]
+        if self._is_extended:
+            return [Memory(local, None, 0) for local in locals_]
+        return [Memory(local, local.untyped_storage(), int(local.storage_offset())) for local in locals_]
 
     @modes.without_grad
     def refresh(self) -> bool:
