@@ -390,9 +390,8 @@ def test_states_of_two_dtypes(rank: Rank, flat: bool, form: StateForm) -> None:
     loaded.adapter.restore(saved.adapter.checkpoint(form=form), form=form)
     for state in expected["optimizer"]["state"].values():
         if "exp_avg" in state:
-            state["exp_avg"] = state[
-                "exp_avg"
-            ].float()  # torch's optimizers cast what they load to the parameter's dtype
+            # torch's optimizers cast what they load to the parameter's dtype.
+            state["exp_avg"] = state["exp_avg"].float()
     states.check_held(rank, loaded, expected)
 
 

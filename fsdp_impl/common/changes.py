@@ -91,7 +91,7 @@ def drop_stale(groups: Sequence[Gathered]) -> None:
 
 
 def is_changed(groups: Sequence[Gathered]) -> bool:
-    """Whether :func:`drop_stale` would find that a sharded parameter of any of ``groups`` has changed."""
+    """Whether :func:`drop_stale` would find a change in ``groups`` by versions, steps or notes; not by memory."""
     return any(group.changes.would_see(group.versions()) for group in groups)
 
 
