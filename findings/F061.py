@@ -3,7 +3,10 @@
 Autograd, and implementations that keep gathered parameters, compare a tensor's version to see changes in place. The
 fused kernels do not raise it, and `torch._foreach_*` operators do not where the tensors are DTensors. An evaluation between
 backward and a fused step so left values that the next forward took for current ones, in both references until OPTIMIZER-1
-asked for it; they count the steps of the optimizers of shards now. torch 2.13.0. The reproducer prints 0; the gradient that follows
+asked for it; they count the steps of the optimizers of shards now. A sharded model of averages that `get_ema_multi_avg_fn` updates
+(`torch._foreach_lerp_`) and that is evaluated again still uses the averages of before, with both. On CUDA
+`torch._foreach_zero_` and `torch._foreach_lerp_` count nothing for plain tensors either (torch 2.11.0+cu130), so that
+`zero_grad(set_to_none=False)` of a foreach optimizer is no new version of a gradient. torch 2.13.0. The reproducer prints 0; the gradient that follows
 is that of no value that the parameter ever had with this loss, and raises nothing.
 """
 

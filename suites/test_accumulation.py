@@ -301,6 +301,23 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
     check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
 
 
+@contract("ACCUMULATION-11")
+@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@FLAT
+def test_unreduced_gradients_that_are_zero(rank: Rank, flat: bool) -> None:
+    """An unreduced backward whose gradients are all zero takes nothing from those of a reduced one before it."""
+    run, twin = two_runs(rank, models.Tower(dim=DIM), accumulation=Accumulation(), flat_parameters=flat)
+    for microbatch in range(2):
+        for one in (run, twin):
+            one.forward_backward((rank.batch(microbatch, (2, DIM)),), loss=models.mean_square)
+        with run.adapter.microbatch(is_last=False):
+            run.forward_backward((rank.batch(2, (2, DIM)),), loss=lambda output: 0.0 * models.mean_square(output))
+    for one in (run, twin):
+        one.forward_backward((rank.batch(3, (2, DIM)),), loss=models.mean_square)
+    # The same kernels on the same numbers, and on zeros.
+    check_same_gradients(run.adapter.gradients(), twin.adapter.gradients())
+
+
 def check_same_gradients(found: Mapping[str, Piece | None], expected: Mapping[str, Piece | None]) -> None:
     """Check that two runs have gradients of the same parameters, with the same bits."""
     for name, piece in found.items():

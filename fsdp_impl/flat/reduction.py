@@ -7,7 +7,7 @@ reduces it over the ranks; :class:`Gradients` adds the result to the sharded gra
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -142,11 +142,10 @@ def _step_in_backward(param: torch.Tensor) -> None:
 
 
 class _Shown(NamedTuple):
-    """An unreduced gradient on show: ``version`` of ``param.grad`` then, and the sharded one that it hides."""
+    """An unreduced gradient that a parameter shows, and the sharded one that it hides."""
 
     param: nn.Parameter
     grad: torch.Tensor
-    version: int
     aside: torch.Tensor | None
 
 
@@ -207,7 +206,9 @@ class Gradients:
         for param, whole in self._wholes(leaf.grad):
             aside, param.grad = param.grad, None
             set_grad(param, whole)
-            self._shown.append(_Shown(param, whole, cast(torch.Tensor, param.grad)._version, aside))
+            if aside is not None:
+                _mark_if_zero(whole)
+            self._shown.append(_Shown(param, whole, aside))
 
     def hide_unsharded(self) -> None:
         """Show sharded gradients again. What the user has dropped meanwhile, by ``zero_grad``, is dropped here too."""
@@ -216,15 +217,13 @@ class Gradients:
         shown, self._shown = self._shown, []
         leaf = self._group.leaf
         kept = [entry for entry in shown if entry.param.grad is not None]
-        for param, whole, version, aside in shown:
+        for param, whole, aside in shown:
             grad, param.grad = param.grad, None
             if grad is None:
                 if kept:
                     whole.zero_()
             elif aside is not None:
-                if grad._version != version:
-                    # `zero_grad(set_to_none=False)` has, or something that scales; the host does not wait to see which.
-                    aside.masked_fill_(whole.any().logical_not().to(aside.device), 0)
+                aside.masked_fill_(_is_zeroed(whole).to(aside.device), 0)
                 set_grad(param, aside)
         if not kept and leaf is not None:
             leaf.grad = None
@@ -236,6 +235,23 @@ class Gradients:
             return [(shards.flat, grad)]
         parts = shards.layout.split(grad)
         return [(param, part) for param, part in zip(shards.originals, parts, strict=True) if param.requires_grad]
+
+
+# Whether the user has zeroed a gradient on show is seen by its values: on CUDA, kernels for lists of tensors, as
+# `zero_grad` of a foreach optimizer uses, count no version. The host does not wait for the answer. A gradient that is
+# zero anyway, of an expert without tokens, must not look zeroed: its zeros are negative while it is on show.
+
+
+def _mark_if_zero(grad: torch.Tensor) -> None:
+    _real(grad).masked_fill_(grad.any().logical_not(), -0.0)
+
+
+def _is_zeroed(grad: torch.Tensor) -> torch.Tensor:
+    return grad.any().logical_or(_real(grad).signbit().all()).logical_not()
+
+
+def _real(grad: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ frames are the same in each step. What a shape is wrong for may have happened ca
 resharded fails in a forward, with an error of torch.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -59,7 +60,7 @@ class Call:
 
 
 class Course:
-    """The calls of one model's training, in order.
+    """The last calls of one model's training, in order: as many as are listed, however long it trains.
 
     A step begins with its first forward, evaluation included, and ends with the optimizer step, or where gradients are
     zeroed after a backward without one.
@@ -72,7 +73,11 @@ class Course:
     def __init__(self, implementation: str) -> None:
         self.implementation = implementation
         self.look: Callable[[], str] = str
-        self._calls: list[Call] = []
+        # Those of the step under way; steps before it are lines already, with their first and last number.
+        self._calls: collections.deque[Call] = collections.deque(maxlen=_MOST_CALLS + 1)
+        self._microbatches: collections.Counter[str] = collections.Counter()
+        self._steps: list[tuple[int, int, str]] = []
+        self._has_more = False
         self._step = 0
         self._is_over = False
         self._is_within = False
@@ -95,7 +100,8 @@ class Course:
             self._is_within = False
         if name not in _READS:
             self._calls.append(call)
-        if name == "step" or (name == "zero_grad" and self._count("backward")):
+            self._microbatches[name] += call.microbatch is not None
+        if name == "step" or (name == "zero_grad" and self._microbatches["backward"]):
             self._is_over = True
 
     def note(self, name: str, given: str = "") -> None:
@@ -106,25 +112,27 @@ class Course:
     def _begin(self, name: str, given: str) -> Call:
         trains = name == "forward" and torch.is_grad_enabled() and not given
         if name in ("forward", "evaluation") and self._is_over:
+            self._steps, self._has_more = self._listed_steps()
+            self._calls.clear()
+            self._microbatches.clear()
             self._step, self._is_over = self._step + 1, False
         counts = trains or name == "backward"
-        return Call(name, self._step, self._count(name) if counts else None, given)
-
-    def _count(self, name: str) -> int:
-        return sum((one.name, one.step) == (name, self._step) and one.microbatch is not None for one in self._calls)
+        return Call(name, self._step, self._microbatches[name] if counts else None, given)
 
     def listed(self) -> str:
         """List the calls that have ended, in one line; nothing if there were none."""
-        calls = self._calls
-        steps: list[tuple[list[int], str]] = []
-        for step in sorted({one.step for one in calls}):
-            text = _listed([one for one in calls if one.step == step])
-            if steps and steps[-1][1] == text:
-                steps[-1][0].append(step)
-            else:
-                steps.append(([step], text))
-        lines = [f"{_steps(numbers)}: {text}" for numbers, text in steps[-_MOST_STEPS:]]
-        return "; ".join([*(["..."] if len(steps) > _MOST_STEPS else []), *lines])
+        steps, has_more = self._listed_steps()
+        lines = [f"{_numbered(first, last)}: {text}" for first, last, text in steps]
+        return "; ".join([*(["..."] if has_more else []), *lines])
+
+    def _listed_steps(self) -> tuple[list[tuple[int, int, str]], bool]:
+        """Return the lines of the last steps, the one under way included, and whether there were others before."""
+        steps, text = list(self._steps), _listed(list(self._calls))
+        if steps and steps[-1][2] == text:
+            steps[-1] = (steps[-1][0], self._step, text)
+        elif self._calls:
+            steps.append((self._step, self._step, text))
+        return steps[-_MOST_STEPS:], self._has_more or len(steps) > _MOST_STEPS
 
 
 def _listed(calls: Sequence[Call]) -> str:
@@ -132,8 +140,8 @@ def _listed(calls: Sequence[Call]) -> str:
     return ", ".join([*(["..."] if len(named) > _MOST_CALLS else []), *named[-_MOST_CALLS:]])
 
 
-def _steps(numbers: Sequence[int]) -> str:
-    return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]}-{numbers[-1]}, each"
+def _numbered(first: int, last: int) -> str:
+    return f"step {first}" if first == last else f"steps {first}-{last}, each"
 
 
 def follow(adapter: Adapter, course: Course) -> None:

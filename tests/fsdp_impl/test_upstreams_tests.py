@@ -87,13 +87,14 @@ def checkout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("parts", ["1", "4"])
 def test_a_run_of_both_implementations(
-    checkout: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    checkout: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], parts: str
 ) -> None:
-    """Names are exchanged in the file and in its ranks; a crash and a hang cost their own test."""
+    """Names are exchanged in the file and in its ranks; a crash and a hang cost their own test, in parts too."""
     (checkout / "test/test_broken.py").write_text("import no_such_module")
     results = tmp_path / "results.json"
-    given = ["--checkout", f"own={checkout}", "--device", "cpu", "--ranks", "2", "--limit", "20"]
+    given = ["--checkout", f"own={checkout}", "--device", "cpu", "--ranks", "2", "--limit", "20", "--parts", parts]
     assert command.main([*given, "--results", str(results)]) == 0
     ran = json.loads(results.read_text())["files"]["own/test_own.py"]
     outcomes = {test: [ran[half]["outcomes"][test]["outcome"] for half in command.IMPLEMENTATIONS]

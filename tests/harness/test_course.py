@@ -1,8 +1,10 @@
 """An exception that a case raises names its step, its microbatch and its phase, and lists what was called before it."""
 
+import gc
 import json
 
 from shardproof.alike import kind_of_text
+from shardproof.harness.parity.course import Call, Course
 from shardproof.runfile import Failure
 
 SOURCE = """
@@ -110,3 +112,16 @@ def test_cases_that_fail_alike_may_have_made_other_calls():
     calls = "\nexception in {} in the first step (step 0)\ncalls before it of ddp: step 0: {}"
     one, other = (text + calls.format(*names) for names in (("forward", "unshard"), ("backward", "forward")))
     assert kind_of_text(one, "test_a.py") == kind_of_text(other, "test_a.py")
+
+
+def test_a_long_training_is_kept_by_its_last_calls():
+    course = Course("reference")
+    for step in range(200):
+        for name in (*["evaluation"] * (1 + step % 30), "forward", "backward", "step"):
+            with course.during(name):
+                pass
+    assert course.listed().startswith("...; step 196: ")
+    assert course.listed().endswith(
+        "; step 199: ..., " + ", ".join([*["evaluation"] * 9, "forward", "backward", "step"])
+    )
+    assert sum(isinstance(one, Call) for one in gc.get_objects()) < 20

@@ -79,24 +79,29 @@ def _outcomes(asked: argparse.Namespace, files: Mapping[str, Job]) -> dict[str, 
     # The longest first, so that none is left to the end.
     order = sorted(files.items(), key=lambda one: -len(_text(one[1])))
     jobs = [
-        (name, dataclasses.replace(job, implementation=implementation, events=f"{job.events}-{implementation}.jsonl"))
+        (name, dataclasses.replace(job, implementation=implementation, events=events, part=part, parts=asked.parts))
         for name, job in order
+        for part in range(asked.parts)
         for implementation in IMPLEMENTATIONS
+        for events in [f"{job.events}-{implementation}-{part}.jsonl"]
     ]
 
-    def one(name: str, job: Job) -> dict[str, Any]:
+    def one(name: str, job: Job) -> running.Ran:
         began = time.monotonic()
         ran = running.run(job, asked.limit, until)
         kinds = [f"{sum(one.outcome == kind for one in ran.outcomes.values())} {kind}" for kind in ("pass", "fail")]
         took = time.monotonic() - began
-        print(f"{name} {job.implementation}: {ran.unusable or ', '.join(kinds)} in {took:.0f} s", flush=True)
-        return dataclasses.asdict(ran)
+        part = f", part {job.part + 1} of {job.parts}" if job.parts > 1 else ""
+        print(f"{name} {job.implementation}{part}: {ran.unusable or ', '.join(kinds)} in {took:.0f} s", flush=True)
+        return ran
 
-    outcomes: dict[str, dict[str, Any]] = {name: {} for name in files}
+    outcomes = {name: {implementation: running.Ran({}) for implementation in IMPLEMENTATIONS} for name in files}
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
         for (name, job), ran in zip(jobs, pool.map(lambda given: one(*given), jobs), strict=True):
-            outcomes[name][job.implementation] = ran
-    return outcomes
+            whole = outcomes[name][job.implementation]
+            whole.outcomes.update(ran.outcomes)
+            whole.unusable = whole.unusable or ran.unusable
+    return {name: {of: dataclasses.asdict(ran) for of, ran in both.items()} for name, both in outcomes.items()}
 
 
 def _print(written: Mapping[str, Any]) -> None:
@@ -151,7 +156,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if has_devices else "cpu")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if has_devices else 2)
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="only files whose name has it")
-    parser.add_argument("--jobs", type=int, default=1, help="files at a time (default: %(default)s)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="jobs at a time: a file, or a part of it, for one implementation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--parts", type=int, default=1, help="jobs into which each file is divided (default: %(default)s)"
+    )
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of a test (default: %(default)s)")
     parser.add_argument("--within", type=float, default=86400.0, help="seconds of the run (default: %(default)s)")
     parser.add_argument("--results", metavar="FILE", help="write all outcomes as JSON")

@@ -22,6 +22,8 @@ class Job:
         ranks: The devices that there are; on a CPU, those that are claimed.
         events: The file to which a line of JSON is appended when a test begins and when it ends.
         leave_out: Names of tests that do not run, because an earlier process of this job has run them.
+        part: Which of ``parts`` equal runs of neighbouring tests this is, from 0.
+        parts: Into how many the file's tests are divided.
     """
 
     module: str
@@ -32,6 +34,8 @@ class Job:
     ranks: int
     events: str
     leave_out: tuple[str, ...] = ()
+    part: int = 0
+    parts: int = 1
 
     def environment(self) -> dict[str, str]:
         """Return the environment of a process that runs this."""

@@ -124,6 +124,8 @@ def main() -> None:
         events.write(unusable=f"{type(error).__name__}: {error}", text=traceback.format_exc()[-_LONGEST:])
         return
     tests = [*flat(unittest.defaultTestLoader.loadTestsFromModule(module))]
+    # Neighbours stay together: tests of a class may share ranks.
+    tests = tests[len(tests) * job.part // job.parts : len(tests) * (job.part + 1) // job.parts]
     events.write(found=[name_of(test) for test in tests])
     left = [test for test in tests if name_of(test) not in job.leave_out]
     if left and os.environ.get("SHARDPROOF_UPSTREAM_SPAWN") != "1":
