@@ -117,11 +117,10 @@ def test_cases_that_fail_alike_may_have_made_other_calls():
 def test_a_long_training_is_kept_by_its_last_calls():
     course = Course("reference")
     for step in range(200):
-        for name in (*["evaluation"] * (1 + step % 30), "forward", "backward", "step"):
+        for name in (*["evaluation"] * (1 + step % 7), "forward", "backward", "step"):
             with course.during(name):
                 pass
-    assert course.listed().startswith("...; step 196: ")
-    assert course.listed().endswith(
-        "; step 199: ..., " + ", ".join([*["evaluation"] * 9, "forward", "backward", "step"])
-    )
+    first, *_, last = course.listed().removeprefix("...; ").split("; ")
+    assert first == "step 196: evaluation, forward, backward, step"
+    assert last == "step 199: evaluation, evaluation, evaluation, evaluation, forward, backward, step"
     assert sum(isinstance(one, Call) for one in gc.get_objects()) < 20
