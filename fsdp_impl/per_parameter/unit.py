@@ -435,7 +435,7 @@ class Unit(State):
             self.group.drop_pending()
             self.group.to_sharded()
             for param in self.group.shards.params:
-                param.keep_grad_dtype(param.sharded)  # which a load may replace
+                param.own_grad_dtype.keep(param.sharded)  # which a load may replace
 
     def _after_state_dict(self, holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Let scripts copy what they save: most shards are not at the beginning of the buffer."""
