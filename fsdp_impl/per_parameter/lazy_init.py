@@ -105,6 +105,7 @@ def _join(root: Unit, units: list[Unit]) -> None:
         unit.iteration = root.iteration
         unit.share_comm(root.comm)
         if unit.group is not None:
+            unit.group.changes.looks = root.iteration.looks
             root.comm.max_reduce_inputs = max(root.comm.max_reduce_inputs, unit.group.options.max_reduce_inputs)
     for part in root.parts:
         if root.auto_reshard and part.group is not None:

@@ -93,14 +93,18 @@ class Shards:
         Returns whether it wrote to a new buffer, on the current stream.
         """
         moved = displaced(self.params)
+        if not moved:
+            return False
         for param in moved:
             param.adopt()
-        if moved:
-            # A gather that follows sees what is adopted: the counters of other tensors are no change.
-            self.changes.look(self.versions())
         left = len([param for param in moved if param.slot is None])
-        if left == 0:
-            return False
+        is_written = left > 0 and self._refill(left)
+        # A gather that follows sees what is adopted: the counters of other tensors are no change.
+        self.changes.look(self.versions())
+        return is_written
+
+    def _refill(self, left: int) -> bool:
+        """Move all parameters into a new buffer if all are out of their slots, as ``left`` are; whether that was done."""
         layout = self._layout([param.dtype for param in self.params])
         if layout != self.layout:
             self.layout = layout
@@ -116,7 +120,6 @@ class Shards:
             self._buffer = self._filled_buffer()
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.move_to(shard_view(self._buffer, slot))
-        self.changes.look(self.versions())
         return True
 
     def check_home(self) -> None:
