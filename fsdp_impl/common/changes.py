@@ -27,11 +27,11 @@ from fsdp_impl.common.hooks import outside_graphs
 # - Memory. New data have another storage, on a rank without elements too, where their address is 0 as that of the old.
 #   It is compared for what is gathered alone, with storages that are kept for this: one that is freed can come back.
 #
-# Each decision looks at all groups: a look for each of many unshards by hand would cost their square. A group that is not
-# gathered has nothing stale, and is gathered from the values of now whatever is decided. So an unshard of such a group
-# looks only if it is the first since the last outermost forward, step or note, which is equal on all ranks too. The next
-# decision still sees every change since the last one. It may then drop what was gathered after the change: one gather
-# more where user code writes to shards between two unshards.
+# Each decision looks at all groups: a look for each of many unshards by hand would cost their square. A group that is
+# not gathered has nothing stale, and is gathered from the values of now whatever is decided. So an unshard of such a
+# group looks only if it is the first since the last outermost forward, step or note, which is equal on all ranks too.
+# The next decision still sees every change since the last one. It may then drop what was gathered after the change: one
+# gather more where user code writes to shards between two unshards.
 
 _numbers = itertools.count()
 _all: "WeakValueDictionary[int, Changes]" = WeakValueDictionary()
