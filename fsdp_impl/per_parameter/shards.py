@@ -104,7 +104,7 @@ class Shards:
         return is_written
 
     def _refill(self, left: int) -> bool:
-        """Lay the parameters out anew, in a new buffer if all have left the old one, as ``left`` have; whether it did."""
+        """Lay the parameters out anew, in a new buffer if all have left the old one, as ``left`` have; tells if so."""
         layout = self._layout([param.dtype for param in self.params])
         if layout != self.layout:
             self.layout = layout
