@@ -104,7 +104,7 @@ class Shards:
         return is_written
 
     def _refill(self, left: int) -> bool:
-        """Lay the parameters out anew, in a new buffer if all have left the old one, as ``left`` have; tells if so."""
+        """Lay the parameters out anew; returns whether all, as ``left`` have, left their slots for a new buffer."""
         layout = self._layout([param.dtype for param in self.params])
         if layout != self.layout:
             self.layout = layout
