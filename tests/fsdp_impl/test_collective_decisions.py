@@ -171,8 +171,8 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "unit.unshard": "Always: a call that is a collective unless the unit is unsharded.",
     },
     ("per_parameter/unit.py", "Unit.unshard"): {
-        "self.group.unshard": "Always, after drop_stale, where a look is due or the group is gathered: versions, steps, "
-        "notes and memory show on every rank (Note: stale values).",
+        "self.group.unshard": "Always, after drop_stale, where a look is due or the group is gathered: versions, "
+        "steps, notes and memory show on every rank (Note: stale values).",
     },
     ("per_parameter/unit.py", "Unit._unshard_now"): {
         "self.group.unshard": "A forward, a recomputation or the gradient of an output comes to the unit: every rank "
