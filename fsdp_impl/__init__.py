@@ -38,13 +38,13 @@ from fsdp_impl.per_parameter.module import (
 )
 from fsdp_impl.per_parameter.options import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     FSDPMeshInfo,
     HSDPMeshInfo,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
 )
+from fsdp_impl.per_parameter.spmd import DataParallelMeshDims
 
 __all__ = [
     "BackwardPrefetch",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_impl.per_parameter.mesh import KEEP
+from fsdp_impl.per_parameter.group import KEEP
 from fsdp_impl.per_parameter.unit import unit_of
 from planted import ignoring, table
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole

@@ -26,15 +26,37 @@ from fsdp_impl.common.hooks import outside_graphs
 # - Notes. A load and a writeback count by themselves.
 # - Memory. New data have another storage, on a rank without elements too, where their address is 0 as that of the old.
 #   It is compared for what is gathered alone, with storages that are kept for this: one that is freed can come back.
+#
+# Each decision looks at all groups: a look for each of many unshards by hand would cost their square. A group that is
+# not gathered has nothing stale, and is gathered from the values of now whatever is decided. So an unshard of such a
+# group looks only if it is the first since the last outermost forward, step or note, which is equal on all ranks too.
+# The next decision still sees every change since the last one. It may then drop what was gathered after the change: one
+# gather more where user code writes to shards between two unshards.
 
 _numbers = itertools.count()
 _all: "WeakValueDictionary[int, Changes]" = WeakValueDictionary()
 
 
-class Changes:
-    """The changes of one group's sharded parameters (see Note: stale values)."""
+class Looks:
+    """The looks of unshards by hand at all groups under one root (see Note: stale values).
+
+    Attributes:
+        are_due: whether the next unshard by hand is to look, also of a group that is not gathered.
+    """
 
     def __init__(self) -> None:
+        self.are_due = True
+
+
+class Changes:
+    """The changes of one group's sharded parameters (see Note: stale values).
+
+    Attributes:
+        looks: of the groups under the root of the group.
+    """
+
+    def __init__(self) -> None:
+        self.looks = Looks()
         self._number = next(_numbers)
         self._count = 0
         self._seen: tuple[int, ...] = ()
@@ -48,6 +70,7 @@ class Changes:
     def note(self) -> None:
         """Count a change that no version counter shows on every rank."""
         self._count += 1
+        self.looks.are_due = True
 
     def look(self, versions: Sequence[int]) -> bool:
         """Whether anything has changed since the last look; ``versions`` are the counters of the group's tensors."""
@@ -90,9 +113,10 @@ def drop_stale(groups: Sequence[Gathered]) -> None:
             group.drop()
 
 
-def is_changed(groups: Sequence[Gathered]) -> bool:
-    """Whether :func:`drop_stale` would find a change in ``groups`` by versions, steps or notes; not by memory."""
-    return any(group.changes.would_see(group.versions()) for group in groups)
+def is_stale(groups: Sequence[Gathered]) -> bool:
+    """Whether :func:`drop_stale` would find a change in ``groups``, which it still finds then."""
+    changed = any(group.changes.would_see(group.versions()) for group in groups)
+    return changed or any(group.has_moved() for group in groups if group.is_gathered())
 
 
 @outside_graphs

@@ -323,10 +323,6 @@ class FlatGroup:
             self.keep_up_to_date()
         return found
 
-    def is_stale(self) -> bool:
-        """Whether the sharded parameters were changed after they were gathered; for this group alone."""
-        return self.has_moved() or (self.is_gathered() and self.changes.would_see(self.versions()))
-
     def keep_up_to_date(self) -> None:
         """Let what was written to parameters, and is dropped again, be no change."""
         self.changes.look(self.versions())

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor
+from fsdp_impl.common.changes import is_stale
 from fsdp_impl.flat import construct
 from fsdp_impl.flat.group import FlatGroup
 from fsdp_impl.flat.reduction import Gradients, set_grad
@@ -54,7 +55,7 @@ def unit_full(
             yield
             return
         group = unit.group
-        was_stale = group.is_stale()
+        was_stale = is_stale([group])
         group.shards.adopt()
         is_changed = was_stale or rank0_only
         if is_changed:

@@ -11,17 +11,15 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_impl.common.mesh import current_device
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import contract, is_wrapper_subclass, registry_of
-from fsdp_impl.per_parameter import lazy_init
+from fsdp_impl.per_parameter import lazy_init, spmd
+from fsdp_impl.per_parameter.extension import ExtendableShards
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.mesh import ShardMesh, after_forward, data_parallel_mesh, default_mesh
+from fsdp_impl.per_parameter.mesh import ShardMesh, default_mesh
 from fsdp_impl.per_parameter.module import FSDPModule, mix_in
-from fsdp_impl.per_parameter.options import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from fsdp_impl.per_parameter.param import PlacementFn, cut, place
+from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_impl.per_parameter.param import Cut, PlacementFn, cut, place
+from fsdp_impl.per_parameter.smaller import after_forward
+from fsdp_impl.per_parameter.spmd import DataParallelMeshDims, data_parallel_mesh
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 _FULL_PRECISION = MixedPrecisionPolicy()
@@ -119,10 +117,12 @@ def fully_shard(
     owners = owners_of(params, modules)
     units: list[Unit] = []  # several only with several meshes (see Note: units of several meshes)
     for of_mesh, placements in parts.items():
-        cuts = [cut(param, params[param], of_mesh, placement) for param, placement in placements.items()]
-        held, after, group = [owners[param] for param in placements], leaves[of_mesh], None
+        group = None
         if placements:
-            group = ParamGroup(list(placements), cuts, held, of_mesh, after, device, mp_policy, offload_policy)
+            cuts = [_cut(param, params[param], of_mesh, placement) for param, placement in placements.items()]
+            held = [owners[param] for param in placements]
+            shards = ExtendableShards(list(placements), cuts, held, of_mesh, mp_policy, offload_policy)
+            group = ParamGroup(shards, of_mesh, leaves[of_mesh], device, mp_policy)
         auto = reshard_after_forward is None
         units.append(Unit(modules, device, group, mp_policy, lazy_init.ensure, auto_reshard=auto, inner=tuple(units)))
     _mark_composable(units[-1])
@@ -143,6 +143,10 @@ def _by_mesh(
         same = next((one for one in (mesh, *found) if one.mesh == its.mesh), its)
         found.setdefault(same, {})[param] = placement
     return found or {mesh: {}}
+
+
+def _cut(param: nn.Parameter, name: str, mesh: ShardMesh, placement: Shard | None) -> Cut:
+    return (spmd.cut if spmd.is_spmd(param, mesh) else cut)(param, name, mesh, placement)
 
 
 def _check_offload(policy: OffloadPolicy) -> None:

@@ -1,29 +1,18 @@
-"""A group of parameters that are gathered by one collective: unshard and reshard.
+"""A group of parameters that are gathered by one collective: unshard and reshard."""
 
-Between forward and backward a group may be sharded over fewer ranks (``reshard_after_forward`` as an int). That costs
-more memory than full sharding, and a cheaper gather in backward, over ranks that are close to each other.
-"""
-
-from collections.abc import Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import Shard
 
-from fsdp_impl.common import collectives, dtensor, modes, ranges, streams
+from fsdp_impl.common import collectives, modes, ranges, streams
 from fsdp_impl.common.collectives import own_part, ready_to_gather
 from fsdp_impl.common.iteration import Phase
-from fsdp_impl.common.layout import shard_rows
-from fsdp_impl.common.owner import Owner
-from fsdp_impl.common.private import DTensorSpec, foreach_copy_
 from fsdp_impl.common.streams import CommContext, Event, InFlight
-from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, copy_out, shard_views
-from fsdp_impl.per_parameter.mesh import AfterForward, ShardMesh
-from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter.param import Cut, ShardedParam
+from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, copy_out
+from fsdp_impl.per_parameter.mesh import ShardMesh
+from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy
 from fsdp_impl.per_parameter.shards import Memory, Shards
 
 
@@ -31,8 +20,49 @@ class Residence(Enum):
     """Which parameters the modules hold."""
 
     SHARDED = auto()
-    SMALLER = auto()  # sharded over fewer ranks, between forward and backward
+    POST_FORWARD = auto()  # other shards, between forward and backward (PostForwardShards)
     UNSHARDED = auto()
+
+
+class PostForwardShards(Protocol):
+    """Shards that take the places of unsharded parameters between forward and backward, which gathers from them.
+
+    Attributes:
+        buffer: the gather's input, laid out as ``layout``, for the ranks of ``mesh``; written on the current stream
+            before ``written``.
+    """
+
+    buffer: torch.Tensor
+    layout: Layout
+    mesh: ShardMesh
+    written: Event
+
+    def register(self) -> None:
+        """Let the modules hold them."""
+        ...
+
+    def sync_requires_grad(self) -> None:
+        """Notice what was frozen and unfrozen while the modules hold them."""
+        ...
+
+
+class AfterForward:
+    """Whether forward frees the unsharded parameters until backward; :mod:`smaller` has another for meshes inside."""
+
+    def __init__(self, *, frees: bool) -> None:
+        self.frees = frees
+
+    def check(self, group: "ParamGroup") -> None:
+        """Refuse, by a ``NotImplementedError``, final parameters of ``group`` for which this is not supported."""
+
+    def reshard(self, group: "ParamGroup") -> None:
+        """Act on ``group``, whose forward has ended."""
+        if self.frees:
+            group.to_sharded()
+
+
+KEEP = AfterForward(frees=False)
+FREE = AfterForward(frees=True)
 
 
 class PendingGather(NamedTuple):
@@ -84,14 +114,11 @@ class ParamGroup:
 
     def __init__(
         self,
-        originals: Sequence[nn.Parameter],
-        cuts: Sequence[Cut],
-        owners: Sequence[list[Owner]],
+        shards: Shards,
         mesh: ShardMesh,
         after_forward: AfterForward,
         device: torch.device,
         precision: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
     ) -> None:
         self.label = "(not yet run)"
         self.mesh = mesh
@@ -99,14 +126,14 @@ class ParamGroup:
         self.device = device
         self.precision = precision._without_function()
         self.options = GroupOptions(reduce_group=mesh.group)
-        self.shards = Shards(originals, cuts, owners, mesh, precision, offload)
+        self.shards = shards
         self.residence = Residence.SHARDED
         self.comm = GatherContext(device)
-        self.changes = self.shards.changes
+        self.changes = shards.changes
         # Where the sharded parameters lay when they were gathered, for as long as that is used.
         self._gathered_from: list[Memory] = []
         self._pending: PendingGather | None = None
-        self._smaller: SmallerShards | None = None
+        self._post_forward: PostForwardShards | None = None
         self._unsharded: UnshardedBuffer | None = None
         self._unsharded_layout: Layout | None = None
 
@@ -172,12 +199,9 @@ class ParamGroup:
     def reshard(self, phase: Phase) -> None:
         """Free the unsharded parameters and register the sharded ones; after forward as ``after_forward`` requires."""
         if phase is Phase.FORWARD:
-            if not self.after_forward.frees:
-                return
-            if self.after_forward.smaller is not None:
-                self._to_smaller(self.after_forward.smaller)
-                return
-        self.to_sharded()
+            self.after_forward.reshard(self)
+        else:
+            self.to_sharded()
 
     def to_sharded(self) -> None:
         """Free the unsharded parameters and register the sharded ones, whatever the phase."""
@@ -186,9 +210,16 @@ class ParamGroup:
         self.sync_requires_grad()
         self.register()
         self._free_unsharded()
-        self._smaller = None
+        self._post_forward = None
         self._gathered_from = []
         self.residence = Residence.SHARDED
+
+    def to_post_forward(self, shards: PostForwardShards) -> None:
+        """Free the unsharded parameters and register ``shards`` until backward."""
+        self._post_forward = shards
+        shards.register()
+        self._free_unsharded()
+        self.residence = Residence.POST_FORWARD
 
     def drop_pending(self) -> None:
         """Forget a gather in flight: its values would be older than whatever comes next."""
@@ -224,8 +255,8 @@ class ParamGroup:
 
     def sync_requires_grad(self) -> None:
         """Notice what was frozen and unfrozen while modules hold others than the sharded parameters."""
-        if self._smaller is not None:
-            self._smaller.sync_requires_grad()
+        if self._post_forward is not None:
+            self._post_forward.sync_requires_grad()
         elif self.residence is Residence.UNSHARDED:
             self._sync_unsharded()
 
@@ -256,20 +287,17 @@ class ParamGroup:
 
     def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:
         """What to gather, laid out how, over which ranks."""
-        if self._smaller is not None:
-            # Its buffer was written on the current stream, at post-forward.
-            streams.wait(stream, self._smaller.written)
-            return self._smaller.buffer, self._smaller.layout, self._smaller.mesh
+        if (held := self._post_forward) is not None:
+            streams.wait(stream, held.written)
+            return held.buffer, held.layout, held.mesh
         source = self.shards.gather_input(self.device)  # before the layout, which extensions decide anew
         return source, self.shards.gather_layout, self.mesh
 
     def _copy_out(self, pending: PendingGather) -> None:
         shards, layout = self.shards, self.shards.gather_layout
         if self._unsharded is None or self._unsharded_layout is not layout:
-            self._unsharded = UnshardedBuffer(shards.gather_sizes, layout, self.device, apart=shards.gathers_apart)
+            self._unsharded = shards.make_unsharded(self.device)
             self._unsharded_layout = layout
-            with torch.inference_mode(False):
-                shards.place_unsharded(self._unsharded.tensors)
         self._unsharded.allocate()
         rows = pending.output.view(pending.layout.world, -1)
         copy_out(rows, pending.layout, self._unsharded.targets(pending.layout))
@@ -280,18 +308,9 @@ class ParamGroup:
         for param in self.shards.params:
             assert param.unsharded is not None
             param.register(param.unsharded)
-        # The copy-out is queued behind the gather on the current stream, so nothing reads the smaller shards any more.
-        self._smaller = None
+        # The copy-out is queued behind the gather on the current stream, so nothing reads other shards any more.
+        self._post_forward = None
         self.residence = Residence.UNSHARDED
-
-    def _to_smaller(self, mesh: ShardMesh) -> None:
-        if self.residence is not Residence.UNSHARDED:
-            return
-        self.sync_requires_grad()
-        self._smaller = SmallerShards(self.shards.params, mesh, self.device)
-        self._smaller.register()
-        self._free_unsharded()
-        self.residence = Residence.SMALLER
 
     def _free_unsharded(self) -> None:
         if self._unsharded is not None and not self.options.keep_unsharded:
@@ -300,47 +319,3 @@ class ParamGroup:
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label})"
-
-
-class SmallerShards:
-    """Shards of unsharded ``params`` over ``mesh``.
-
-    They are laid out anew for the smaller number of ranks, so that the DTensors that the modules hold meanwhile are cut
-    where a DTensor on that mesh is expected to be cut, also when the rows do not divide.
-    """
-
-    @torch.no_grad()
-    def __init__(self, params: Sequence[ShardedParam], mesh: ShardMesh, device: torch.device) -> None:
-        self.mesh = mesh
-        self._params = params
-        self.layout = build_layout(
-            [p.size for p in params], [p.compute_dtype for p in params], mesh.size, mesh.rank, [p.dim for p in params]
-        )
-        self.buffer = torch.zeros(self.layout.numel, dtype=self.layout.dtype, device=device)
-        views = shard_views(self.buffer, self.layout.slots)
-        foreach_copy_(views, [_part_of(param, mesh) for param in params])
-        self.written = streams.record(streams.current(device))
-        self._smaller = [
-            nn.Parameter(dtensor.wrap(view, _spec_of(param, mesh)), requires_grad=param.sharded.requires_grad)
-            for param, view in zip(params, views, strict=True)
-        ]
-
-    def register(self) -> None:
-        """Let the modules hold them."""
-        for param, smaller in zip(self._params, self._smaller, strict=True):
-            param.register(smaller)
-
-    def sync_requires_grad(self) -> None:
-        """Notice what was frozen and unfrozen while the modules hold them."""
-        for param, smaller in zip(self._params, self._smaller, strict=True):
-            param.sync_requires_grad(smaller)
-
-
-def _spec_of(param: ShardedParam, mesh: ShardMesh) -> DTensorSpec:
-    return dtensor.spec_for(mesh.mesh, mesh.placements(Shard(param.dim)), param.size, param.compute_dtype)
-
-
-def _part_of(param: ShardedParam, mesh: ShardMesh) -> torch.Tensor:
-    assert param.unsharded is not None
-    start, rows = shard_rows(param.size[param.dim], mesh.size, mesh.rank)
-    return param.unsharded.detach().narrow(param.dim, start, rows)

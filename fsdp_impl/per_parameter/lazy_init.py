@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_impl.common import modes
-from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.mesh import KEEP
+from fsdp_impl.per_parameter.group import KEEP, ParamGroup
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 
@@ -20,7 +19,7 @@ def ensure(unit: Unit) -> None:
         RuntimeError: if ``unit`` has several modules, if a unit in it ran forward before or is to be finalized by hand,
             or if parameters are on the meta device, or offloaded ones not on CPU.
         ValueError: if a parameter is managed by two units.
-        NotImplementedError: if DTensor parameters were to be resharded to a smaller mesh.
+        NotImplementedError: if ``reshard_after_forward`` is not supported for the parameters of a unit.
         AssertionError: if the trainable parameters of a unit differ in dtype.
     """
     if unit.is_root is not None:
@@ -38,7 +37,8 @@ def ensure(unit: Unit) -> None:
 
 def check_groups(groups: Sequence[ParamGroup]) -> None:
     """Check what depends on the final parameters of groups."""
-    extended = [group for group in groups if group.shards.find_extensions()]
+    for group in groups:
+        group.shards.find_extensions()
     for group in groups:
         group.refresh()
     on_meta = [param.fqn for group in groups for param in group.shards.params if param.sharded.is_meta]
@@ -50,22 +50,11 @@ def check_groups(groups: Sequence[ParamGroup]) -> None:
         )
     for group in groups:
         group.shards.check_home()
-        _check_smaller(group, "tensors that extend the all-gather" if group in extended else "")
+        group.after_forward.check(group)
     for group in groups:
         dtypes = {param.dtype for param in group.shards.params if param.sharded.requires_grad}
         if len(dtypes) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {dtypes} in {group.label}")
-
-
-def _check_smaller(group: ParamGroup, kind: str) -> None:
-    smaller = group.after_forward.smaller
-    if any(param.unsharded_spec is not None for param in group.shards.params):
-        kind = "DTensor parameters"
-    if smaller is not None and kind:
-        raise NotImplementedError(
-            f"Resharding to smaller mesh is not supported for {kind} yet: "
-            f"reshard_after_forward={smaller.size} in {group.label}"
-        )
 
 
 def _units_below(root: Unit) -> list[Unit]:
@@ -116,6 +105,7 @@ def _join(root: Unit, units: list[Unit]) -> None:
         unit.iteration = root.iteration
         unit.share_comm(root.comm)
         if unit.group is not None:
+            unit.group.changes.looks = root.iteration.looks
             root.comm.max_reduce_inputs = max(root.comm.max_reduce_inputs, unit.group.options.max_reduce_inputs)
     for part in root.parts:
         if root.auto_reshard and part.group is not None:

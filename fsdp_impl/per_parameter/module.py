@@ -12,10 +12,10 @@ from torch import nn
 
 from fsdp_impl.common.order import OrderCheck
 from fsdp_impl.common.streams import Stream
-from fsdp_impl.per_parameter import lazy_init, options
-from fsdp_impl.per_parameter.group import ParamGroup, Residence
-from fsdp_impl.per_parameter.mesh import after_forward
+from fsdp_impl.per_parameter import communication, lazy_init
+from fsdp_impl.per_parameter.group import FREE, KEEP, ParamGroup, Residence
 from fsdp_impl.per_parameter.options import AllGather, ReduceScatter
+from fsdp_impl.per_parameter.param import own_grad_dtypes_kept
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 
@@ -123,12 +123,10 @@ class FSDPModule:
         """``.to()``, ``to_empty`` and the like change the sharded parameters."""
         self.reshard()
         params = [param for group in self._groups(recurse=False) for param in group.shards.params]
-        kept = [(param, grad) for param in params if (grad := param.take_own_grad()) is not None]
-        result = cast(Any, super())._apply(*args, **kwargs)
-        for unit in self._units(recurse=False):
-            unit.refresh()
-        for param, grad in kept:
-            param.sharded.grad = grad.to(param.sharded.device)
+        with own_grad_dtypes_kept(params):
+            result = cast(Any, super())._apply(*args, **kwargs)
+            for unit in self._units(recurse=False):
+                unit.refresh()
         return result
 
     # Settings: gradients
@@ -192,7 +190,7 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for group in self._groups(recurse=recurse):
-            options.set_reduce_inputs(group.options, max_input_buffers, label=group.label)
+            communication.set_reduce_inputs(group.options, max_input_buffers, label=group.label)
         unit = self._unit()
         under_root = (group.options.max_reduce_inputs for group in unit.iteration.groups)
         unit.comm.max_reduce_inputs = max(under_root, default=1)
@@ -227,7 +225,7 @@ class FSDPModule:
         for unit in self._units(recurse=recurse):
             unit.auto_reshard = False
             if unit.group is not None:
-                unit.group.after_forward = after_forward(reshard_after_forward, unit.group.mesh)
+                unit.group.after_forward = FREE if reshard_after_forward else KEEP
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the unsharded parameters. They must be freed before an optimizer step."""
@@ -299,7 +297,7 @@ class FSDPModule:
             AssertionError: if communication was replaced by a user's.
         """
         for group in self._groups(recurse=False):
-            options.use_group_memory(group.options, group.mesh.group, enable=enable)
+            communication.use_group_memory(group.options, group.mesh.group, enable=enable)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Let buffers live in symmetric memory, which NCCL's fastest gathers need. Collective.
@@ -311,7 +309,9 @@ class FSDPModule:
             NotImplementedError: for another back end than NCCL, and off CUDA.
         """
         for group in self._groups(recurse=False):
-            options.use_symmetric_memory(group.options, group.mesh.group, backend, group.device, label=group.label)
+            communication.use_symmetric_memory(
+                group.options, group.mesh.group, backend, group.device, label=group.label
+            )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reductions have a process group of their own, so that they overlap with gathers on the wire.
@@ -319,7 +319,7 @@ class FSDPModule:
         Collective over the ranks of each shard group, the first time.
         """
         for group in self._groups(recurse=recurse):
-            options.separate_reduce_group(group.options, group.mesh.group, enable=enable)
+            communication.separate_reduce_group(group.options, group.mesh.group, enable=enable)
 
     # Helpers
 

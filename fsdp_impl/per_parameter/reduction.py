@@ -13,12 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from fsdp_impl.common import collectives, divide, dtensor, hooks, modes, ranges, streams
-from fsdp_impl.common.private import AsyncCollectiveTensor, DTensorSpec, chunk_cat, foreach_add_, foreach_copy_
+from fsdp_impl.common.private import AsyncCollectiveTensor, chunk_cat, foreach_add_, foreach_copy_
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view, shard_views
-from fsdp_impl.per_parameter.param import ShardedParam
+from fsdp_impl.per_parameter.param import ShardedParam, UnshardedDTensor
 from fsdp_impl.per_parameter.shards import Shards
 
 # Unsharded gradients
@@ -54,25 +54,6 @@ def drop(group: ParamGroup) -> None:
         param.accumulated = None
         if param.unsharded is not None:
             param.unsharded.grad = None
-
-
-def _check_zeros(group: ParamGroup) -> None:
-    """Refuse zeros of no dtype, on every rank: only ranks that do not use a parameter reduce zeros for it."""
-    for param in group.shards.params:
-        if param.sharded.requires_grad and _reduce_dtype(group, param) is None:
-            raise ValueError(
-                f"Gradients of {param.fqn} may be of any dtype (grad_dtype=None), so set_reduce_scatter_unused_params "
-                "needs a MixedPrecisionPolicy with a reduce_dtype"
-            )
-
-
-def _reduce_dtype(group: ParamGroup, param: ShardedParam) -> torch.dtype | None:
-    """The dtype in which gradients of ``param`` are reduced, and in which they add up until then: the policy's, or that
-    of the sharded gradient; ``None`` is whichever autograd computes.
-
-    Asked each time, not settled once: parameters may be cast, frozen and unfrozen in between.
-    """
-    return group.precision.reduce_dtype or param.grad_dtype
 
 
 def _accumulate_one(param: ShardedParam, dtype: torch.dtype | None) -> None:
@@ -111,26 +92,59 @@ def _take_one(group: ParamGroup, param: ShardedParam) -> torch.Tensor | None:
         grad, param.unsharded.grad = param.unsharded.grad, None
     else:
         return None
-    if param.unsharded_spec is None:
+    if param.unsharded_form is None:
         return grad
-    return _local_grad(param, grad, param.unsharded_spec, _reduce_dtype(group, param))
+    form = param.unsharded_form
+    return _local_grad(form.gradient(grad, param.fqn), form, _reduce_dtype(group, param))
 
 
-def _local_grad(param: ShardedParam, grad: torch.Tensor, spec: DTensorSpec, dtype: torch.dtype | None) -> torch.Tensor:
-    if param.types is not None:
-        grad = DTensor.from_local(grad, spec.mesh, param.types.gradient, run_check=False)
-    assert isinstance(grad, DTensor), f"{param.fqn} is a DTensor but its gradient is a {type(grad)}"
-    # What is pending over data-parallel dimensions is summed by the reduction.
-    wanted = tuple(
-        grad.placements[index] if index in param.data_parallel else placement
-        for index, placement in enumerate(spec.placements)
-    )
+def _local_grad(grad: DTensor, form: UnshardedDTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    wanted = form.wanted(grad)
     if grad.placements != wanted:
         if any(isinstance(placement, Partial) for placement in grad.placements):
             grad = cast(DTensor, grad.to(dtype or grad.dtype))
         grad = grad.redistribute(placements=wanted)
     local = dtensor.local_of(grad)
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+# The dtypes in which gradients are reduced
+
+
+def _reduce_dtype(group: ParamGroup, param: ShardedParam) -> torch.dtype | None:
+    """The dtype in which gradients of ``param`` are reduced, and in which they add up until then: the policy's, or that
+    of the sharded gradient; ``None`` is whichever autograd computes.
+
+    Asked each time, not settled once: parameters may be cast, frozen and unfrozen in between.
+    """
+    return group.precision.reduce_dtype or param.grad_dtype
+
+
+def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
+    """The one dtype in which ``grads``, of ``params``, are reduced together: what their reduce dtypes promote to.
+
+    The dtypes that they have now may be others, and differ between ranks: one may have added up, another is new.
+    Parameters of several dtypes, of which one was thawed late, are a ``ValueError``.
+    """
+    if group.shards.layout.dtype == torch.uint8 and len({param.dtype for param in params}) > 1:
+        found = {param.fqn: param.dtype for param in params}
+        raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
+    # The policy's is one for all. Each once: a promotion for every parameter would add up.
+    asked = params if group.precision.reduce_dtype is None else params[:1]
+    dtypes = dict.fromkeys(
+        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(asked, grads, strict=False)]
+    )
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _check_zeros(group: ParamGroup) -> None:
+    """Refuse zeros of no dtype, on every rank: only ranks that do not use a parameter reduce zeros for it."""
+    for param in group.shards.params:
+        if param.sharded.requires_grad and _reduce_dtype(group, param) is None:
+            raise ValueError(
+                f"Gradients of {param.fqn} may be of any dtype (grad_dtype=None), so set_reduce_scatter_unused_params "
+                "needs a MixedPrecisionPolicy with a reduce_dtype"
+            )
 
 
 # Reductions
@@ -333,23 +347,6 @@ class Reducer:
         if group.options.reduce_scatter is not None:
             return group.options.reduce_scatter.allocate((numel,), dtype=dtype, device=group.device)
         return torch.empty(numel, dtype=dtype, device=group.device)
-
-
-def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequence[torch.Tensor]) -> torch.dtype:
-    """The one dtype in which ``grads``, of ``params``, are reduced together: what their reduce dtypes promote to.
-
-    The dtypes that they have now may be others, and differ between ranks: one may have added up, another is new.
-    Parameters of several dtypes, of which one was thawed late, are a ``ValueError``.
-    """
-    if group.shards.layout.dtype == torch.uint8 and len({param.dtype for param in params}) > 1:
-        found = {param.fqn: param.dtype for param in params}
-        raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    # The policy's is one for all. Each once: a promotion for every parameter would add up.
-    asked = params if group.precision.reduce_dtype is None else params[:1]
-    dtypes = dict.fromkeys(
-        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(asked, grads, strict=False)]
-    )
-    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _pack(

@@ -11,10 +11,10 @@ from fsdp_impl.common.changes import Changes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import foreach_copy_
-from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_size, shard_view, shard_views
+from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, shard_view, shard_views
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_impl.per_parameter.param import Cut, Extension, ShardedParam, cut_extended, displaced, has_hooks, is_extended
+from fsdp_impl.per_parameter.param import Cut, ShardedParam, displaced
 
 # Note: slots
 #
@@ -39,14 +39,15 @@ class Memory(NamedTuple):
 class Shards:
     """The sharded parameters of one group.
 
+    A derived class has those of which some choose themselves what is gathered (:mod:`extension`).
+
     Attributes:
         gather_layout: the slots of the gather's input, by the dtypes of compute; ``layout`` itself if those are equal.
-            With extensions, the slots of what these choose to gather.
-        gather_sizes: unsharded sizes of what is gathered, in the order of the slots.
-        gathers_apart: indices of the slots that extensions gather. A hook may expect that a tensor it is given begins
-            its storage.
         changes: of the sharded parameters.
+        are_extended: whether some choose what is gathered, and all lie outside of a buffer.
     """
+
+    are_extended = False
 
     def __init__(
         self,
@@ -64,17 +65,14 @@ class Shards:
         self.layout = build_layout(sizes, [cut.data.dtype for cut in cuts], mesh.size, mesh.rank, dims)
         self.changes = Changes()
         self._buffer: torch.Tensor | None = None
-        self._is_extended = any(is_extended(cut.data) for cut in cuts)
         policies = [precision._of(original, its[0].name) for original, its in zip(originals, owners, strict=True)]
         with torch.no_grad():
-            locals_ = self._cut_apart(cuts) if self._is_extended else self._cut_into_buffer(cuts)
+            locals_ = self._cut(cuts)
         self.params = [
-            ShardedParam(original, cut, held_by, local, self.changes, precision=policy, in_slot=not self._is_extended)
+            ShardedParam(original, cut, held_by, local, self.changes, precision=policy, in_slot=not self.are_extended)
             for original, cut, held_by, local, policy in zip(originals, cuts, owners, locals_, policies, strict=True)
         ]
         self.gather_layout = self._gather_layout()
-        self.gather_sizes = sizes
-        self.gathers_apart: set[int] = set()
 
     def versions(self) -> list[int]:
         """The version counters of all that user code can write to (see Note: stale values)."""
@@ -84,10 +82,8 @@ class Shards:
         return [shard._version for shard in shards] + [shard._local_tensor._version for shard in shards]  # type: ignore[attr-defined]
 
     def memory(self) -> list[Memory]:
-        """The local tensors and where they lie. A subclass that is gathered by hooks may lie nowhere."""
+        """The local tensors and where they lie."""
         locals_ = [param.local for param in self.params]
-        if self._is_extended:
-            return [Memory(local, None, 0) for local in locals_]
         return [Memory(local, local.untyped_storage(), int(local.storage_offset())) for local in locals_]
 
     @modes.without_grad
@@ -97,14 +93,18 @@ class Shards:
         Returns whether it wrote to a new buffer, on the current stream.
         """
         moved = displaced(self.params)
+        if not moved:
+            return False
         for param in moved:
             param.adopt()
-        if moved:
-            # A gather that follows sees what is adopted: the counters of other tensors are no change.
-            self.changes.look(self.versions())
         left = len([param for param in moved if param.slot is None])
-        if left == 0:
-            return False
+        is_written = left > 0 and self._refill(left)
+        # A gather that follows sees what is adopted: the counters of other tensors are no change.
+        self.changes.look(self.versions())
+        return is_written
+
+    def _refill(self, left: int) -> bool:
+        """Lay the parameters out anew; returns whether all, as ``left`` have, left their slots for a new buffer."""
         layout = self._layout([param.dtype for param in self.params])
         if layout != self.layout:
             self.layout = layout
@@ -113,14 +113,13 @@ class Shards:
         devices = {param.local.device for param in self.params}
         # Offloaded parameters that were moved to a device stay there until they are moved back: check_home names them.
         is_away = self.offloads and any(device.type not in ("cpu", "meta") for device in devices)
-        if self._is_extended or left < len(self.params) or len(devices) > 1 or is_away:
+        if self.are_extended or left < len(self.params) or len(devices) > 1 or is_away:
             return False
         # Normal tensors even if this is first noticed under inference mode: training may follow.
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = self._filled_buffer()
             for param, slot in zip(self.params, self.layout.slots, strict=True):
                 param.move_to(shard_view(self._buffer, slot))
-        self.changes.look(self.versions())
         return True
 
     def check_home(self) -> None:
@@ -144,8 +143,6 @@ class Shards:
         copy, on ``device`` and in the memory of the current stream.
         """
         self.check_home()
-        if self._is_extended:
-            return self._extended_input(device)
         source = self._filled_buffer() if self._buffer is None else self._buffer
         if self.gather_layout is self.layout or torch.uint8 not in (self.layout.dtype, self.gather_layout.dtype):
             return source
@@ -155,83 +152,32 @@ class Shards:
             shard_view(cast, wanted).copy_(shard_view(source, slot))
         return cast
 
-    def find_extensions(self) -> bool:
-        """Look which parameters bring hooks of their own, now that they are final; whether any does."""
-        for param in self.params:
-            param.adopt()
-            if param.extension is None and has_hooks(param.local):
-                param.extension = Extension(param.local)
-                self._is_extended = True
-        return self._is_extended
+    def make_unsharded(self, device: torch.device) -> UnshardedBuffer:
+        """Let the unsharded parameters live in memory that is returned, for a gather of ``gather_layout``."""
+        buffer = UnshardedBuffer([param.size for param in self.params], self.gather_layout, device)
+        with torch.inference_mode(False):
+            for param, tensor in zip(self.params, buffer.tensors, strict=True):
+                param.make_unsharded(tensor)
+        return buffer
 
-    def place_unsharded(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the unsharded parameters live in ``tensors``, of ``gather_sizes`` and ``gather_layout``."""
-        remaining = iter(tensors)
-        for param in self.params:
-            if param.extension is None:
-                param.make_unsharded(next(remaining))
-            else:
-                param.unsharded = None
-                param.extension.gathered = [next(remaining) for _ in param.extension.sizes]
+    # Of derived classes
+
+    def find_extensions(self) -> None:
+        """Look which parameters choose what is gathered, now that they are final."""
 
     def finish_unsharded(self) -> None:
-        """The gathered tensors are in place: let extensions make unsharded parameters of theirs."""
-        if not self._is_extended:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for param in self.params:
-                if param.extension is not None:
-                    param.extension.finish(param, param.compute_dtype)
+        """The gathered tensors are in place: make unsharded parameters of them that are others."""
 
     def free_unsharded(self) -> None:
-        """Free what extensions allocated beside the gathered tensors."""
-        for param in self.params if self._is_extended else ():
-            if param.extension is not None:
-                param.extension.free()
+        """Free what :meth:`finish_unsharded` has allocated."""
 
-    def _cut_into_buffer(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
+    def _cut(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
         self._buffer = self._new_buffer(cuts[0].data.device)
         views = shard_views(self._buffer, self.layout.slots)
         for cut, view in zip(cuts, views, strict=True):
             start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
             view.copy_(cut.data.narrow(cut.dim, start, rows))
         return views
-
-    def _cut_apart(self, cuts: Sequence[Cut]) -> list[torch.Tensor]:
-        found = []
-        for cut in cuts:
-            start, rows = shard_rows(cut.data.size(cut.dim), self._mesh.size, self._mesh.rank)
-            padded = shard_size(cut.data.size(), self._mesh.size, 0, cut.dim)
-            local = cut_extended(cut.data, padded, cut.dim, start, rows)
-            home = "cpu" if self.offloads and not local.is_meta else local.device
-            found.append(local.to(home).pin_memory() if self.pins and not local.is_meta else local.to(home))
-        return found
-
-    def _extended_input(self, device: torch.device) -> torch.Tensor:
-        pieces: list[torch.Tensor] = []
-        sizes: list[torch.Size] = []
-        dims: list[int] = []
-        apart: set[int] = set()
-        mesh, shard_mesh = self._mesh, self._mesh.shard_dim_mesh()
-        for param in self.params:
-            if param.extension is None:
-                pieces.append(param.local.to(device, param.compute_dtype))
-                sizes.append(param.size)
-                dims.append(param.dim)
-                continue
-            padded = shard_size(param.size, mesh.size, 0, param.dim)
-            inputs = param.extension.inputs(param, padded, shard_mesh, param.precision, device)
-            apart |= set(range(len(pieces), len(pieces) + len(inputs)))
-            pieces += inputs
-            sizes += [torch.Size([piece.numel() * mesh.size]) for piece in inputs]
-            dims += [0] * len(inputs)
-        layout = build_layout(sizes, [piece.dtype for piece in pieces], mesh.size, mesh.rank, dims)
-        if (layout, sizes, apart) != (self.gather_layout, self.gather_sizes, self.gathers_apart):
-            self.gather_layout, self.gather_sizes, self.gathers_apart = layout, sizes, apart
-        buffer = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
-        for slot, piece in zip(layout.slots, pieces, strict=True):
-            shard_view(buffer, slot).copy_(piece)
-        return buffer
 
     def _layout(self, dtypes: Sequence[torch.dtype]) -> Layout:
         sizes, dims = [param.size for param in self.params], [param.dim for param in self.params]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_impl.common import dtensor, hooks, modes, ranges, streams
-from fsdp_impl.common.changes import drop_stale, is_changed
+from fsdp_impl.common.changes import Looks, drop_stale, is_stale
 from fsdp_impl.common.containers import cast, map_tensors, tensors_requiring_grad
 from fsdp_impl.common.iteration import PHASES, Backward, BackwardEvent, Iteration, Phase, UnitEvent, after
 from fsdp_impl.common.private import State, queue_callback
@@ -35,6 +35,7 @@ class IterationContext(Iteration["Unit", ParamGroup]):
         by_hand: whether not backward but the caller does that, by ``finalize_backward``.
         resets: how many times ``reset_iter_state`` has dropped what was under way.
         post_optim_event: what the next forward's gathers wait for instead of the current stream; used once.
+        looks: those of unshards by hand at all groups.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class IterationContext(Iteration["Unit", ParamGroup]):
         self.by_hand = False
         self.resets = 0
         self.post_optim_event: Event = None
+        self.looks = Looks()
 
 
 # Note: units of several meshes
@@ -195,7 +197,7 @@ class Unit(State):
 
         Without that, what is gathered is up to date: the forward may call itself, or be tried once more.
         """
-        return self.phase is Phase.FORWARD and self._is_outermost(module) and is_changed(self.iteration.groups)
+        return self.phase is Phase.FORWARD and self._is_outermost(module) and is_stale(self.iteration.groups)
 
     def _leave_forward(self) -> None:
         """Forget a forward that raised; gradients of earlier microbatches stay."""
@@ -214,6 +216,7 @@ class Unit(State):
             self.iteration.order.begin(training=self.modules[0].training)
         # Units may have been left unsharded, by an evaluation or by hand, and users freeze what modules hold then.
         drop_stale(self.iteration.groups)
+        self.iteration.looks.are_due = True
         for group in self.iteration.groups:
             group.sync_requires_grad()
         # Gathers read the sharded parameters, which the optimizer wrote on the current stream, or before the event.
@@ -410,9 +413,12 @@ class Unit(State):
         """Issue the gather by hand."""
         if self.group is None:
             return
-        # In the midst of a forward or backward, the other groups are in use.
-        is_idle = self.iteration.forward_root is None and not hooks.in_backward()
-        drop_stale(self.iteration.groups if is_idle and self.is_root is not None else [self.group])
+        looks = self.iteration.looks
+        if self.is_root is None or self.iteration.forward_root is not None or hooks.in_backward():
+            drop_stale([self.group])  # in the midst of a forward or backward, the other groups are in use
+        elif looks.are_due or self.group.is_gathered():
+            looks.are_due = False
+            drop_stale(self.iteration.groups)
         self.group.unshard(self.phase, async_op=async_op)
 
     def wait_for_unshard(self) -> None:
@@ -435,7 +441,7 @@ class Unit(State):
             self.group.drop_pending()
             self.group.to_sharded()
             for param in self.group.shards.params:
-                param.keep_grad_dtype(param.sharded)  # which a load may replace
+                param.own_grad_dtype.keep(param.sharded)  # which a load may replace
 
     def _after_state_dict(self, holder: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Let scripts copy what they save: most shards are not at the beginning of the buffer."""

@@ -53,10 +53,10 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
     ("flat/reduction.py", "Reducer._call_hook"): {
         "hook": "register_comm_hook, a setter for the root: ranks set alike, and each reduction calls it.",
     },
-    ("per_parameter/param.py", "Extension.inputs"): {
+    ("per_parameter/extension.py", "Extension.inputs"): {
         "hook": "The local tensor has hooks, by its class, and the group is gathered: decided where it is unsharded.",
     },
-    ("per_parameter/param.py", "Extension.finish"): {
+    ("per_parameter/extension.py", "Extension.finish"): {
         "hook": "As Extension.inputs, once for each gather that was waited for.",
     },
     ("per_parameter/group.py", "ParamGroup._gather"): {
@@ -72,8 +72,12 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "set alike, reduce does not come here.",
         "group.options.all_reduce_hook": "set_all_reduce_hook, a setter that ranks call alike.",
     },
-    ("per_parameter/options.py", "_Gather.__call__"): {"collectives.gather": "Always, instead of the group's gather."},
-    ("per_parameter/options.py", "_Reduce.__call__"): {"collectives.reduce": "Always, instead of the group's own."},
+    ("per_parameter/communication.py", "_Gather.__call__"): {
+        "collectives.gather": "Always, instead of the group's gather."
+    },
+    ("per_parameter/communication.py", "_Reduce.__call__"): {
+        "collectives.reduce": "Always, instead of the group's own."
+    },
     # Meshes and process groups
     ("common/mesh.py", "check_replicas"): {
         "dist.all_reduce": "Some row of the mesh is not sorted: all ranks of the mesh see all of them, issuing both, "
@@ -97,44 +101,44 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "init_device_mesh": "fully_shard was given no mesh: its arguments are equal on all ranks.",
     },
     ("per_parameter/mesh.py", "check_mesh"): {"check_replicas": "The mesh is 2-D: an argument of fully_shard."},
-    ("per_parameter/mesh.py", "data_parallel_mesh"): {
+    ("per_parameter/spmd.py", "data_parallel_mesh"): {
         "_one_dim": "dp_mesh_dims is given: an argument of fully_shard.",
         "concatenate": "dp_mesh_dims names dimensions of both kinds: an argument of fully_shard.",
         "check_replicas": "The named dimensions make a 2-D mesh: an argument of fully_shard.",
     },
-    ("per_parameter/mesh.py", "_one_dim"): {
+    ("per_parameter/spmd.py", "_one_dim"): {
         "flatten_mesh": "Several dimensions of one kind are named. torch keeps the flat dimension with the root mesh, "
         "to which every rank of the mesh has added them at the same call.",
     },
-    ("per_parameter/mesh.py", "after_forward"): {
+    ("per_parameter/smaller.py", "after_forward"): {
         "_smaller_mesh": "reshard_after_forward is an int between 1 and the shard size: an argument of fully_shard.",
     },
-    ("per_parameter/mesh.py", "_smaller_mesh"): {
+    ("per_parameter/smaller.py", "_smaller_mesh"): {
         "_mesh_of": "The cache has no mesh of this size and these ranks for the shard group. All ranks of the mesh add "
         "it in one call, and the key names all of them: none has it alone.",
     },
-    ("per_parameter/mesh.py", "_mesh_of"): {
+    ("per_parameter/smaller.py", "_mesh_of"): {
         "DeviceMesh": "The mesh has as many ranks as the world: all of them come here.",
         "dist.new_group": "The mesh has fewer: the members of a group make it among themselves, rows in one order.",
         "DeviceMesh.from_group": "As new_group; the groups exist then.",
     },
-    ("per_parameter/options.py", "_SymmetricMemory.__init__"): {
+    ("per_parameter/communication.py", "_SymmetricMemory.__init__"): {
         "dist.barrier": "Always, of a setter that is a collective by contract.",
     },
-    ("per_parameter/options.py", "_reduce_over"): {
+    ("per_parameter/communication.py", "_reduce_over"): {
         "SymmetricReduce": "The group reduces in symmetric memory, and its reduce group changes: both by setters.",
     },
-    ("per_parameter/options.py", "separate_reduce_group"): {
+    ("per_parameter/communication.py", "separate_reduce_group"): {
         "dist.new_group": "The cache has no second group for the shard group: a setter that is a collective of its "
         "members by contract, who all add it in one call.",
         "_reduce_over": "Always, of a setter that is a collective by contract.",
     },
-    ("per_parameter/options.py", "use_symmetric_memory"): {
+    ("per_parameter/communication.py", "use_symmetric_memory"): {
         "SymmetricGather": "There is a sharded dimension, by the mesh; the setter is a collective by contract.",
         "SymmetricReduce": "As the gather, and set_force_sum_reduction_for_comms, a setter.",
     },
     ("per_parameter/param.py", "_cut_tensor_parallel"): {"concatenate": "The parameter is a DTensor on all ranks."},
-    ("per_parameter/param.py", "_spmd_spec"): {"concatenate": "dp_mesh_dims leaves other dimensions: an argument."},
+    ("per_parameter/spmd.py", "_spec"): {"concatenate": "dp_mesh_dims leaves other dimensions: an argument."},
     # The order of forwards
     ("common/order.py", "OrderCheck._agree"): {"dist.all_reduce": "Always; its caller decides."},
     ("common/order.py", "OrderCheck._compare_ranks"): {
@@ -167,8 +171,8 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "unit.unshard": "Always: a call that is a collective unless the unit is unsharded.",
     },
     ("per_parameter/unit.py", "Unit.unshard"): {
-        "self.group.unshard": "Always, after drop_stale: versions, steps, notes and memory show on every rank (Note: "
-        "stale values).",
+        "self.group.unshard": "Always, after drop_stale, where a look is due or the group is gathered: versions, "
+        "steps, notes and memory show on every rank (Note: stale values).",
     },
     ("per_parameter/unit.py", "Unit._unshard_now"): {
         "self.group.unshard": "A forward, a recomputation or the gradient of an output comes to the unit: every rank "

@@ -18,7 +18,7 @@ from fsdp_impl import (
     share_comm_ctx,
 )
 from fsdp_impl.common import streams
-from fsdp_impl.per_parameter import options, reduction
+from fsdp_impl.per_parameter import communication, options, reduction
 from shardproof.harness.judging.numerics import distance
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import world
@@ -66,7 +66,7 @@ def test_symmetric_memory_is_for_nccl(rank: Rank) -> None:
             sharded_tower(rank)[0].set_symm_mem_for_comm()
 
 
-class _Symmetric(options.SymmetricReduce):
+class _Symmetric(communication.SymmetricReduce):
     """Symmetric memory of a host without it."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -79,12 +79,12 @@ def test_several_inputs_in_symmetric_memory_are_refused(rank: Rank, first: str) 
     """In either order, and only where reductions use that memory."""
     cuda, group = torch.device("cuda", 0), rank.mesh().get_group()
     for name in ("SymmetricGather", "SymmetricReduce"):
-        rank.monkeypatch.setattr(options, name, _Symmetric)
+        rank.monkeypatch.setattr(communication, name, _Symmetric)
     for reduces in (False, True):
         chosen = options.GroupOptions(reduce_group=group, force_sum=reduces)
         calls: list[Any] = [
-            lambda its=chosen: options.set_reduce_inputs(its, 2, label="layers.0"),
-            lambda its=chosen: options.use_symmetric_memory(its, group, "NCCL", cuda, label="layers.0"),
+            lambda its=chosen: communication.set_reduce_inputs(its, 2, label="layers.0"),
+            lambda its=chosen: communication.use_symmetric_memory(its, group, "NCCL", cuda, label="layers.0"),
         ]
         before, after = calls if first == "inputs" else reversed(calls)
         before()
@@ -100,9 +100,9 @@ def test_buffers_of_reductions_are_of_their_group(rank: Rank) -> None:
     """Whichever is set first: the memory of the process group, or a process group for reductions."""
     shared = rank.mesh().get_group()
     chosen = options.GroupOptions(reduce_group=shared)
-    options.use_group_memory(chosen, shared, enable=True)
+    communication.use_group_memory(chosen, shared, enable=True)
     for enable in (True, False):
-        options.separate_reduce_group(chosen, shared, enable=enable)
+        communication.separate_reduce_group(chosen, shared, enable=enable)
         memory: Any = chosen.reduce_scatter
         assert (chosen.reduce_group is shared) != enable
         assert memory._group is chosen.reduce_group
