@@ -8,9 +8,11 @@ import platform
 import sys
 import uuid
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
+from shardproof import folders
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
@@ -176,5 +178,4 @@ def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: f
         run_id=uuid.uuid4().hex, environment=environment, selected={"own-training": tuple(one.id for one in cases)},
         cases=tuple(cases), end=End(complete=True, reason="", exit_code=int(failed), seconds=seconds),
     )  # fmt: skip
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(encode(run), file)
+    folders.write_file(Path(path), json.dumps(encode(run)))
