@@ -41,8 +41,8 @@ ASKED_NOTHING = 6
 INCOMPLETE = 7
 
 
-# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason. A second signal, and
-# one while the process exits, ends it at once.
+# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason. A second signal,
+# also one while the process exits, ends it at once.
 
 _CAUGHT = {
     signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,

@@ -173,6 +173,14 @@ class Doctor(Watching):
     def _judge(self, record: StepRecord) -> None:
         assert self._exchange is not None
         record.rank = self._exchange.rank
+        if not self._exchange.is_there:
+            # What was noted of the model when training began is of groups of ranks that are gone.
+            self._say(
+                f"the loop destroyed its process groups before the end of step {record.step}: this step and later ones "
+                "are not watched"
+            )
+            self._finish()
+            return
         records = self._exchange.all(record)
         self._memory[record.step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
