@@ -50,7 +50,10 @@ class _Controller:
                 f"-n {workers}: torchrun has started the processes of this run; xdist's workers cannot share them, so "
                 "leave out -n"
             )
-        fleet = config.stash[FLEET] = Fleet(self._place)
+        try:
+            fleet = config.stash[FLEET] = Fleet(self._place)
+        except OSError as error:
+            raise pytest.UsageError(f"the job of torchrun cannot start: {error}") from None
         code: pytest.ExitCode | int | None = pytest.ExitCode.INTERNAL_ERROR
         try:
             code = yield

@@ -190,15 +190,16 @@ _PR_SET_PDEATHSIG = 1
 _DEAF = ("-E", "-I")
 
 
-def run_rank(connection: Connection, spec: RankSpec) -> None:
+def run_rank(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     """Run this process as a rank until its connection closes."""
     _leave_with_the_controller()
     if spec.hash_seed is not None:
+        assert isinstance(connection, Connection), "in a job of torchrun a rank keeps the seed of its process"
         _start_anew(connection, spec)
     _run(connection, spec)
 
 
-def _run(connection: Connection, spec: RankSpec) -> None:
+def _run(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     from shardproof.harness.worlds import loop
 
     loop.main(connection, spec)
