@@ -15,8 +15,9 @@ import fcntl
 import os
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 #: The beginning of the name of the directory in which files are complete before they are renamed.
 _STAGE = ".shardproof-"
@@ -26,6 +27,10 @@ MOST_OF_A_NAME = 255
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+Content = bytes | str | Callable[[BinaryIO], object]
+"""Of a file: a str is written as UTF-8; a function writes it itself, into a file that is open."""
 
 
 class NotWritten(ValueError):
@@ -58,12 +63,12 @@ def make_new(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def write_file(path: Path, content: bytes | str) -> str:
+def write_file(path: Path, content: Content) -> str:
     """Write one file whose whole path the user has named, and through links in it; until it is complete, it stays.
 
     Args:
         path: of the file.
-        content: of the file; a str as UTF-8.
+        content: of the file.
 
     Returns:
         What :func:`make` returns of its folder.
@@ -79,7 +84,7 @@ def write_file(path: Path, content: bytes | str) -> str:
 
 
 def write(
-    folder: Path, files: Mapping[str, bytes | str], *, deletes: Collection[str] = (), named: Path | None = None
+    folder: Path, files: Mapping[str, Content], *, deletes: Collection[str] = (), named: Path | None = None
 ) -> str:
     """Write files into a folder, and delete others there: all of it or, where any of it fails, nothing.
 
@@ -88,7 +93,7 @@ def write(
 
     Args:
         folder: the folder, which is made if it is missing. Links in this path are followed.
-        files: the content by the path in the folder, with "/" between its parts; a str as UTF-8. No link is followed.
+        files: the content by the path in the folder, with "/" between its parts. No link is followed.
         deletes: paths of files in the folder that are deleted; those that are missing, or no regular files, stay.
         named: what messages call the file, if it is one, instead of its path.
 
@@ -111,6 +116,19 @@ def write(
     finally:
         changes.close()
     return made
+
+
+def append(path: Path, text: str) -> None:
+    """Write to the end of a file in a folder that :func:`make_new` has made; it is no link.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def name_of(text: str, *, ending: str) -> str:
@@ -157,7 +175,7 @@ class _Changes:
         _remove_left_over(self._home)
         return made
 
-    def stage(self, files: Mapping[str, bytes | str]) -> None:
+    def stage(self, files: Mapping[str, Content]) -> None:
         """Write all files next to their places."""
         while not _is_at(self._home, self._name, self._stage):
             self._name = f"{_STAGE}{os.urandom(6).hex()}"
@@ -171,17 +189,21 @@ class _Changes:
             self._look(path)
             parent, name = self._place(path, makes=True)
             mode = _mode_of(parent, name)
-            data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
             descriptor = os.open(str(number), _NEW, 0o666, dir_fd=self._stage)
-            with os.fdopen(descriptor, "wb", buffering=0) as file:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[file.write(rest) :]
+            try:
+                if callable(content):
+                    with open(descriptor, "wb", closefd=False) as file:
+                        content(file)
+                else:
+                    text = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+                    _write_all(descriptor, text)
                 if mode is not None:
                     os.fchmod(descriptor, mode)
                 os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
-    def apply(self, files: Mapping[str, bytes | str], deletes: Collection[str]) -> None:
+    def apply(self, files: Mapping[str, Content], deletes: Collection[str]) -> None:
         """Rename the files to their places; the last one after the deletions."""
         paths = list(files)
         for number, path in enumerate(paths[:-1]):
@@ -272,6 +294,12 @@ class _Changes:
             old = f"deleted{len(self._undo)}"
             os.rename(name, old, src_dir_fd=parent, dst_dir_fd=self._stage)
             self._undo.append((old, parent, name))
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
 
 
 def _kind_of(parent: int, name: str) -> int:
