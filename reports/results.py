@@ -161,7 +161,7 @@ def rows_of(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of the index for each implementation in each run: by name and hardware, the newest first."""
     shared = ("contract", "hardware", "torch", "shardproof", "shardproof_commit", "started", "digest", "profile")
     rows = [
-        {"implementation": name}
+        {"implementation": name.encode(errors="backslashreplace").decode()}
         | {key: result[key] for key in ("version", "score", "profiles")}
         | {key: one[key] for key in shared if key != "profile" or key in one}
         | {"summary": place_of(one), "badge": f"badges/{folders.name_of('-'.join([name, *_of(one)]), ending='.svg')}"}

@@ -11,6 +11,7 @@ where the user wants.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -151,6 +152,10 @@ def name_of(text: str, *, ending: str) -> str:
     return name + ending
 
 
+#: What a file system that has no hard links answers, or has as many of a file as it can.
+_WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
 class _Changes:
     """The changes of one command in one folder, and how they are undone; ``at`` is the path that an error is about."""
 
@@ -274,13 +279,14 @@ class _Changes:
     def _replace(self, number: int, path: str) -> None:
         self._look(path)
         parent, name = self._place(path, makes=True)
-        old = f"{number}.old"
-        try:
-            os.link(name, old, src_dir_fd=parent, dst_dir_fd=self._stage, follow_symlinks=False)
-        except FileNotFoundError:
-            old = ""
-        except OSError:  # a file system without links
-            _copy(parent, name, self._stage, old)
+        old = f"{number}.old" if _kind_of(parent, name) else ""
+        if old:
+            try:
+                os.link(name, old, src_dir_fd=parent, dst_dir_fd=self._stage, follow_symlinks=False)
+            except OSError as error:
+                if error.errno not in _WITHOUT_LINKS:
+                    raise
+                _copy(parent, name, self._stage, old)
         self._undo.append((old, parent, name))
         os.replace(str(number), name, src_dir_fd=self._stage, dst_dir_fd=parent)
 

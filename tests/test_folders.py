@@ -16,7 +16,7 @@ from shardproof import folders
 from shardproof.__main__ import main
 from shardproof.harness.plugin.journal import Journal
 from shardproof.reports.results import place_of
-from shardproof.runfile import Environment
+from shardproof.runfile import Environment, load_run
 from tests.errors import error_of
 from tests.reports import samples
 
@@ -153,7 +153,7 @@ def run(folder):
     except ValueError as error:
         os.write(2, f"{error}\n".encode())
         return 4
-    journal.describe(Environment(python="3", torch="2", platform="x", implementations={}))
+    journal.describe(Environment(python="3", torch="2", platform="x", device="cpu", implementations={}))
     ids = [f"s.py::test_{number}[w2]" for number in range(2)]
     journal.select({"reference": ids})
     for one in ids:
