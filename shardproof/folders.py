@@ -51,6 +51,8 @@ def make(folder: Path) -> str:
         OSError: it cannot be made.
     """
     is_new = not folder.exists()
+    if not is_new and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     folder.mkdir(parents=True, exist_ok=True)
     return f" (made the folder {folder})" if is_new else ""
 

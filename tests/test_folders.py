@@ -157,7 +157,7 @@ def run(folder):
     ids = [f"s.py::test_{number}[w2]" for number in range(2)]
     journal.select({"reference": ids})
     for one in ids:
-        journal.add(samples.case(id=one))
+        journal.add(samples.whole_case() | {"id": one})
     if journal.finish(reason="", exit_code=0):
         return 0
     os.write(2, f"{journal.error}\n".encode())
