@@ -80,6 +80,9 @@ def remove_own() -> None:
     """Remove the directory of this process, which is about to end, if it has made one."""
     if path := _OWN.get(os.getpid()):
         _discard(path)
+        # Where the path is too long for sockets, multiprocessing has made one of its own.
+        if elsewhere := vars(process.current_process())["_config"].get("tempdir"):
+            shutil.rmtree(elsewhere, ignore_errors=True)
 
 
 #: The directory of a process, by its id: a process that was forked inherits that of another.

@@ -33,8 +33,8 @@ def test_case(rank, number):
 #: Lock files that all runs of a user share, and that stay.
 LEASES = f"shardproof-leases-{os.getuid()}"
 
-#: What torch makes in any process that imports its compiler.
-OF_TORCH = "torchinductor_"
+#: What torch makes in any process that imports its compiler, and pytest for the next runs.
+OF_OTHERS = ("torchinductor_", "pytest-of-")
 
 
 class Run:
@@ -82,7 +82,7 @@ class Run:
 
     def left(self):
         """What there still is of the run."""
-        files = [one for one in os.listdir(self.temporary) if one != LEASES and not one.startswith(OF_TORCH)]
+        files = [one for one in os.listdir(self.temporary) if one != LEASES and not one.startswith(OF_OTHERS)]
         return {"processes": self.processes(), "temporary": files, "shared": set(os.listdir("/dev/shm")) - self.shared}
 
     def kill(self):
