@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from shardproof import contract
+from shardproof import contract, folders
 from shardproof.jsonfiles import RecordError, kind_of, load, mapped
 from shardproof.reports.profiles import standings
 from shardproof.runfile import Run, RunFileError, Verdict, digest_of, fingerprint, parse_run, public_version
 
 BEFORE = "before 2026.12"
 """What stands for the version of the contract in summaries of runs from before it had one."""
+
+INDEX = "index.json"
+"""The file of a repository with a row for each implementation in each run."""
 
 HOMES = r"[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
 """The directories of users. A run itself writes ~ for that of its user."""
@@ -159,10 +161,10 @@ def rows_of(summaries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of the index for each implementation in each run: by name and hardware, the newest first."""
     shared = ("contract", "hardware", "torch", "shardproof", "shardproof_commit", "started", "digest", "profile")
     rows = [
-        {"implementation": name}
+        {"implementation": name.encode(errors="backslashreplace").decode()}
         | {key: result[key] for key in ("version", "score", "profiles")}
         | {key: one[key] for key in shared if key != "profile" or key in one}
-        | {"summary": place_of(one), "badge": f"badges/{'-'.join([quote(name, safe=''), *_of(one)])}.svg"}
+        | {"summary": place_of(one), "badge": f"badges/{folders.name_of('-'.join([name, *_of(one)]), ending='.svg')}"}
         for one in sorted(summaries, key=_age, reverse=True)
         for name, result in one["implementations"].items()
     ]
@@ -187,11 +189,27 @@ def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def write(folder: Path, content: Mapping[str, str]) -> None:
-    """Write the files of a repository, and delete badges that are not among them."""
-    for name, text in content.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
-    for path in (folder / "badges").glob("*.svg"):
-        if f"badges/{path.name}" not in content:
-            path.unlink()
+def write(folder: Path, content: Mapping[str, str]) -> str:
+    """Write the files of a repository, and delete badges that its index names and that are not among them.
+
+    Returns:
+        Whether the folder was made, in words.
+
+    Raises:
+        NotWritten: nothing has changed.
+    """
+    # The index comes last: it names what is there.
+    files = {name: text for name, text in content.items() if name != INDEX}
+    return folders.write(folder, {**files, INDEX: content[INDEX]}, deletes=_badges_in(folder))
+
+
+def _badges_in(folder: Path) -> list[str]:
+    """Return the badges that the index of a repository names; none if it cannot be read, or is a link."""
+    if (folder / INDEX).is_symlink():
+        return []
+    try:
+        rows = load(folder / INDEX, lambda data: kind_of(data, list, "the file"), RunFileError)
+    except RunFileError:
+        return []
+    named = [row.get("badge") for row in rows if isinstance(row, dict)]
+    return [one for one in named if isinstance(one, str) and re.fullmatch(r"badges/[^/\0]+\.svg", one)]

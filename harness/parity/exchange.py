@@ -6,6 +6,8 @@ their named pipes; a rank that waits sleeps in a read.
 """
 
 import collections
+import hashlib
+import hmac
 import os
 import pathlib
 import selectors
@@ -79,6 +81,43 @@ def _read(file: int, length: int) -> bytes:
     return b"".join(parts)
 
 
+class Seal:
+    """What two processes of a job add to each message between them, so that nobody else can add or change one.
+
+    Args:
+        key: of this connection, which only the two know.
+        mine: names this side; the other one swaps the names.
+        theirs: names the other side.
+    """
+
+    def __init__(self, key: bytes, *, mine: bytes, theirs: bytes) -> None:
+        self._key, self._mine, self._theirs = key, mine, theirs
+        self._sent = self._received = 0
+
+    def close(self, message: bytes) -> bytes:
+        """Return the message with its code."""
+        self._sent += 1
+        return self._code(self._mine, self._sent, message) + message
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the message; ConnectionError if it is not the next one of the other side."""
+        code, message = sealed[:_CODE], sealed[_CODE:]
+        self._received += 1
+        if not hmac.compare_digest(code, self._code(self._theirs, self._received, message)):
+            raise ConnectionError("a message is not of a process of this job")
+        return message
+
+    def _code(self, side: bytes, number: int, message: bytes) -> bytes:
+        made = hashlib.blake2b(key=self._key, digest_size=_CODE)
+        made.update(side + number.to_bytes(8, "little"))
+        made.update(message)
+        return made.digest()
+
+
+#: Bytes of the code of a message.
+_CODE = 32
+
+
 # Exchanges of values between ranks of several hosts: through files within a host, through sockets between hosts.
 
 _LENGTH = struct.Struct("<Q")
@@ -97,11 +136,14 @@ class Gathers(Protocol):
 class HostExchange:
     """One rank's part in the exchanges of a world of several hosts.
 
-    ``peers`` are the connections with all other ranks, by rank; non-blocking from here on.
+    ``peers`` are the connections with all other ranks, by rank; non-blocking from here on. ``seals`` are theirs.
     """
 
-    def __init__(self, within: Gathers, *, here: Sequence[int], peers: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, within: Gathers, *, here: Sequence[int], peers: Mapping[int, socket.socket], seals: Mapping[int, Seal]
+    ) -> None:
         self._within = within
+        self._seals = seals
         self._here = here
         self._peers = peers
         for peer in peers.values():
@@ -110,9 +152,11 @@ class HostExchange:
     def gather(self, value: bytes) -> list[bytes]:
         """Gather one value from every rank, in rank order (collective); OSError if another host cannot be reached."""
         values = dict(zip(self._here, self._within.gather(value), strict=True))
-        message = _LENGTH.pack(len(value)) + value
         with selectors.DefaultSelector() as selector:
-            transfers = [_Transfer(rank, peer, message) for rank, peer in self._peers.items()]
+            transfers = []
+            for rank, peer in self._peers.items():
+                message = self._seals[rank].close(value)
+                transfers.append(_Transfer(rank, peer, _LENGTH.pack(len(message)) + message))
             for transfer in transfers:
                 selector.register(transfer.peer, selectors.EVENT_READ | selectors.EVENT_WRITE, transfer)
             while selector.get_map():
@@ -122,7 +166,8 @@ class HostExchange:
                         selector.modify(key.fileobj, left, key.data)
                     else:
                         selector.unregister(key.fileobj)
-            values |= {transfer.rank: bytes(transfer.received[_LENGTH.size :]) for transfer in transfers}
+            for one in transfers:
+                values[one.rank] = self._seals[one.rank].open(bytes(one.received[_LENGTH.size :]))
         return [values[rank] for rank in sorted(values)]
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import pytest
 from expecttest import PositionInfo, assert_expected_inline
 
-from shardproof import contract
+from shardproof import contract, folders
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
@@ -302,7 +302,7 @@ def _run_one(
                     pool.discard(key)
             made.take(outcome)
             if made.verdict == Verdict.HANG and outcome.dumps and (report := item.config.option.shardproof_report):
-                _keep(outcome.dumps, made, pathlib.Path(f"{report}.flight", re.sub(r"\W+", "-", item.nodeid)[-200:]))
+                _keep(outcome.dumps, made, pathlib.Path(report), re.sub(r"\W+", "-", item.nodeid)[-200:])
             made.results = outcome.results if captures else []
             if made.verdict == Verdict.PASS:
                 made.fail_if(compare([result.observations.expected_texts for result in outcome.results]))
@@ -313,13 +313,15 @@ def _run_one(
         _blame_a_full_directory(made)
 
 
-def _keep(dumps: Mapping[int, bytes], made: MadeRecord, folder: pathlib.Path) -> None:
+def _keep(dumps: Mapping[int, bytes], made: MadeRecord, report: pathlib.Path, case: str) -> None:
     """Write dumps of torch's flight recorder to a folder beside the run file, and its name to the record."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank, dump in dumps.items():
-        (folder / f"rank{rank}").write_bytes(dump)
-    kept = f"{folder.parent.name}/{folder.name}, beside the run file (torchfrtrace reads it)"
-    made.text = bounded(f"{made.text.rstrip()}\ndumps of torch's flight recorder: {kept}")
+    kept = f"{report.name}.flight/{case}"
+    try:
+        folders.write(report.parent, {f"{kept}/rank{rank}": dump for rank, dump in dumps.items()})
+        text = f"dumps of torch's flight recorder: {kept}, beside the run file (torchfrtrace reads it)"
+    except folders.NotWritten as error:
+        text = f"dumps of torch's flight recorder are not kept: {error}"
+    made.text = bounded(f"{made.text.rstrip()}\n{text}")
 
 
 def _blame_a_full_directory(made: MadeRecord) -> None:

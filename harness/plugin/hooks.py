@@ -1,14 +1,18 @@
 """The hooks of the pytest plugin; the other modules of this room do the work."""
 
+import gc
+import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Generator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+from _pytest._code.code import Traceback
 
 from shardproof.harness.plugin import (
     cases,
@@ -37,9 +41,12 @@ ASKED_NOTHING = 6
 INCOMPLETE = 7
 
 
-# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason.
+# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason. A second signal,
+# also one while the process exits, ends it at once.
 
-_CAUGHT = (signal.SIGTERM, signal.SIGHUP)
+_CAUGHT = {
+    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
+}  # fmt: skip
 
 
 class Ended(KeyboardInterrupt):
@@ -54,6 +61,7 @@ class EndingSignals:
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
+        self._has_ended = False
 
     def install(self) -> None:
         """Handle the signals that have their default effect.
@@ -62,23 +70,33 @@ class EndingSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _CAUGHT:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                self._before[number] = signal.signal(number, _end)
+        for number, default in _CAUGHT.items():
+            if signal.getsignal(number) is default:
+                self._before[number] = signal.signal(number, self._end)
 
     def restore(self) -> None:
-        """Restore the handlers that :meth:`install` replaced."""
-        while self._before:
+        """Restore the handlers that :meth:`install` replaced, unless the process has been asked to end."""
+        while self._before and not self._has_ended:
             number, before = self._before.popitem()
             signal.signal(number, before)
 
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if self._has_ended:
+            _end_at_once(number)
+        self._has_ended = True
+        # Five collections of all that torch has made, for objects that the process leaves to its end.
+        gc.freeze()
+        raise KeyboardInterrupt if number == signal.SIGINT else Ended(signal.Signals(number).name)
 
-def _end(number: int, frame: FrameType | None) -> None:
-    # A second signal ends the process at once, whatever it is waiting for.
-    for each in _CAUGHT:
-        if signal.getsignal(each) is _end:
-            signal.signal(each, signal.SIG_DFL)
-    raise Ended(signal.Signals(number).name)
+
+def _end_at_once(number: int) -> NoReturn:
+    """End this process by a signal, with its ranks and without its directory."""
+    for each in _CAUGHT:  # a third signal needs no handler
+        signal.signal(each, signal.SIG_DFL)
+    forkserver.kill()
+    scratch.remove_own()
+    os.kill(os.getpid(), number)
+    raise AssertionError("unreachable: the signal has its default effect")
 
 
 # Makes one pytest item of a case for each implementation and world, and refuses items that cannot run on ranks.
@@ -182,7 +200,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     state = config.stash[STATE] = State(config)
     config.stash[_SIGNALS] = EndingSignals()
-    config.pluginmanager.register(_RunObserver(state))
+    config.pluginmanager.register(_RunObserver(state, config))
     config.pluginmanager.register(effort.Shortening(state))
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
@@ -195,9 +213,9 @@ def pytest_configure(config: pytest.Config) -> None:
                 waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}{worlds}")
             if not _only_distributes(config):
                 _start_forkserver()
+        config.stash[_SIGNALS].install()
         state.open_journal()
         state.selection  # noqa: B018  (checks)
-        _heed_signals(config)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -258,7 +276,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     state = session.config.stash[STATE]
     state.select(session.items)
     if state.progress.selected:
-        _heed_signals(session.config)
+        session.config.stash[_SIGNALS].install()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -408,11 +426,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"run file: {config.option.shardproof_report}{state.journal.made}")
 
 
+#: The name of hypothesis' own plugin.
+_HYPOTHESIS = "hypothesispytest"
+
+
 class _RunObserver:
     """Collects what happens in a run; in an xdist run, the workers' reports arrive in the controller."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, config: pytest.Config) -> None:
         self._state = state
+        self._manager = config.pluginmanager
+        self._is_traced = config.option.fulltrace
+        self._workers: list[subprocess.Popen[bytes]] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         record = getattr(report, "shardproof", None)
@@ -425,8 +450,18 @@ class _RunObserver:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._state.collection_errors += report.failed
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._state.interruption = self._state.interruption or str(excinfo.value) or "interrupted by Ctrl-C"
+        # xdist asks its workers to end, and execnet interrupts what they run after five seconds.
+        for worker in self._workers:
+            worker.terminate()
+        if not self._is_traced:
+            # pytest parses the source of each entry, of which it prints the last line.
+            excinfo.traceback = Traceback(excinfo.traceback[-1:])
+        # Its summary imports all of hypothesis, to print what it has seen.
+        if "hypothesis" not in sys.modules and self._manager.has_plugin(_HYPOTHESIS):
+            self._manager.unregister(name=_HYPOTHESIS)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self._state.interruption = f"pytest failed: {excinfo.exconly(tryshort=True)}"
@@ -434,6 +469,9 @@ class _RunObserver:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         self._state.configure_worker(node.workerinput)
+        # Private to execnet, which has no public name for the process; a worker on another host has none here.
+        if (process := getattr(getattr(node.gateway, "_io", None), "popen", None)) is not None:
+            self._workers.append(process)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any) -> None:
@@ -455,12 +493,6 @@ def _start_forkserver() -> None:
     except OSError as error:
         where = f"in {scratch.where()}; set TMPDIR to a directory with space and a short path"
         raise pytest.UsageError(f"the forkserver cannot start: {error.strerror or error}, {where}") from None
-
-
-def _heed_signals(config: pytest.Config) -> None:
-    """Handle the signals that end a run, unless this process is an xdist worker, whose controller ends it."""
-    if not config.stash[STATE].is_worker:
-        config.stash[_SIGNALS].install()
 
 
 def _names_are_known(config: pytest.Config) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardproof import folders
 from shardproof.harness.plugin import cases, drawing, options
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import is_suites
@@ -50,7 +51,10 @@ class _Controller:
                 f"-n {workers}: torchrun has started the processes of this run; xdist's workers cannot share them, so "
                 "leave out -n"
             )
-        fleet = config.stash[FLEET] = Fleet(self._place)
+        try:
+            fleet = config.stash[FLEET] = Fleet(self._place)
+        except OSError as error:
+            raise pytest.UsageError(f"the job of torchrun cannot start: {error}") from None
         code: pytest.ExitCode | int | None = pytest.ExitCode.INTERNAL_ERROR
         try:
             code = yield
@@ -264,9 +268,9 @@ class Resuming:
 
     def begin(self, key: Key) -> None:
         """Note that a case is about to run; threads may call this."""
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(folders.NotWritten):
             self._begun.add(key)
-            self._running.write_text(json.dumps(sorted(self._begun)))
+            folders.write(self._running.parent, {self._running.name: json.dumps(sorted(self._begun))})
 
     def end(self, key: Key) -> None:
         """Delete the note that a case is running, which its record replaces."""

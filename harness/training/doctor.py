@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof import folders
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
@@ -24,6 +25,7 @@ from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
+from shardproof.jsonfiles import PARTIAL
 
 CHECKS = tuple(f"D{number}" for number in range(1, 18))
 
@@ -173,6 +175,14 @@ class Doctor(Watching):
     def _judge(self, record: StepRecord) -> None:
         assert self._exchange is not None
         record.rank = self._exchange.rank
+        if not self._exchange.is_there:
+            # What was noted of the model when training began is of groups of ranks that are gone.
+            self._say(
+                f"the loop destroyed its process groups before the end of step {record.step}: this step and later ones "
+                "are not watched"
+            )
+            self._finish()
+            return
         records = self._exchange.all(record)
         self._memory[record.step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
@@ -245,14 +255,32 @@ class Doctor(Watching):
             return
         self._is_over = True
         if not self._seen:
-            self._say(self._nothing_seen())
+            self._say(why := self._nothing_seen())
+            self._write_report(why)
         else:
             self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
             if self._on_finding != "collect":
                 self._say(self.summary())
-            if self._report is not None and self._exchange is not None and self._exchange.rank == 0:
-                report.write(self._report, self.findings, self._seen, self._checks)
+            self._write_report()
         self._detach()
+
+    def _abandon(self, error: BaseException) -> None:
+        self._write_report(f"the training ended with {type(error).__name__}")
+
+    def _write_report(self, incomplete: str = "") -> None:
+        """Write the run file on rank 0, if one is asked for; a loop that made no process group has the launcher's."""
+        rank = int(os.environ.get("RANK", "0")) if self._exchange is None else self._exchange.rank
+        if self._report is None or rank != 0:
+            return
+        # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
+        path = os.fspath(self._report) + (PARTIAL if incomplete else "")
+        try:
+            report.write(path, self.findings, self._seen, self._checks, incomplete=incomplete)
+        except folders.NotWritten as error:
+            self._say_here(f"the report is not written: {error}")
+        else:
+            if incomplete:
+                self._say_here(f"the report is incomplete ({incomplete}): {path}")
 
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""

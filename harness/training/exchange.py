@@ -57,6 +57,16 @@ class Exchange:
             for part, length in zip(parts, lengths, strict=True)
         ]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the group of the exchange still is: user code may destroy all process groups, and make others."""
+        if self._group is None:
+            return self.size == 1
+        try:
+            return dist.is_initialized() and bool(dist.get_backend(self._group))
+        except ValueError:
+            return False
+
     def _meet(self) -> None:
         # It tells rank 0 which ranks do not come.
         dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)

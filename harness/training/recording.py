@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof import extras
+from shardproof import extras, folders
 from shardproof.harness.tensors.fingerprints import (
     Box,
     Digest,
@@ -243,7 +243,7 @@ class Recording(Watching):
         if self._folder.exists():
             raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")
         try:
-            self._folder.mkdir(parents=True)
+            folders.make_new(self._folder)
         except OSError as error:
             raise NotWatchable(f"record: {self._folder}: {error.strerror}") from error
         for model in models:
@@ -254,7 +254,7 @@ class Recording(Watching):
                 version=VERSION, world=world, torch=torch.__version__, command=sys.argv, steps=self._steps,
                 model=type(unwrapped(models[0])).__name__, parameters=shapes, ties=ties,
             )  # fmt: skip
-            (self._out / "recording.json").write_text(json.dumps(encode(head), indent=1) + "\n")
+            folders.write(self._out, {"recording.json": json.dumps(encode(head), indent=1) + "\n"})
         self._write([encode(RankLine(rank=rank, groups=groups.named, source=groups.source, data=groups.data))])
 
     def _name(self, name: str) -> str:
@@ -414,13 +414,20 @@ class Recording(Watching):
         assert self._folder is not None
         text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines)
         self._bytes += len(text)
-        with open(self._folder / "events.jsonl", "a", encoding="utf-8") as file:
-            file.write(text)
+        folders.append(self._folder / "events.jsonl", text)
 
     def _finish(self) -> None:
         assert self._folder is not None
         left_out = {name: count for name, count in self._left_out.items() if count}
-        (self._folder / "done").write_text(json.dumps({"events": self._number, "left_out": left_out}) + "\n")
+        folders.write(self._folder, {"done": json.dumps({"events": self._number, "left_out": left_out}) + "\n"})
+        self._detach()
+
+    def _on_error(self, error: Exception) -> None:
+        if not isinstance(error, (OSError, folders.NotWritten)):
+            super()._on_error(error)
+            return
+        why = error if isinstance(error, folders.NotWritten) else f"{self._folder}: {error.strerror or error}"
+        self._say_here(f"{why}; this rank's recording ends, and the training goes on")
         self._detach()
 
     def _detach(self) -> None:

@@ -8,9 +8,11 @@ import platform
 import sys
 import uuid
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
+from shardproof import folders
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
@@ -125,17 +127,26 @@ def _range(ranks: Sequence[int]) -> str:
 
 
 def write(
-    path: str | os.PathLike[str], findings: Sequence[Finding], seen: Sequence[Evidence], checks: Collection[str]
-) -> None:
-    """Write a run file with a record for each check that was made; a note is no failure."""
-    world, seconds = len(seen[0].records), sum(one.records[0].seconds for one in seen)
+    path: str | os.PathLike[str], findings: Sequence[Finding], seen: Sequence[Evidence], checks: Collection[str],
+    *, incomplete: str = "",
+) -> None:  # fmt: skip
+    """Write a run file with a record for each check that was made; a note is no failure.
+
+    Args:
+        incomplete: why the training ended before all steps were seen, in one line; empty if they were.
+
+    Raises:
+        NotWritten: it cannot be written.
+    """
+    world = len(seen[0].records) if seen else 0
+    seconds = sum(one.records[0].seconds for one in seen)
     cases = []
-    for check in sorted(checks, key=lambda name: int(name[1:])):
+    for check in sorted(checks, key=lambda name: int(name[1:])) if seen else ():
         mine = [one for one in findings if check in one.checks and not one.is_note]
         failure = Failure(text="\n".join(one.render() for one in mine), rank=0) if mine else None
         name = f"doctor::{check.lower()}_{NAMES[check].replace('-', '_')}"
         cases.append(_case(name, f"DOCTOR-{check[1:]}", world, seconds / len(checks), failure))
-    _write(path, cases, seconds)
+    _write(path, cases, seconds, incomplete)
 
 
 def write_comparison(path: str | os.PathLike[str], found: Comparison) -> None:
@@ -164,7 +175,7 @@ def _case(name: str, requirement: str, world: int, seconds: float, failure: Fail
     )
 
 
-def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: float) -> None:
+def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: float, incomplete: str = "") -> None:
     environment = Environment(
         python=platform.python_version(), torch=public_version(torch.__version__), platform=platform.platform(),
         cpu_count=os.cpu_count(), device=devices.accelerator() or "cpu", command=tuple(sys.argv),
@@ -174,7 +185,7 @@ def _write(path: str | os.PathLike[str], cases: Sequence[CaseRecord], seconds: f
     failed = any(case.failure is not None for case in cases)
     run = Run(
         run_id=uuid.uuid4().hex, environment=environment, selected={"own-training": tuple(one.id for one in cases)},
-        cases=tuple(cases), end=End(complete=True, reason="", exit_code=int(failed), seconds=seconds),
+        cases=tuple(cases),
+        end=End(complete=not incomplete, reason=incomplete, exit_code=int(failed), seconds=seconds),
     )  # fmt: skip
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(encode(run), file)
+    folders.write_file(Path(path), json.dumps(encode(run)))

@@ -195,7 +195,7 @@ def _around_step(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def destroy_process_group(group: Any = None) -> None:
-        for one in list(_observers) if group is None else ():
+        for one in list(_observers) if group in (None, dist.group.WORLD) else ():
             one.on_destroy()
         function(group)
 

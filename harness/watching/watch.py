@@ -809,6 +809,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
             raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
         self._steps = sorted(set(steps))
         self._first: Any = None
+        self._world: Any = None
         self._is_over = False
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -818,11 +819,16 @@ class Watching(contextlib.AbstractContextManager[Any]):
         if self._watch.is_attached and self._watch.last:
             # The user's exception passes as it is, with what the step had reached.
             error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
+        if not self._is_over:
+            self._abandon(error)
         self._detach()
 
     @abstractmethod
     def close(self) -> None:
         """End the last step, and remove all hooks."""
+
+    def _abandon(self, error: BaseException) -> None:
+        """Keep what there is of a loop that an exception has ended; asks no other rank, which may not come."""
 
     @abstractmethod
     def _attach_to(self, models: Sequence[nn.Module]) -> None:
@@ -838,6 +844,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
                 f"{self.name}: torch.distributed is not initialized; call it after init_process_group "
                 "(in one process: WORLD_SIZE=1 works)"
             )
+        self._world = dist.group.WORLD if dist.is_initialized() else None
         try:
             self._attach_to(models)
         except Exception:
@@ -864,7 +871,10 @@ class Watching(contextlib.AbstractContextManager[Any]):
 
     def _on_error(self, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
-        self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text}")
+        if self._world is not None and not (dist.is_initialized() and dist.group.WORLD is self._world):
+            self._say_here(f"the loop destroyed its process groups, which ends the {self.activity}: {error}")
+        else:
+            self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text}")
         self._detach()
 
     def _nothing_seen(self) -> str:

@@ -64,7 +64,7 @@ def start() -> None:
     with _starting:
         scratch.use_for_multiprocessing()
         context().set_forkserver_preload([PRELOADED])
-        with _environment():
+        with _environment(), _without_interrupts():
             forkserver.ensure_running()
 
 
@@ -149,6 +149,19 @@ def _blockers() -> Blockers:
 
 
 @contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Let a process that starts meanwhile never get SIGINT: a terminal sends it to all, and the controller decides.
+
+    The forkserver ignores it only once it has imported torch.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _environment() -> Iterator[None]:
     """Set the variables that the forkserver and its ranks inherit, and restore the controller's own afterwards."""
     # In the controller's order. Where shardproof is installed its folder has a torch too, and in front of a user's
@@ -177,15 +190,16 @@ _PR_SET_PDEATHSIG = 1
 _DEAF = ("-E", "-I")
 
 
-def run_rank(connection: Connection, spec: RankSpec) -> None:
+def run_rank(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     """Run this process as a rank until its connection closes."""
     _leave_with_the_controller()
     if spec.hash_seed is not None:
+        assert isinstance(connection, Connection), "in a job of torchrun a rank keeps the seed of its process"
         _start_anew(connection, spec)
     _run(connection, spec)
 
 
-def _run(connection: Connection, spec: RankSpec) -> None:
+def _run(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     from shardproof.harness.worlds import loop
 
     loop.main(connection, spec)
@@ -194,6 +208,7 @@ def _run(connection: Connection, spec: RankSpec) -> None:
 def _leave_with_the_controller() -> None:
     # The controller decides how to react to an interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # for what the rank itself starts
     # The forkserver must exit when the controller does, and its children when the forkserver does. But it runs as long
     # as any process holds the other end of its "alive" pipe, and multiprocessing passes a copy of that end to every
     # child.

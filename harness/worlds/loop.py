@@ -41,6 +41,7 @@ from shardproof.harness.watching import tape
 from shardproof.harness.worlds import flight_recorder, gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting
+from shardproof.harness.worlds.torchrun.meeting import Channel
 from shardproof.runfile import Verdict
 
 # Import of a case's module in a rank, under the controller's name and with pytest's assertion rewriting.
@@ -93,7 +94,7 @@ _MOST_OF_AN_ERROR = 500
 _MOST_OUTPUT_BYTES = 1 << 20
 
 
-def main(connection: Connection, spec: RankSpec) -> None:
+def main(connection: Connection | Channel, spec: RankSpec) -> None:
     """Start this rank and run jobs until the connection closes.
 
     The rank sends ``("ready", pid)`` or ``("failed", traceback)``, and then one ``Result`` for each ``Job`` or

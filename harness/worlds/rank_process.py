@@ -14,6 +14,7 @@ from typing import Any
 
 from shardproof.harness.worlds import forkserver, waiting
 from shardproof.harness.worlds.jobs import DUMPED, RankSpec
+from shardproof.harness.worlds.torchrun.meeting import Channel
 from shardproof.runfile import Verdict
 
 #: Held by who starts a process or looks whether one has ended: of two threads that do so at once, one would take the
@@ -84,7 +85,7 @@ class RankProcess:
         return Verdict.CRASH, f"the rank's process ended: {how}"
 
 
-def spawn(spec: RankSpec, theirs: Connection) -> Any:
+def spawn(spec: RankSpec, theirs: Connection | Channel) -> Any:
     """Start a rank process, as :func:`forkserver.spawn` does; closes ``theirs``, its end of the connection, here."""
     name = f"rank {spec.index}"
     process = forkserver.context().Process(target=forkserver.run_rank, args=(theirs, spec), daemon=True, name=name)

@@ -7,7 +7,6 @@ process holds a lock on a file in it for as long as it lives. A directory whose 
 import atexit
 import contextlib
 import fcntl
-import functools
 import os
 import pathlib
 import shutil
@@ -72,26 +71,46 @@ def remove_abandoned() -> None:
             descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
+                _discard(path)
             finally:
                 os.close(descriptor)
 
 
-@functools.cache
+def remove_own() -> None:
+    """Remove the directory of this process, which is about to end, if it has made one."""
+    if path := _OWN.get(os.getpid()):
+        _discard(path)
+        # Where the path is too long for sockets, multiprocessing has made one of its own.
+        if elsewhere := vars(process.current_process())["_config"].get("tempdir"):
+            shutil.rmtree(elsewhere, ignore_errors=True)
+
+
+#: The directory of a process, by its id: a process that was forked inherits that of another.
+_OWN: dict[int, pathlib.Path] = {}
+
+
 def _own(pid: int) -> pathlib.Path:
     """Make and lock the directory of the process ``pid``, which is this one, after removing those without an owner."""
+    if pid in _OWN:
+        return _OWN[pid]
     remove_abandoned()
     # Under another name until it is locked: a process that starts now would remove it.
     unlocked = pathlib.Path(tempfile.mkdtemp(prefix=f".{_PREFIX}"))
     descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    path = unlocked.with_name(unlocked.name.removeprefix("."))
+    path = _OWN[pid] = unlocked.with_name(unlocked.name.removeprefix("."))
     unlocked.rename(path)
-    atexit.register(_remove, path, pid)
+    atexit.register(remove_own)
     return path
 
 
-def _remove(path: pathlib.Path, pid: int) -> None:
-    """Remove the directory of the process ``pid``, but not in a process that it has forked and that inherits this."""
-    if os.getpid() == pid:
-        shutil.rmtree(path, ignore_errors=True)
+def _discard(path: pathlib.Path) -> None:
+    """Remove the directory of a process, whose ranks may still be dying and write into it by its path."""
+    gone = path.with_name(f"{path.name}.gone")
+    # With its lock, so that a process that is killed here leaves what the next one removes.
+    with contextlib.suppress(OSError):
+        path.rename(gone)
+        for one in [*gone.iterdir()]:
+            if one.name != _LOCK:
+                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
+        shutil.rmtree(gone)

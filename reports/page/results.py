@@ -7,7 +7,8 @@ from itertools import groupby
 from markupsafe import Markup
 
 from shardproof.reports.page import assets
-from shardproof.reports.results import newest, rows_of
+from shardproof.reports.results import INDEX, newest, rows_of
+from shardproof.reports.texts import printable
 
 
 def render_results(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
@@ -16,6 +17,7 @@ def render_results(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, s
     latest = newest(rows)
     classes = sorted({row["hardware"] for row in latest})
     environment = assets.environment()
+    environment.filters["printable"] = printable  # XML has no control characters, and no way to write one
     badge = environment.get_template("badge.svg")
     page = environment.get_template("results.html").render(
         title="Results of shardproof",
@@ -24,6 +26,6 @@ def render_results(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, s
         latest=[(name, [row for row in latest if row["hardware"] == name]) for name in classes],
         history=[(name, list(group)) for name, group in groupby(rows, lambda row: row["implementation"])],
     )
-    data = {**summaries, "index.json": rows}
+    data = {**summaries, INDEX: rows}
     texts = {name: json.dumps(one, indent=1) + "\n" for name, one in data.items()}
     return texts | {row["badge"]: badge.render(row=row) for row in latest} | {"index.html": page}

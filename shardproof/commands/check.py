@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardproof import commands
+from shardproof import commands, folders
 from shardproof.commands import positive
 from shardproof.runfile import CaseRecord, Verdict
 
@@ -165,9 +165,11 @@ def _make_folder(path: str) -> None:
     from shardproof.harness.training.request import NotCheckable
 
     try:
-        os.makedirs(path, exist_ok=True)
+        folders.make(pathlib.Path(path))
     except OSError as error:
         raise NotCheckable(f"check: --keep {path}: {error.strerror}: give a folder that can be written") from None
+    if links := sorted(one.name for one in pathlib.Path(path).iterdir() if one.is_symlink()):
+        raise NotCheckable(f"check: --keep {path}: {links[0]} is a symbolic link: give a folder without any")
 
 
 def _axis(text: str) -> tuple[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from shardproof import commands
+from shardproof import commands, folders
 
 DIVERGES = 1
 
@@ -32,8 +32,8 @@ def compare(arguments: Sequence[str]) -> int:
     if options.report:
         try:
             report.write_comparison(options.report, found)
-        except OSError as error:
-            return commands.refuse(f"compare: {options.report}: {error.strerror}")
+        except folders.NotWritten as error:
+            return commands.refuse(f"compare: {error}")
     print(comparing.render(found))
     return DIVERGES if found.divergent else 0
 

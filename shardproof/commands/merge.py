@@ -1,11 +1,8 @@
 """The command ``shardproof merge``: joins run files into one."""
 
 import argparse
-import contextlib
 import gzip
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,11 +30,9 @@ def merge(arguments: Sequence[str]) -> int:
     out = Path(options.output)
     try:
         merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
-        made = _write(out, merged.data)
-    except (RunFileError, MergeError) as error:
+        made = folders.write_file(out, _content(merged.data, compresses=out.resolve().suffix == ".gz"))
+    except (RunFileError, MergeError, folders.NotWritten) as error:
         return commands.refuse(error)
-    except OSError as error:
-        return commands.refuse(f"{out}: {error.strerror or error}")
     for label, (count, started) in merged.repeated.items():
         cases = "1 case is" if count == 1 else f"{count} cases are"
         runs = f"runs started {' and '.join(started)}"
@@ -48,29 +43,12 @@ def merge(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _write(path: Path, data: Mapping[str, Any]) -> str:
-    """Write a run file at once, or raise an OSError: until all is written, a file of the name stays as it was.
-
-    Returns whether its folder was made, in words.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError("not a regular file; a run file must be one")
+def _content(data: Mapping[str, Any], *, compresses: bool) -> bytes:
+    """Return the content of a run file."""
     lines = [f"{json.dumps(name)}: {_value(name, value)}\n" for name, value in data.items()]
     content = ("{" + ",".join(lines) + "}\n").encode()
-    path = path.resolve()
-    made = folders.make(path.parent)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            # The time in the header would make two equal files differ.
-            file.write(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    return made
+    # The time in the header would make two equal files differ.
+    return gzip.compress(content, mtime=0) if compresses else content
 
 
 def _value(name: str, value: Any) -> str:
@@ -78,12 +56,6 @@ def _value(name: str, value: Any) -> str:
     if name != "cases":
         return json.dumps(value, allow_nan=False)
     return "[\n" + "\n,".join(json.dumps(record, allow_nan=False) for record in value) + "\n]"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _parser() -> argparse.ArgumentParser:

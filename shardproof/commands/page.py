@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof import commands, extras
+from shardproof import commands, extras, folders
 from shardproof.planfile import Plan, is_plan, load_plan
 from shardproof.reports.texts import counted, printable
 from shardproof.runfile import Run, load_run
@@ -47,13 +47,11 @@ def page(arguments: Sequence[str]) -> int:
             what = f"{counted(len(runs), 'run')}, {records}"
     except ValueError as error:
         return commands.refuse(printable(str(error)))
-    content = text.encode(errors="backslashreplace")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_bytes(content)
-    except OSError as error:
-        return commands.refuse(printable(f"{error.filename or out}: {error.strerror or error}"))
-    print(printable(f"{out}: {what}, {len(content) / 1e6:.1f} MB"))
+        folders.write(out.parent, {out.name: text})
+    except folders.NotWritten as error:
+        return commands.refuse(printable(str(error)))
+    print(printable(f"{out}: {what}, {out.stat().st_size / 1e6:.1f} MB"))
     return 0
 
 

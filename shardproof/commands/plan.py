@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardproof import commands
+from shardproof import commands, folders
 from shardproof.commands import positive
 from shardproof.planfile import MARK, VERSION, Plan
 from shardproof.reports.plan_text import render_plan
@@ -98,10 +99,9 @@ def _write(made: Plan, path: str) -> None:
     """Write a plan file; ValueError, in one line, if it cannot be written."""
     text = json.dumps({MARK: VERSION, **dataclasses.asdict(made)}, indent=1)
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-    except OSError as error:
-        raise ValueError(f"--json {path}: {error.strerror or error}") from error
+        folders.write_file(Path(path), f"{text}\n")
+    except folders.NotWritten as error:
+        raise ValueError(f"--json {error}") from error
 
 
 def _rank(text: str) -> int:

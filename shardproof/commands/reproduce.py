@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from shardproof import commands
+from shardproof import commands, folders
 from shardproof.reports.texts import printable
 from shardproof.runfile import RunFileError, load_run
 
@@ -71,7 +71,10 @@ def reproduce(arguments: Sequence[str]) -> int:
     except reproducers.NotReproducible as error:
         print(f"shardproof: not reproduced: {' '.join(str(error).split())[:500]}", file=sys.stderr)
         return 1
-    pathlib.Path(options.output).write_text(text)
+    try:
+        folders.write_file(pathlib.Path(options.output), text)
+    except folders.NotWritten as error:
+        return commands.refuse(printable(f"reproduce: {error}"))
     does = "passes" if shrinking.has_control else "does not run"
     print(f"tried {shrinking.trials} smaller programs; with the reference implementation it {does}")
     done = subprocess.run([sys.executable, options.output], capture_output=True, text=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof import commands, extras, folders
+from shardproof import commands, extras
 from shardproof.reports import results
 from shardproof.reports.texts import counted, printable
 
@@ -12,7 +12,7 @@ examples:
   shardproof submit run.json --to ../results
   shardproof submit --to ../results        writes index, badges and page anew, as after a merge
 
-exit codes: 0; 2 a run file cannot be published, and nothing was written"""
+exit codes: 0; 2 a run file cannot be published, or the folder cannot be written, and nothing has changed"""
 
 
 def submit(arguments: Sequence[str]) -> int:
@@ -39,12 +39,9 @@ def submit(arguments: Sequence[str]) -> int:
         found = [results.summary_of(path, without_digest=options.without_digest) for path in options.runs]
         summaries = results.summaries_in(folder) | {results.place_of(one): one for one in found}
         content = render_results(summaries)
-        made = folders.make(folder)
-        results.write(folder, content)
+        made = results.write(folder, content)
     except ValueError as error:
         return commands.refuse(printable(str(error)))
-    except OSError as error:
-        return commands.refuse(printable(f"{error.filename or folder}: {error.strerror or error}"))
     size = sum(map(len, content.values()))
     print(printable(f"{folder}: {counted(len(summaries), 'run')}, {size / 1e3:.0f} kB in all{made}"))
     return 0

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import subprocess
 import sys
 
 import pytest
@@ -17,8 +18,10 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.simulation.world import simulated_world
 from shardproof.harness.training.doctor import doctor
 from shardproof.harness.worlds import leftovers
+from shardproof.runfile import load_run
 from shardproof.testing import world
 from tests.errors import error_of
+from tests.harness import hosts
 from tests.harness.inner import python
 
 
@@ -209,7 +212,136 @@ def test_bad_input_of_the_command_is_one_line(traces, arguments, line, capsys, m
     assert capsys.readouterr() == ("", f"shardproof: {line}\n")
 
 
+# The run file of a loop that does not come to its end
+
+
+TRAINS = """
+import sys, torch
+from torch import nn
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range({steps}):
+    model(torch.full((1, 2), step + 1.0)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+{end}
+"""
+
+UNSEEN = (
+    "the loop ended before a step was complete (0 forwards with gradients, 0 optimizer steps): was the wrapped module"
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "code", "reason", "records"),
+    [
+        (0, "", 0, UNSEEN, 0),
+        (0, "sys.exit(0)", 0, UNSEEN, 0),
+        (0, "sys.exit(3)", 3, "the training ended with SystemExit", 0),
+        (0, "raise OSError('mine')", OSError, "the training ended with OSError", 0),
+        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 17),
+        (2, "sys.exit()", 0, "", 17),
+        (4, "sys.exit(3)", 3, "", 17),
+    ],
+)
+def test_a_report_is_written_however_the_script_ends(
+    tmp_path, traces, capsys, monkeypatch, steps, end, code, reason, records
+):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script, report = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(TRAINS.format(steps=steps, end=end))
+    arguments = ["doctor", "--report", str(report), str(script)]
+    if isinstance(code, int):
+        try:
+            assert main(arguments) == code
+        except SystemExit as ended:
+            assert ended.code == code
+    else:
+        with pytest.raises(code):
+            main(arguments)
+    run = load_run(f"{report}.partial" if reason else report)
+    assert len(run.cases) == records and run.incomplete.startswith(reason) and bool(run.incomplete) == bool(reason)
+    error = capsys.readouterr().err
+    assert not reason or f"shardproof doctor: the report is incomplete ({run.incomplete}): {report}.partial\n" in error
+    assert report.exists() != bool(reason)
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path, model, traces, capsys):
+    (tmp_path / "file").touch()
+    with doctor(model, report=tmp_path / "file/run.json", steps=[0]):
+        train(model, sgd(model))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == f"shardproof doctor: the report is not written: {tmp_path}/file/run.json: Not a directory"
+
+
 # Ranks
+
+
+REMADE = """
+import itertools, os, torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+numbers = itertools.count()
+
+def begin():
+    # A new file each time: keys in the store of torchrun outlive the group.
+    where = f"file://{os.getcwd()}/store{next(numbers)}"
+    dist.init_process_group("gloo", init_method=where, rank=int(os.environ["RANK"]), world_size=2)
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return DistributedDataParallel(model) if %(ddp)s else fully_shard(model)
+
+begin()
+group = dist.new_group()
+model = build()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.full((2, 4), 1.0 + step + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step in (%(steps)s,):
+        %(what)s
+dist.destroy_process_group()
+print("the training has ended")
+"""
+
+BEGINS_ANEW = "begin(); model = build(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+ENDED = "the loop destroyed its process groups before the end of step {}: this step and later ones are not watched"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("what", "steps", "ddp", "seen", "line"),
+    [
+        (f"dist.destroy_process_group(); {BEGINS_ANEW}", "1", False, "steps 0-1", ENDED.format(2)),
+        (f"dist.destroy_process_group(); {BEGINS_ANEW}", "1", True, "steps 0-1", ENDED.format(2)),
+        (f"dist.destroy_process_group(dist.group.WORLD); {BEGINS_ANEW}", "0", False, "step 0", ENDED.format(1)),
+        (f"dist.destroy_process_group(); {BEGINS_ANEW}", "0, 1, 2", False, "step 0", ENDED.format(1)),
+        ("dist.destroy_process_group(); begin()", "1", False, "steps 0-1", ""),  # the model keeps its dead groups
+        (BEGINS_ANEW.partition("; ")[2], "1", False, "steps 0-2", ""),
+        ("dist.destroy_process_group(group); group = dist.new_group()", "0, 1", False, "steps 0-2", ""),
+    ],
+    ids=["groups", "groups of DDP", "the world by name", "every step", "groups of one model", "model", "subgroup"],
+)
+def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, seen, line):
+    (tmp_path / "train.py").write_text(REMADE % {"what": what, "steps": steps, "ddp": ddp})
+    words = ["--standalone", "--nproc-per-node=2", "-m", "shardproof", "doctor", "--report", "run.json", "train.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], cwd=tmp_path, env=hosts.environment(), timeout=300,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert "internal error" not in done.stdout, done.stdout
+    assert done.stdout.count(f"shardproof doctor: {line}\n") == bool(line), done.stdout
+    assert f"shardproof doctor: {seen} of 2 ranks" in done.stdout, done.stdout
+    assert len(load_run(tmp_path / "run.json").cases) == 17
+    if "model" not in what or "build" in what:
+        assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
 
 
 @pytest.mark.sampled

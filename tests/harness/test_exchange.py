@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from shardproof.harness.parity.exchange import _LENGTH, Exchange, HostExchange
+from shardproof.harness.parity.exchange import _LENGTH, Exchange, HostExchange, Seal
 
 
 def _world(folder, nodes):
@@ -24,7 +24,8 @@ def _world(folder, nodes):
         here = [rank for rank, its in enumerate(nodes) if its == node]
         (folder / f"host{node}").mkdir(exist_ok=True)
         within.append(Exchange(folder / f"host{node}", index=here.index(index), size=len(here)))
-        ranks.append(HostExchange(within[-1], here=here, peers=peers[index]))
+        seals = {rank: Seal(b"key", mine=bytes([index, rank]), theirs=bytes([rank, index])) for rank in peers[index]}
+        ranks.append(HostExchange(within[-1], here=here, peers=peers[index], seals=seals))
     for exchange in within:
         exchange.connect()
     return (within if len(set(nodes)) == 1 else ranks), peers
@@ -85,7 +86,9 @@ def test_the_next_value_of_a_rank_that_is_ahead_is_left_for_the_next_exchange(tm
     ranks, _ = _world(tmp_path, (0, 1))
     one, other = ranks
     # The other rank has sent its next value before this one has read the first.
-    other._peers[0].send(_LENGTH.pack(5) + b"first" + _LENGTH.pack(6) + b"second")
+    for value in (b"first", b"second"):
+        sealed = other._seals[0].close(value)
+        other._peers[0].send(_LENGTH.pack(len(sealed)) + sealed)
 
     def gathered():
         return [one.gather(b"a"), one.gather(b"b")]

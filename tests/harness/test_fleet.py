@@ -1,10 +1,16 @@
 """What the controller of a torchrun job does with its processes: where worlds live, whom it trusts, what it reads."""
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing.connection
 import os
+import pathlib
+import pickle
 import socket
+import stat
+import struct
+import tempfile
 import threading
 import time
 from types import SimpleNamespace
@@ -156,7 +162,12 @@ def listening():
 
 def accepting(listening, key):
     found = []
-    thread = threading.Thread(target=lambda: found.append(meeting.accept(listening, key)))
+
+    def accept():
+        with contextlib.suppress(OSError):  # at the end of a test in which nobody comes
+            found.append(listening.accept(key))
+
+    thread = threading.Thread(target=accept, daemon=True)
     thread.start()
     return thread, found
 
@@ -167,27 +178,171 @@ def test_who_knows_the_key_is_connected(everywhere):
         thread, found = accepting(one, b"key")
         connection = meeting.connect(("127.0.0.1", one.getsockname()[1]), b"key")
         thread.join()
-        connection.send("hello")
-        assert found[0].recv() == "hello"
+        for sender, receiver in ((connection, found[0]), (found[0], connection)):
+            sender.send("hello")
+            sender.send("again")
+            assert (receiver.recv(), receiver.recv()) == ("hello", "again")
         found[0].close()
         with pytest.raises(EOFError):
             connection.recv()
+
+
+class Touches:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+RUBBISH = b"GET / HTTP/1.0\r\n\r\n" * 20
+
+
+@pytest.mark.parametrize("count", [1, meeting._MOST_STRANGERS + 5])
+@pytest.mark.parametrize("says", ["nothing", "a part", "rubbish", "a pickle", "a pickle with its length", "goodbye"])
+def test_strangers_keep_nobody_waiting_and_are_not_believed(listening, tmp_path, says, count):
+    pickled = pickle.dumps(Touches(tmp_path / "touched"))
+    framed = struct.pack("!i", len(pickled)) + pickled
+    said = {"a part": b"x" * 63, "rubbish": RUBBISH, "a pickle": pickled, "a pickle with its length": framed}
+    thread, found = accepting(listening, b"key")
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stranger = stack.enter_context(socket.create_connection(listening.getsockname()))
+            with contextlib.suppress(OSError):  # it has been dismissed
+                stranger.sendall(said.get(says, b""))
+            if says == "goodbye":
+                stranger.close()
+        connection = meeting.connect(listening.getsockname(), b"key")
+        thread.join(meeting._PROOF_SECONDS / 2)
+        assert not thread.is_alive(), "strangers have kept a process of the job waiting"
+        connection.send("hello")
+        assert found[0].recv() == "hello"
+        assert len(listening._strangers) <= meeting._MOST_STRANGERS
+    assert not (tmp_path / "touched").exists()
 
 
 def test_who_does_not_know_the_key_is_refused(listening):
     thread, found = accepting(listening, b"key")
     with pytest.raises(ConnectionError, match="is no process of this job"):
         meeting.connect(listening.getsockname(), b"other")
-    thread.join()
-    assert found == [None]
+    assert not found
+    listening.close()
+    thread.join(5)
+    assert not thread.is_alive(), "who accepts has to end with the listener"
 
 
-def test_a_stranger_who_says_nothing_keeps_nobody_waiting(listening, monkeypatch):
-    monkeypatch.setattr(meeting, "_PROOF_SECONDS", 1)
+def test_a_stranger_who_says_nothing_is_dismissed(listening, monkeypatch):
+    monkeypatch.setattr(meeting, "_PROOF_SECONDS", 0.1)
+    accepting(listening, b"key")
+    with socket.create_connection(listening.getsockname()) as stranger:
+        stranger.settimeout(20)
+        assert len(stranger.recv(100)) == 32
+        assert stranger.recv(100) == b""
+
+
+def test_a_process_that_connects_to_a_stranger_unpickles_nothing(tmp_path):
+    """Who can write into the job's store can announce a port of his own."""
+    said = pickle.dumps(Touches(tmp_path / "touched"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].sendall(said + b"x" * 64), daemon=True).start()
+        with pytest.raises(ConnectionError, match="is no process of this job"):
+            meeting.connect(server.getsockname(), b"key")
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize("what", ["added", "changed", "repeated", "returned"])
+def test_who_stands_between_two_processes_can_add_nothing(listening, tmp_path, what):
+    """He passes on their proofs, which he could not make."""
     thread, found = accepting(listening, b"key")
-    with socket.create_connection(listening.getsockname()):
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        connecting = []
+        caller = threading.Thread(target=lambda: connecting.append(meeting.connect(between.getsockname(), b"key")))
+        caller.start()
+        inner, _ = between.accept()
+        outer = socket.create_connection(listening.getsockname())
+        inner.sendall(outer.recv(32))
+        outer.sendall(inner.recv(64, socket.MSG_WAITALL))
+        inner.sendall(outer.recv(32, socket.MSG_WAITALL))
+        caller.join()
         thread.join()
-    assert found == [None]
+        connecting[0].send("hello")
+        message = inner.recv(1000)
+        outer.sendall(message)
+        assert found[0].recv() == "hello"
+        connecting[0].send("again")
+        again = bytearray(inner.recv(1000))
+        pickled = pickle.dumps(Touches(tmp_path / "touched"))
+        again[-3] ^= 1
+        sent = {"added": struct.pack("!i", 32 + len(pickled)) + bytes(32) + pickled, "changed": again,
+                "repeated": message, "returned": message}[what]  # fmt: skip
+        target, reader = (inner, connecting[0]) if what == "returned" else (outer, found[0])
+        target.sendall(sent)
+        with pytest.raises(ConnectionError, match="a message is not of a process of this job"):
+            reader.recv()
+        inner.close()
+        outer.close()
+    assert not (tmp_path / "touched").exists()
+
+
+# The key of a job
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_key_is_in_a_file_of_the_user_and_not_in_the_store(tmp_path, monkeypatch, nodes):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+    stored = {}
+    store = SimpleNamespace(set=stored.__setitem__)
+    monkeypatch.setattr(meeting, "_job", lambda place: store)
+    made = meeting.Keys(place(nodes=nodes), environment)
+    name, key = made.make()
+    meeting.announce(place(nodes=nodes), 29500, name)
+    assert key.hex() not in str(stored) and key not in str(stored).encode()
+    folder = tmp_path / ("tmp" if nodes == 1 else "home") / f"shardproof-keys-{os.getuid()}"
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, folder / name)] == [0o700, 0o600]
+    assert meeting.Keys(place(nodes=nodes, rank=1), environment).find(name) == key
+    made.remove(name, os.getpid())
+    assert not folder.exists(), "nothing stays behind"
+    assert meeting.Keys(place(nodes=nodes), environment).find(name) is None
+
+
+def test_the_secret_of_the_environment_needs_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    environment = {"SHARDPROOF_SECRET": "a secret of the job", "XDG_CACHE_HOME": str(tmp_path)}
+    name, key = meeting.Keys(place(), environment).make()
+    assert meeting.Keys(place(), environment).find(name) == key and not [*tmp_path.iterdir()]
+    assert meeting.Keys(place(), environment | {"SHARDPROOF_SECRET": "another secret of it"}).find(name) != key
+    short = error_of(meeting.Keys, place(), {"SHARDPROOF_SECRET": "short"}, kind=meeting.NoKey)
+    assert short == "SHARDPROOF_SECRET has 5 characters; it needs 16 or more"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder, name: folder.chmod(0o755),
+        lambda folder, name: (folder / name).chmod(0o644),
+        lambda folder, name: (folder / name).rename(folder / "it") and (folder / name).symlink_to("it"),
+    ],
+    ids=["folder", "file", "link"],
+)
+def test_a_key_that_others_could_have_is_refused(tmp_path, monkeypatch, change):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    keys = meeting.Keys(place(nodes=1), {})
+    name, _ = keys.make()
+    change(tmp_path / f"shardproof-keys-{os.getuid()}", name)
+    assert "must be yours, and nobody else may read it" in error_of(keys.find, name, kind=meeting.NoKey)
+    assert "names no key of shardproof" in error_of(keys.find, f"../{name}", kind=meeting.NoKey)
+
+
+def test_a_host_without_the_file_says_how_it_gets_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "_SEEN_SECONDS", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store = SimpleNamespace(wait=lambda *_: None, get=lambda _: b"29500 " + b"0" * 32)
+    monkeypatch.setattr(meeting, "_job", lambda place: store)
+    told = error_of(meeting.join, place(nodes=2), kind=meeting.NoKey)
+    assert "set SHARDPROOF_SECRET to the same secret on each of them" in told
 
 
 def test_the_kernel_watches_connections(listening):

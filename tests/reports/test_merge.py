@@ -252,5 +252,5 @@ def test_the_command_reports_in_one_line(write, tmp_path, capsys):
     assert merge_command([str(good), str(missing), "-o", str(out)]) == 2
     assert capsys.readouterr() == ("", f"shardproof: {missing}: No such file or directory\n")
     assert merge_command([str(good), "-o", str(tmp_path)]) == 2
-    assert capsys.readouterr() == ("", f"shardproof: {tmp_path}: not a regular file; a run file must be one\n")
+    assert capsys.readouterr() == ("", f"shardproof: {tmp_path}: it is not a regular file\n")
     assert not out.exists()

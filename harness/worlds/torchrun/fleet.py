@@ -12,14 +12,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import Channel, Place
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.runfile import Verdict
 
@@ -47,7 +46,7 @@ class Link:
     ``lost`` says why the supervisor cannot be reached; None while it can.
     """
 
-    def __init__(self, connection: Connection, place: Place) -> None:
+    def __init__(self, connection: Channel, place: Place) -> None:
         self.place = place
         self.lost: Lost | None = None
         self._connection = connection
@@ -121,7 +120,7 @@ class RemoteRank:
 
     link: Link
     world: int
-    connection: Connection
+    connection: Channel
 
     @property
     def is_alive(self) -> bool:
@@ -175,18 +174,18 @@ class Fleet:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self._key = secrets.token_bytes(32)
+        name, self._key = meeting.Keys(place).make()
         # Where the job's store outlives a restart, the keys of the last attempt's worlds are still there.
         self._name = secrets.token_hex(8)
         self._listening = meeting.listener(everywhere=place.nodes > 1)
         self._links: dict[int, Link] = {}
-        self._connections: dict[tuple[int, int], Connection] = {}
+        self._connections: dict[tuple[int, int], Channel] = {}
         self._changed = threading.Condition()
         self._busy: set[int] = set()
         self._is_alone = False
         self._numbers = 0
         threading.Thread(target=self._accept, name="shardproof accepts", daemon=True).start()
-        meeting.announce(place, self._listening.getsockname()[1], self._key)
+        meeting.announce(place, self._listening.getsockname()[1], name)
 
     @property
     def size(self) -> int:
@@ -319,11 +318,9 @@ class Fleet:
     def _accept(self) -> None:
         while True:
             try:
-                connection = meeting.accept(self._listening, self._key)
+                connection = self._listening.accept(self._key)
             except OSError:
                 return
-            if connection is None:
-                continue
             with contextlib.suppress(EOFError, OSError):
                 hello = connection.recv()
                 with self._changed:

@@ -5,19 +5,27 @@ Imports no torch at module level.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import datetime
+import errno
+import hmac
 import os
+import pathlib
+import pickle
+import re
+import secrets
+import selectors
 import socket
-import struct
+import stat
+import tempfile
 import time
-from collections.abc import Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
-from shardproof.harness.parity.exchange import Exchange, HostExchange
+from shardproof.harness.parity.exchange import Exchange, HostExchange, Seal
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 
@@ -89,6 +97,9 @@ def foreign(environment: Mapping[str, str]) -> list[str]:
 
 # Connections between the processes of a job of torchrun: messages over TCP, from who knows the job's key alone.
 #
+# Messages are pickles, so none is read of anybody else: both sides prove their key before the first one, in frames of
+# fixed lengths, and each message has a code of its own, so that one who stands between them can add none.
+#
 # The kernel looks after each connection: it ends one whose other host has been silent for ``SILENT_SECONDS``, however
 # busy the processes are.
 
@@ -102,52 +113,193 @@ _PROBE_SECONDS = 3
 #: Seconds that the other side may take to prove that it knows the key.
 _PROOF_SECONDS = 10
 
+#: Strangers who have proved nothing yet. The oldest one leaves for the next: a process of the job answers at once.
+_MOST_STRANGERS = 256
 
-def listener(*, everywhere: bool) -> socket.socket:
+#: Bytes of a random number, and of a proof.
+_NONCE = _PROOF = 32
+
+
+class Channel:
+    """A connection with a process of the job; used like one of multiprocessing, and passed to a process like one."""
+
+    def __init__(self, connection: Connection, seal: Seal) -> None:
+        self._connection = connection
+        self.seal = seal
+
+    def send(self, value: Any) -> None:
+        """Send a value."""
+        self._connection.send_bytes(self.seal.close(pickle.dumps(value)))
+
+    def recv(self) -> Any:
+        """Receive a value; EOFError if the other side has closed the connection, OSError if it is not of its."""
+        return pickle.loads(self.seal.open(self._connection.recv_bytes()))
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether something can be received, or the end has come, within so many seconds."""
+        return self._connection.poll(timeout)
+
+    def fileno(self) -> int:
+        """Return the descriptor, by which several connections are waited for."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class Listener:
+    """Listens on a free port, and tells the processes of a job from strangers without waiting for any of them."""
+
+    def __init__(self, listening: socket.socket) -> None:
+        self._listening = listening
+        self._strangers: dict[socket.socket, tuple[float, bytes, bytearray]] = {}
+        listening.setblocking(False)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+        self._dismiss_all()
+
+    def getsockname(self) -> Any:
+        """Return the address, as a socket does."""
+        return self._listening.getsockname()
+
+    def accept(self, key: bytes) -> Channel:
+        """Wait for a process that proves the key, and return the connection with it; OSError once this is closed."""
+        try:
+            while True:
+                for raw in self._ready():
+                    if raw is self._listening:
+                        self._let_in()
+                    elif (channel := self._hear(raw, key)) is not None:
+                        return channel
+        except OSError:
+            self._dismiss_all()
+            raise
+
+    def _ready(self) -> list[socket.socket]:
+        """Wait for the next socket with something to read, and dismiss the strangers whose time is over."""
+        if self._listening.fileno() < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        with selectors.PollSelector() as selector:
+            for raw in (self._listening, *self._strangers):
+                selector.register(raw, selectors.EVENT_READ, raw)
+            first = min((until for until, _, _ in self._strangers.values()), default=None)
+            ready = selector.select(None if first is None else max(0.0, first - time.monotonic()))
+        now = time.monotonic()
+        for raw in [raw for raw, (until, _, _) in self._strangers.items() if now >= until]:
+            self._dismiss(raw)
+        return [found.data for found, _ in ready]
+
+    def close(self) -> None:
+        """Stop to listen; who waits in :meth:`accept` gets an OSError."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _let_in(self) -> None:
+        try:
+            raw, _ = self._listening.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED) or not self._strangers:
+                raise
+            self._dismiss(next(iter(self._strangers)))
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._dismiss(next(iter(self._strangers)))
+        nonce = secrets.token_bytes(_NONCE)
+        raw.setblocking(False)
+        self._strangers[raw] = (time.monotonic() + _PROOF_SECONDS, nonce, bytearray())
+        try:
+            raw.send(nonce)  # what is so short fits into the buffer of a new connection
+        except OSError:
+            self._dismiss(raw)
+
+    def _hear(self, raw: socket.socket, key: bytes) -> Channel | None:
+        """Take what a stranger has sent; return the connection if that is the whole proof."""
+        if raw not in self._strangers:
+            return None
+        _, nonce, heard = self._strangers[raw]
+        try:
+            part = raw.recv(_NONCE + _PROOF - len(heard))
+            heard += part
+            if part and len(heard) < _NONCE + _PROOF:
+                return None
+            theirs, proof = bytes(heard[:_NONCE]), bytes(heard[_NONCE:])
+            if part and hmac.compare_digest(proof, _proof(key, b"connects", nonce, theirs)):
+                raw.send(_proof(key, b"accepts", nonce, theirs))
+                del self._strangers[raw]
+                return _channel(raw, key, nonce, theirs, accepts=True)
+        except BlockingIOError:
+            return None
+        except OSError:
+            pass
+        self._dismiss(raw)
+        return None
+
+    def _dismiss_all(self) -> None:
+        for raw in [*self._strangers]:
+            self._dismiss(raw)
+
+    def _dismiss(self, raw: socket.socket) -> None:
+        self._strangers.pop(raw, None)
+        raw.close()
+
+
+def listener(*, everywhere: bool) -> Listener:
     """Listen on a free port: of all interfaces for a job of several hosts, otherwise of the loopback interface."""
     if not everywhere:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+        return Listener(socket.create_server(("127.0.0.1", 0), backlog=1024))
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+        return Listener(socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024))
+    return Listener(socket.create_server(("", 0), backlog=1024))
 
 
-def accept(listening: socket.socket, key: bytes) -> Connection | None:
-    """Accept one connection, or None if the other side did not prove its key; OSError once ``listening`` is closed."""
-    raw, _ = listening.accept()
-    with contextlib.suppress(OSError, EOFError, AuthenticationError, AssertionError):
-        return _trusted(raw, key, accepts=True)
-    return None
-
-
-def connect(address: tuple[str, int], key: bytes) -> Connection:
+def connect(address: tuple[str, int], key: bytes) -> Channel:
     """Connect to a process of the job; OSError if there is no connection, or the other side does not know the key."""
     raw = socket.create_connection(address, timeout=_PROOF_SECONDS)
     try:
-        return _trusted(raw, key, accepts=False)
-    except (EOFError, AuthenticationError, AssertionError):
+        nonce, mine = _exactly(raw, _NONCE), secrets.token_bytes(_NONCE)
+        raw.sendall(mine + _proof(key, b"connects", nonce, mine))
+        if not hmac.compare_digest(_exactly(raw, _PROOF), _proof(key, b"accepts", nonce, mine)):
+            raise EOFError
+        return _channel(raw, key, nonce, mine, accepts=False)
+    except EOFError:
+        raw.close()
         raise ConnectionError(f"{address[0]}:{address[1]} is no process of this job") from None
+    except BaseException:
+        raw.close()
+        raise
 
 
-def _trusted(raw: socket.socket, key: bytes, *, accepts: bool) -> Connection:
-    """Let both sides prove that they know the key, and return the connection."""
+def _exactly(raw: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        try:
+            part = raw.recv(count - len(found))
+        except ConnectionResetError:  # by who does not believe us
+            part = b""
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def _proof(key: bytes, what: bytes, nonce: bytes, theirs: bytes) -> bytes:
+    return hmac.digest(key, what + nonce + theirs, "sha256")
+
+
+def _channel(raw: socket.socket, key: bytes, nonce: bytes, theirs: bytes, *, accepts: bool) -> Channel:
     watch(raw)
     raw.settimeout(None)
-    # Also for what the other side never sends: a thread must not wait for a stranger.
-    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PROOF_SECONDS, 0))
-    option = socket.fromfd(raw.fileno(), raw.family, raw.type)
-    connection: Connection = Connection(raw.detach())
-    try:
-        steps = [deliver_challenge, answer_challenge]
-        for step in steps if accepts else reversed(steps):
-            step(connection, key)
-        option.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
-    except BaseException:
-        connection.close()
-        raise
-    finally:
-        option.close()
-    return connection
+    sides = (b"accepts", b"connects") if accepts else (b"connects", b"accepts")
+    own = _proof(key, b"messages", nonce, theirs)
+    return Channel(Connection(raw.detach()), Seal(own, mine=sides[0], theirs=sides[1]))
 
 
 def watch(raw: socket.socket) -> None:
@@ -171,30 +323,115 @@ _POLL_SECONDS = 0.2
 _KEEP: list[object] = []
 
 
-def announce(place: Place, port: int, key: bytes) -> None:
-    """Write where the controller listens, and the job's key.
+#: The variable with the secret of a job whose hosts share no home directory.
+SECRET = "SHARDPROOF_SECRET"
 
-    The key keeps out what does not belong to the job by accident or from outside. Whoever can read the job's store can
-    read it, as torch's own process groups can be joined by whoever can.
+#: Characters that a secret must have: it can be guessed by who listens.
+_LEAST_OF_A_SECRET = 16
+
+#: Seconds in which a file of one host is seen on another one, whose file system may remember that it was not there.
+_SEEN_SECONDS = 90.0
+
+
+class NoKey(ConnectionError):
+    """This process has no key of the job; the message is one line that says how it gets one."""
+
+
+class Keys:
+    """Where the processes of one user find the key of their job: not in its store, which others can read and write.
+
+    It is the secret of the environment or, without one, a file that this user alone can read: in the temporary
+    directory of a single host, otherwise in the home directory that the hosts share.
     """
-    _job(place).set(_CONTROLLER, f"{port} {key.hex()}")
+
+    def __init__(self, place: Place, environment: Mapping[str, str] = os.environ) -> None:
+        self._secret = environment.get(SECRET, "")
+        if self._secret and len(self._secret) < _LEAST_OF_A_SECRET:
+            raise NoKey(f"{SECRET} has {len(self._secret)} characters; it needs {_LEAST_OF_A_SECRET} or more")
+        shared = pathlib.Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        alone = pathlib.Path(tempfile.gettempdir())
+        self._folder = (alone if place.nodes == 1 else shared) / f"shardproof-keys-{os.getuid()}"
+
+    def make(self) -> tuple[str, bytes]:
+        """Make a key, and return its name, which may be known, and the key; OSError if its file cannot be written."""
+        name = secrets.token_hex(16)
+        if self._secret:
+            return name, self._key_of(name, self._secret.encode())
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check(self._folder, stat.S_ISDIR)
+        key = secrets.token_bytes(32)
+        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+        atexit.register(self.remove, name, os.getpid())
+        return name, self._key_of(name, key)
+
+    def find(self, name: str) -> bytes | None:
+        """Return the key of a name, or None if its file is not there."""
+        if not re.fullmatch("[0-9a-f]{32}", name):
+            raise NoKey(f"the job's store names no key of shardproof: {name[:40]!r}")
+        if self._secret:
+            return self._key_of(name, self._secret.encode())
+        path = self._folder / name
+        try:
+            self._check(self._folder, stat.S_ISDIR)
+            self._check(path, stat.S_ISREG)
+            return self._key_of(name, path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def missing(self) -> NoKey:
+        """Return the error of a process that does not see the file of the key."""
+        return NoKey(
+            f"the key of the job is not in {self._folder}, which the hosts of a job share; where they do not, set "
+            f"{SECRET} to the same secret on each of them"
+        )
+
+    def remove(self, name: str, pid: int) -> None:
+        """Remove the file of a key, in the process that made it."""
+        if os.getpid() == pid:
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
+                self._folder.rmdir()  # which has the keys of other jobs too
+
+    @staticmethod
+    def _key_of(name: str, secret: bytes) -> bytes:
+        return hmac.digest(secret, f"shardproof {name}".encode(), "sha256")
+
+    @staticmethod
+    def _check(path: pathlib.Path, is_kind: Callable[[int], bool]) -> None:
+        status = path.lstat()
+        if status.st_uid != os.getuid() or not is_kind(status.st_mode) or status.st_mode & 0o077:
+            raise NoKey(f"{path} must be yours, and nobody else may read it or write to it")
 
 
-def join(place: Place) -> tuple[tuple[str, int], bytes, Connection]:
-    """Wait for the controller's address and the job's key, and connect with it; OSError if there is no controller.
+def announce(place: Place, port: int, name: str) -> None:
+    """Write where the controller listens and the name of the job's key: what everybody who can read it may know."""
+    _job(place).set(_CONTROLLER, f"{port} {name}")
+
+
+def join(place: Place) -> tuple[tuple[str, int], bytes, Channel]:
+    """Wait for the controller's address, and connect with it by the job's key.
 
     Where the job's store outlives a restart, as with a static rendezvous, what the last controller announced is there
     until this one does.
+
+    Raises:
+        OSError: there is no controller, or this process has no key of the job.
     """
-    store = _job(place)
+    keys, store = Keys(place), _job(place)
     store.wait([_CONTROLLER], _TIMEOUT)
     master = place.master if place.nodes > 1 else "127.0.0.1"
-    until = time.monotonic() + _TIMEOUT.total_seconds()
+    until, unseen = time.monotonic() + _TIMEOUT.total_seconds(), time.monotonic() + _SEEN_SECONDS
     while True:
-        port, key = store.get(_CONTROLLER).decode().split()
-        address = (master, int(port))
+        port, _, name = store.get(_CONTROLLER).decode(errors="replace").partition(" ")
+        key = keys.find(name)
+        if key is None and time.monotonic() > unseen:
+            raise keys.missing()
         try:
-            return address, bytes.fromhex(key), connect(address, bytes.fromhex(key))
+            if key is not None:
+                address = (master, int(port))
+                return address, key, connect(address, key)
         except OSError:
             if time.monotonic() > until:
                 raise
@@ -229,7 +466,7 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
     node, key = spec.nodes[spec.index], spec.meeting.key
     others = [rank for rank, other in enumerate(spec.nodes) if other != node]
     awaited = [rank for rank in others if spec.nodes[rank] < node]
-    peers: dict[int, Connection] = {}
+    peers: dict[int, Channel] = {}
     with listener(everywhere=True) as listening:
         # The address from which this host reaches the job's store is the one by which others reach this host.
         with socket.create_connection((spec.meeting.master, spec.meeting.port), timeout=60) as probe:
@@ -241,14 +478,15 @@ def across(spec: RankSpec, within: Exchange, shared: Store) -> HostExchange:
                 peers[rank] = connect((host, int(port)), key)
                 peers[rank].send(spec.index)
         while not set(awaited) <= set(peers):
-            connection = accept(listening, key)
-            if connection is not None:
-                peers[connection.recv()] = connection
+            connection = listening.accept(key)
+            peers[connection.recv()] = connection
     here = [rank for rank, other in enumerate(spec.nodes) if other == node]
-    return HostExchange(within, here=here, peers={rank: _raw(peer) for rank, peer in sorted(peers.items())})
+    seals = {rank: peer.seal for rank, peer in peers.items()}
+    raw = {rank: _raw(peer) for rank, peer in sorted(peers.items())}
+    return HostExchange(within, here=here, peers=raw, seals=seals)
 
 
-def _raw(connection: Connection) -> socket.socket:
+def _raw(connection: Channel) -> socket.socket:
     """Return the socket of a connection, which is closed."""
     raw = socket.socket(fileno=socket.dup(connection.fileno()))
     connection.close()

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ from shardproof.harness.worlds import flight_recorder, forkserver, rank_process,
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import Channel, Place
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
@@ -80,7 +79,7 @@ class Supervisor:
         self._held: dict[int, _Held] = {}
         self._directories: set[pathlib.Path] = set()
 
-    def serve(self, connection: Connection) -> int:
+    def serve(self, connection: Channel) -> int:
         """Answer until the controller sends the end, with the job's exit code; EOFError or OSError if it is gone."""
         while True:
             number, command, arguments = connection.recv()
