@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 
+from shardproof.door import BadFile
 from shardproof.runfile import CaseRecord, Run, Verdict
 
 EXCUSABLE = (Verdict.CRASH, Verdict.FAIL, Verdict.HANG)
@@ -19,12 +20,12 @@ def draft(run: Run, implementation: str) -> str:
     A reason is the first divergence that ``--explain`` has found, where the run has it.
 
     Raises:
-        ValueError: the run has no case of the implementation. The message is one line.
+        BadFile: the run has no case of the implementation. The message is one line.
     """
     cases = [case for case in run.cases if case.implementation == implementation]
     if not cases:
         known = ", ".join(run.implementations) or "none"
-        raise ValueError(f"the run has no case of {implementation!r}; it has those of {known}")
+        raise BadFile(f"the run has no case of {implementation!r}; it has those of {known}")
     lines = [
         f"# Drafted from a run with torch {run.environment.torch} on {run.environment.device}. Look into each failure",
         "# before it is expected: it may be a defect of the implementation, of its adapter, or of the case.",

@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from shardproof.door import printable
 from shardproof.reports import texts
-from shardproof.reports.texts import counted, indented, printable, table
+from shardproof.reports.texts import counted, indented, table
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
 
 _NOT_RUN = "-"  # the text of a cell without a record

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardproof.door import BadFile
 from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -25,7 +26,7 @@ def check(runs: Mapping[str, Run]) -> list[str]:
     Takes complete runs, of one version of torch each, by the path of their file. Returns one text for each entry.
 
     Raises:
-        ValueError: a run is incomplete, merged, or does not name its version of torch. The message is one line.
+        BadFile: a run is incomplete, merged, or does not name its version of torch. The message is one line.
     """
     entries: dict[tuple[str, str, str], _Entry] = {}
     unnamed, problems = [], []
@@ -49,12 +50,12 @@ def check(runs: Mapping[str, Run]) -> list[str]:
 def _release(path: str, run: Run) -> Release:
     """Return the release of torch of a run, after a check that its file can be used."""
     if run.incomplete:
-        raise ValueError(f"{path} is incomplete ({run.incomplete}): which known failures pass is not known")
+        raise BadFile(f"{path} is incomplete ({run.incomplete}): which known failures pass is not known")
     if run.merged:
-        raise ValueError(f"{path} is a merged file: give the files that it was made of")
+        raise BadFile(f"{path} is a merged file: give the files that it was made of")
     release = _RELEASE.match(run.environment.torch)
     if release is None:
-        raise ValueError(f"{path} has torch {run.environment.torch!r}, which is not a version number")
+        raise BadFile(f"{path} has torch {run.environment.torch!r}, which is not a version number")
     return int(release[1]), int(release[2])
 
 

@@ -8,8 +8,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from shardproof.door import printable
 from shardproof.reports.regressions import Group, Kind, Outcome, Worse, grouped
-from shardproof.reports.texts import counted, printable, short, torch
+from shardproof.reports.texts import counted, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size

@@ -14,9 +14,10 @@ from typing import Any
 from urllib.parse import quote
 
 from shardproof import contract
-from shardproof.jsonfiles import RecordError, kind_of, load, mapped
+from shardproof.door import BadFile, load
+from shardproof.jsonfiles import RecordError, kind_of, mapped
 from shardproof.reports.profiles import standings
-from shardproof.runfile import Run, RunFileError, Verdict, digest_of, fingerprint, parse_run, public_version
+from shardproof.runfile import Run, Verdict, digest_of, fingerprint, parse_run, public_version
 
 BEFORE = "before 2026.12"
 """What stands for the version of the contract in summaries of runs from before it had one."""
@@ -33,9 +34,9 @@ def summary_of(path: str | Path, *, without_digest: bool = False) -> dict[str, A
         without_digest: whether the file of a run from before there were digests is taken.
 
     Raises:
-        RunFileError: it cannot be published. The message is one line that names the file and the field.
+        BadFile: it cannot be published. The message is one line that names the file and the field.
     """
-    return load(path, lambda data: _summary(_checked(data, without_digest)), RunFileError)
+    return load(path, lambda data: _summary(_checked(data, without_digest)))
 
 
 def _checked(data: Any, without_digest: bool) -> Run:
@@ -133,18 +134,18 @@ def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the summaries of a repository by their paths in it.
 
     Raises:
-        RunFileError: one cannot be read, or is in another place than its content says.
+        BadFile: one cannot be read, or is in another place than its content says.
     """
     found = {}
     for path in sorted((folder / "runs").rglob("*.json")):
-        one = load(path, lambda data: kind_of(data, dict, "the file"), RunFileError)
+        one = load(path, lambda data: kind_of(data, dict, "the file"))
         try:
             rows_of([one])
             place = place_of(one)
         except (KeyError, TypeError, AttributeError):
-            raise RunFileError(f"{path}: it is no summary of a run") from None
+            raise BadFile(f"{path}: it is no summary of a run") from None
         if path != folder / place:
-            raise RunFileError(f"{path}: it is the summary of {place}")
+            raise BadFile(f"{path}: it is the summary of {place}")
         found[place] = one
     return found
 

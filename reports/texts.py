@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from shardproof.alike import kind_of_text
+from shardproof.door import printable
 from shardproof.runfile import UNKNOWN, CaseRecord, Environment, Verdict
 
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
@@ -42,15 +43,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Align rows of equal length into lines without trailing spaces, with two spaces between columns."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def printable(text: str) -> str:
-    """Escape the characters of a line that are not printable, line breaks too.
-
-    A run file may come from anyone, and its texts contain the output of ranks: control characters would reach the
-    terminal.
-    """
-    return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
 
 
 def kind_of(case: CaseRecord) -> tuple[str, str]:

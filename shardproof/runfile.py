@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from shardproof import door
 from shardproof.jsonfiles import (
     ASIDE,
     Number,
@@ -23,7 +24,6 @@ from shardproof.jsonfiles import (
     decode,
     describe,
     described,
-    load,
     missing,
     says,
     written,
@@ -432,17 +432,13 @@ class Run:
 _OF_COMPLETE = ("environment", "selected", "cases")
 
 
-class RunFileError(ValueError):
-    """A run file cannot be read. The message is one line that begins with the path of the file."""
-
-
 def load_run(path: str | Path) -> Run:
     """Read a run file, or the journal that an incomplete run has left.
 
     Raises:
-        RunFileError: the file cannot be read, as :func:`load` describes it.
+        BadFile: the file cannot be read.
     """
-    return load(path, parse_run, RunFileError)
+    return door.load(path, parse_run)
 
 
 def parse_run(data: Any) -> Run:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import commands, folders
-from shardproof.reports.merge import MergeError
+from shardproof.door import BadFile, printable
 from shardproof.reports.merge import merge as joined
-from shardproof.reports.texts import counted, printable
-from shardproof.runfile import RunFileError
+from shardproof.reports.texts import counted
 
 _EPILOG = """\
 examples:
@@ -24,6 +23,7 @@ examples:
 exit codes: 0; 2 a file cannot be read, joined or written"""
 
 
+@commands.reader
 def merge(arguments: Sequence[str]) -> int:
     """Join run files and write the result.
 
@@ -34,7 +34,7 @@ def merge(arguments: Sequence[str]) -> int:
     try:
         merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
         made = _write(out, merged.data)
-    except (RunFileError, MergeError) as error:
+    except BadFile as error:
         return commands.refuse(error)
     except OSError as error:
         return commands.refuse(f"{out}: {error.strerror or error}")

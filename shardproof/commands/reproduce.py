@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Sequence
 
 from shardproof import commands
-from shardproof.reports.texts import printable
-from shardproof.runfile import RunFileError, load_run
+from shardproof.door import BadFile, printable
+from shardproof.runfile import load_run
 
 _EPILOG = """\
 example:
@@ -54,7 +54,7 @@ def reproduce(arguments: Sequence[str]) -> int:
         done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
         try:
             (record,) = load_run(f"{folder}/run.json").cases
-        except (RunFileError, ValueError):
+        except (BadFile, ValueError):
             said = ["", *(done.stdout + done.stderr).strip().splitlines()]
             return commands.refuse(f"reproduce: {options.nodeid} did not run: {said[-1]}")
         tapes = [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("rank*.json"))]
