@@ -42,7 +42,7 @@ def render_flakes(runs: Mapping[str, Run]) -> str:
             attempts[case.implementation, case.id].append((case, _where(path, run, case, "earlier")))
     changed = {key: found for key, found in attempts.items() if len({case.verdict for case, _ in found}) > 1}
     counts = f"{len(attempts)} cases, {len(changed)} with more than one verdict"
-    lines = [f"{len(runs)} runs of {_CONDITIONS['commit'](runs[first])}: {counts}"]
+    lines = [printable(f"{len(runs)} runs of {_CONDITIONS['commit'](runs[first])}: {counts}")]
     for (implementation, id_), found in changed.items():
         lines += ["", f"{printable(id_)} on {printable(implementation)}"]
         rows = [[case.verdict, where, printable(case.why) if case.verdict.fails else ""] for case, where in found]

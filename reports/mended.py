@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardproof.door import BadFile
+from shardproof.door import BadFile, printable
 from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
@@ -44,7 +44,7 @@ def check(runs: Mapping[str, Run]) -> list[str]:
                 unnamed.append(f"{case.id} passes on {case.implementation}; {path} names no entry: {_told(case)}")
     newest, oldest = max(releases.values()), min(releases.values())
     found = [text for entry in entries.values() if (text := _text(entry, oldest, newest))]
-    return [*found, *unnamed, *problems]
+    return [*found, *map(printable, [*unnamed, *problems])]
 
 
 def _release(path: str, run: Run) -> Release:
@@ -86,7 +86,7 @@ def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
     names = dict.fromkeys(case.implementation for cases in entry.cases.values() for case in cases)
     lines.append(f"  {', '.join(names)}: {'; '.join(facts)}")
     lines.append(f"  {_advice(entry, whole, failing, oldest, newest)}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _advice(

@@ -15,15 +15,18 @@ from urllib.parse import quote
 
 from shardproof import contract
 from shardproof.door import BadFile, load
-from shardproof.jsonfiles import RecordError, kind_of, mapped
+from shardproof.jsonfiles import RecordError, decode, described, kind_of, mapped, says, shown
 from shardproof.reports.profiles import standings
 from shardproof.runfile import Run, Verdict, digest_of, fingerprint, parse_run, public_version
 
 BEFORE = "before 2026.12"
 """What stands for the version of the contract in summaries of runs from before it had one."""
 
-HOMES = r"[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
-"""The directories of users. A run itself writes ~ for that of its user."""
+HOMES = r"(?<![\w./-])[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
+"""The directories of users. A run itself writes ~ for that of its user.
+
+A match begins where a path does, and nowhere inside: a long word is read once.
+"""
 
 
 def summary_of(path: str | Path, *, without_digest: bool = False) -> dict[str, Any]:
@@ -130,6 +133,48 @@ def _summary(run: Run) -> dict[str, Any]:
     } | ({"profile": run.effort.profile} if run.effort and run.effort.profile else {})  # fmt: skip
 
 
+@described()
+class ResultOf:
+    """What a summary has of an implementation, as far as it is shown."""
+
+    version: str = says("its version")
+    score: str = says("passed of all cases that ran")
+    profiles: Mapping[str, str] = says("by profile, how far it is from it")
+
+
+@described()
+class Summary:
+    """A summary, as far as something is made of it."""
+
+    run_id: str = says("identifies the run")
+    digest: str = says("of the records of the run")
+    contract: str = says("the version of the contract")
+    hardware: str = says("the hardware class")
+    torch: str = says("the version of torch")
+    shardproof: str = says("the version of shardproof")
+    shardproof_commit: str = says("its commit")
+    started: str = says("when the run was started")
+    implementations: Mapping[str, ResultOf] = says("by name")
+    profile: str = says("the profile whose items alone were asked for", default="")
+
+
+#: What names a place in the repository, and what such names are.
+_PLACES = {
+    "run_id": r"[0-9a-f]{32}", "contract": r"[\w.-]{1,40}( [\w.-]{1,40})?", "hardware": r"[\w-]{1,40}",
+    "torch": r"\d{1,9}\.\d{1,9}[\w.+-]{0,40}", "profile": r"[\w-]{0,40}",
+}  # fmt: skip
+
+
+def _checked_summary(data: object) -> dict[str, Any]:
+    """Return a summary as JSON values, if it is one."""
+    summary = decode(Summary, data)
+    for name, pattern in _PLACES.items():
+        value = getattr(summary, name)
+        _refuse(not re.fullmatch(pattern, value, re.ASCII), f"{name}: {shown(value)} should match {pattern}")
+    _refuse(re.search(r"\d{10}", summary.contract), f"contract: {shown(summary.contract)} is no version")
+    return kind_of(data, dict, "the file")
+
+
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the summaries of a repository by their paths in it.
 
@@ -138,12 +183,8 @@ def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
     """
     found = {}
     for path in sorted((folder / "runs").rglob("*.json")):
-        one = load(path, lambda data: kind_of(data, dict, "the file"))
-        try:
-            rows_of([one])
-            place = place_of(one)
-        except (KeyError, TypeError, AttributeError):
-            raise BadFile(f"{path}: it is no summary of a run") from None
+        one = load(path, _checked_summary)
+        place = place_of(one)
         if path != folder / place:
             raise BadFile(f"{path}: it is the summary of {place}")
         found[place] = one

@@ -81,7 +81,7 @@ def mapped(value: Any, change: Callable[[str, str], str], where: str = "") -> An
     if isinstance(value, str):
         return change(value, where)
     if isinstance(value, Mapping):
-        places = {key: f"{where}.{key}" if where else key for key in value}
+        places = {key: _inside(where, key) for key in value}
         return {change(key, f"a key of {where}"): mapped(value[key], change, places[key]) for key in value}
     return [mapped(one, change, f"{where}[{i}]") for i, one in enumerate(value)] if isinstance(value, list) else value
 
@@ -194,7 +194,13 @@ def _sequence(read: _Read, value: object, where: str) -> tuple[Any, ...]:
 
 def _mapping(read: _Read, value: object, where: str) -> dict[str, Any]:
     values: dict[str, object] = kind_of(value, dict, where)
-    return {key: read(part, f"{where}.{key}") for key, part in values.items()}
+    return {key: read(part, _inside(where, key)) for key, part in values.items()}
+
+
+def _inside(where: str, key: str) -> str:
+    """Return the path of a value in an object; it is made for each value, and must stay short."""
+    short = key if len(key) <= _SHOWN else f"{key[:_SHOWN]}..."
+    return f"{where}.{short}" if where else short
 
 
 def _member(kind: type[Enum], value: object, where: str) -> Enum:

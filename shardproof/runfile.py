@@ -455,12 +455,20 @@ def parse_run(data: Any) -> Run:
     run = decode(Run, data)
     if run.end.complete and (lacking := [name for name in _OF_COMPLETE if name not in data]):
         raise missing(lacking[0])
+    cells = len({case.id for case in run.cases}) + len({name for case in run.cases for name in case.requirements})
+    if cells * len(run.implementations) > _MOST_CELLS:
+        count = len(run.implementations)
+        raise RecordError(f"cases: a matrix of {count} implementations and {cells} cases and requirements is too large")
     cases, earlier = _last_attempts(run.cases)
     run = dataclasses.replace(run, cases=cases, earlier=earlier)
     if run.end.complete and run.not_run:
         name, id_ = run.not_run[0]
         raise RecordError(f"end.complete: true, but {id_!r} was selected for {name!r} and has no record")
     return run
+
+
+#: Cells of the matrices of cases and of requirements; the largest known one has 200,000.
+_MOST_CELLS = 1 << 22
 
 
 def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...], tuple[CaseRecord, ...]]:

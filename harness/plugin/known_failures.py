@@ -46,7 +46,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
 from shardproof import door, runfile
-from shardproof.door import BadFile
+from shardproof.door import BadFile, printable
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import SUITES, Selection, is_packaged
@@ -228,7 +228,7 @@ def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]
     listed = document.get("expect", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise BadFile(f"{path.name}: entries are [[expect]], with two brackets")
-    return [_entry(item, f"{path.name} entry {number}") for number, item in enumerate(listed, start=1)]
+    return [_entry(item, printable(f"{path.name} entry {number}")) for number, item in enumerate(listed, start=1)]
 
 
 def _entry(item: dict[str, Any], source: str) -> KnownFailure:
@@ -247,8 +247,8 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
     return KnownFailure(
         case=item["case"],
         verdict=Verdict(item["verdict"]),
-        reason=item["reason"],
-        link=item["link"],
+        reason=printable(item["reason"]),
+        link=printable(item["link"]),
         torch=_specifiers(item.get("torch", ""), source),
         device=_one_of(tuple(devices.BACKENDS), "device", item, source),
         backend=_one_of(sorted({*devices.BACKENDS.values()}), "backend", item, source),
@@ -384,7 +384,7 @@ class RunKnownFailures:
             files = set(map(_file, complete.get(implementation, set())))
             lines = expectations.problems(ids, is_complete=True, belongs=functools.partial(_is_of, files))
             found += [f"--expectations {line}" for line in lines]
-        return found
+        return [*map(printable, found)]
 
 
 def _given(selection: Selection) -> dict[str, list[KnownFailure]]:

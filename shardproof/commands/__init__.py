@@ -13,7 +13,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from shardproof.door import BadFile, printable
 
@@ -21,12 +21,19 @@ BAD_INPUT = 2
 _COLUMNS = 100  # of a help
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are printable: a shell's pattern puts foreign file names on a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentParser:
     """Make the parser of a command, whose help has lines of a terminal's width.
 
     The description has no line breaks; the epilog, with examples and exit codes, is printed as it is.
     """
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=prog,
         description=textwrap.fill(description, _COLUMNS),
         epilog=epilog,
