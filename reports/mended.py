@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shardproof.door import BadFile, printable
 from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
 
-_RELEASE = re.compile(r"(\d+)\.(\d+)")
+_RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})")
 
 Release = tuple[int, int]
 
@@ -37,7 +37,7 @@ def check(runs: Mapping[str, Run]) -> list[str]:
             known = case.known_failure
             if known is not None:
                 # Not by its number, which changes from commit to commit.
-                entry = entries.setdefault((known.source.split()[0], known.case, known.link), _Entry(known))
+                entry = entries.setdefault((known.source.partition(" ")[0], known.case, known.link), _Entry(known))
                 entry.known = known
                 entry.cases.setdefault(releases[path], []).append(case)
             elif case.verdict is Verdict.UNEXPECTED_PASS:

@@ -11,7 +11,7 @@ from shardproof.door import BadFile
 from shardproof.reports.texts import counted, kind_of
 from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 
-_COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
+_COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d{1,18}) B\b")
 
 
 class Kind(StrEnum):

@@ -172,6 +172,9 @@ def _checked_summary(data: object) -> dict[str, Any]:
         value = getattr(summary, name)
         _refuse(not re.fullmatch(pattern, value, re.ASCII), f"{name}: {shown(value)} should match {pattern}")
     _refuse(re.search(r"\d{10}", summary.contract), f"contract: {shown(summary.contract)} is no version")
+    for name, one in summary.implementations.items():
+        wrong = not re.fullmatch(r"\d{1,9}/\d{1,9}", one.score, re.ASCII)
+        _refuse(wrong, f"implementations.{name}.score: {shown(one.score)} is not like 3/4")
     return kind_of(data, dict, "the file")
 
 

@@ -58,7 +58,7 @@ def cause(case: CaseRecord) -> str:
     """Return what a failure is counted by: its finding, as in ``F-29``, or the text of the expectation, or the case."""
     expected = case.verdict is Verdict.EXPECTED_FAIL
     # Older runs have the number in prose, F-2, and newer ones the name of the file, F002.py.
-    number = re.search(r"\bF-?(\d+)\b", case.expected) if expected else None
+    number = re.search(r"\bF-?(\d{1,9})\b", case.expected) if expected else None
     return f"F-{int(number[1])}" if number else case.expected if expected else case.id
 
 
