@@ -205,7 +205,7 @@ def _with_wrapped(
     return own + _entries(door.toml(wrapped), wrapped)
 
 
-def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
+def load_given(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
     """Read a file of ``--expectations``; its ``also`` names an implementation of the packaged suites' folder.
 
     Returns:
@@ -396,7 +396,7 @@ def _given(selection: Selection) -> dict[str, list[KnownFailure]]:
     found: dict[str, list[KnownFailure]] = {}
     for path in selection.expectations:
         try:
-            implementation, entries = load_file(path)
+            implementation, entries = load_given(path)
         except BadFile as error:
             raise BadFile(f"--expectations {error}") from None
         if implementation not in selection.implementations:
