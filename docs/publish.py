@@ -15,9 +15,10 @@ from typing import Any
 
 from generating import ROOT
 
-from shardproof.jsonfiles import load, mapped
+from shardproof.door import load
+from shardproof.jsonfiles import mapped
 from shardproof.reports.results import HOMES
-from shardproof.runfile import RunFileError, digest_of, fingerprint, parse_run
+from shardproof.runfile import digest_of, fingerprint, parse_run
 
 _MEASURED = ("collectives", "distances", "losses", "spent")
 _EXPECTED = ("pass", "unsupported", "unmet", "expected-fail")
@@ -39,7 +40,7 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Write one file."""
     source, name = sys.argv[1:]
-    given = load(source, lambda data: data, RunFileError)
+    given = load(source, lambda data: data)
     data = mapped(slim(given), lambda text, _: re.sub(HOMES, "~", text))
     if written := given.get("digest"):
         found, data["digest"] = (digest_of(map(fingerprint, one["cases"])) for one in (given, data))

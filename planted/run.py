@@ -30,7 +30,7 @@ import pytest
 
 from planted import table
 from planted.table import Bug
-from shardproof import jsonfiles
+from shardproof import door
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = ("reference", "reference.flat")
@@ -87,9 +87,9 @@ def records_of(
         if not early:
             raise
         ended = f"pytest took more than {timeout} seconds and left no run file"
-    partial = report.with_name(f"{report.name}{jsonfiles.PARTIAL}")
+    partial = report.with_name(f"{report.name}{door.PARTIAL}")
     if early and not report.exists() and partial.exists():
-        cases = jsonfiles.content(partial, is_journal=True).get("cases", ())
+        cases = door.content(partial, is_journal=True).get("cases", ())
     elif report.exists():
         cases = json.loads(report.read_text())["cases"]
     else:

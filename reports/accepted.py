@@ -1,21 +1,17 @@
 """Regressions that a change intends: a file of TOML that `shardproof gate --accept` reads."""
 
 import fnmatch
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from shardproof import door
+from shardproof.door import BadFile
 from shardproof.reports.regressions import Accepted, Kind, Outcome, Worse
 
 _FIELDS = ("implementation", "case", "kind", "reason")
 
 #: Kinds of regression that concern a whole implementation and name no case.
 _WITHOUT_CASE = (Kind.BUDGET, Kind.SILENT, Kind.TIME)
-
-
-class AcceptanceError(ValueError):
-    """A file of accepted regressions cannot be read, or has an entry that matches nothing. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,12 @@ def load(path: str) -> list[Acceptance]:
     """Read a file of accepted regressions.
 
     Raises:
-        AcceptanceError: it cannot be read, or an entry is not valid.
+        BadFile: it cannot be read, or an entry is not valid.
     """
-    try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise AcceptanceError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    data = door.toml(path)
     entries = data.get("accept", [])
     if data.keys() - {"accept"} or not isinstance(entries, list):
-        raise AcceptanceError(f"{path}: expected entries [[accept]] and nothing else, not {', '.join(data)}")
+        raise BadFile(f"{path}: expected entries [[accept]] and nothing else, not {', '.join(data)}")
     return [_acceptance(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1)]
 
 
@@ -60,30 +53,30 @@ def accept(outcome: Outcome, entries: Sequence[Acceptance]) -> Outcome:
     """Move accepted regressions out of those that count.
 
     Raises:
-        AcceptanceError: an entry matches no regression.
+        BadFile: an entry matches no regression.
     """
     accepted = {one: entry for one in outcome.worse for entry in entries if entry.matches(one)}
     for entry in entries:
         if not any(entry.matches(one) for one in outcome.worse):
             what = f"{entry.implementation} {entry.case}".rstrip()
-            raise AcceptanceError(f"{entry.where}: no {entry.kind.value!r} of {what} in this comparison; remove it")
+            raise BadFile(f"{entry.where}: no {entry.kind.value!r} of {what} in this comparison; remove it")
     rest = tuple(one for one in outcome.worse if one not in accepted)
     return replace(outcome, worse=rest, accepted=tuple(Accepted(one, entry.reason) for one, entry in accepted.items()))
 
 
 def _acceptance(entry: object, where: str) -> Acceptance:
     if not isinstance(entry, dict):
-        raise AcceptanceError(f"{where}: expected a table")
+        raise BadFile(f"{where}: expected a table")
     if unknown := sorted(entry.keys() - set(_FIELDS)):
-        raise AcceptanceError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(_FIELDS)}")
+        raise BadFile(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(_FIELDS)}")
     for name in _FIELDS:
         if name != "case" and not (isinstance(entry.get(name), str) and entry[name].strip()):
-            raise AcceptanceError(f"{where}: {name} must be a text that is not empty")
+            raise BadFile(f"{where}: {name} must be a text that is not empty")
     kind = _kind(entry["kind"], where)
     case = entry.get("case", "")
     if not isinstance(case, str) or bool(case) == (kind in _WITHOUT_CASE):
         wanted = "no case, since it concerns the implementation" if kind in _WITHOUT_CASE else "a pattern of cases"
-        raise AcceptanceError(f"{where}: {kind.value!r} needs {wanted}")
+        raise BadFile(f"{where}: {kind.value!r} needs {wanted}")
     return Acceptance(entry["implementation"], case, kind, entry["reason"].strip(), where)
 
 
@@ -91,4 +84,4 @@ def _kind(name: str, where: str) -> Kind:
     try:
         return Kind(name)
     except ValueError:
-        raise AcceptanceError(f"{where}: kind {name!r} is not one of {', '.join(Kind)}") from None
+        raise BadFile(f"{where}: kind {name!r} is not one of {', '.join(Kind)}") from None

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 
+from shardproof.door import BadFile, printable
 from shardproof.runfile import CaseRecord, Run, Verdict
 
 EXCUSABLE = (Verdict.CRASH, Verdict.FAIL, Verdict.HANG)
@@ -19,22 +20,33 @@ def draft(run: Run, implementation: str) -> str:
     A reason is the first divergence that ``--explain`` has found, where the run has it.
 
     Raises:
-        ValueError: the run has no case of the implementation. The message is one line.
+        BadFile: the run has no case of the implementation. The message is one line.
     """
     cases = [case for case in run.cases if case.implementation == implementation]
     if not cases:
         known = ", ".join(run.implementations) or "none"
-        raise ValueError(f"the run has no case of {implementation!r}; it has those of {known}")
+        raise BadFile(f"the run has no case of {implementation!r}; it has those of {known}")
     lines = [
-        f"# Drafted from a run with torch {run.environment.torch} on {run.environment.device}. Look into each failure",
+        printable(
+            f"# Drafted from a run with torch {run.environment.torch} on {run.environment.device}. Look into each "
+            "failure"
+        ),
         "# before it is expected: it may be a defect of the implementation, of its adapter, or of the case.",
-        f"implementation = {json.dumps(implementation)}",
+        f"implementation = {_string(implementation)}",
     ]
     for case, verdict, reason in _entries(cases):
         fields = {"case": case, "verdict": str(verdict), "reason": reason, "link": _LINK}
-        # A basic string of TOML has JSON's escapes; a run file's text may have any character.
-        lines += ["", "[[expect]]", *(f"{name} = {json.dumps(value)}" for name, value in fields.items())]
+        lines += ["", "[[expect]]", *(f"{name} = {_string(value)}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
+
+
+def _string(text: str) -> str:
+    """Return a basic string of TOML, which has JSON's escapes; a run file's text may have any character.
+
+    TOML has no halves of surrogate pairs. The others that are escaped besides JSON's are for terminals and CIs.
+    """
+    found = json.dumps(text.encode(errors="backslashreplace").decode())
+    return found.replace("\x7f", "\\u007f").replace("##", "#\\u0023")
 
 
 def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:

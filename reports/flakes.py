@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 
+from shardproof.door import BadFile, printable
 from shardproof.reports import texts
-from shardproof.reports.texts import printable, table
+from shardproof.reports.texts import table
 from shardproof.runfile import UNKNOWN, CaseRecord, Run
 
 #: What runs must have in common: another verdict is expected where one of these is another.
@@ -22,17 +23,17 @@ def render_flakes(runs: Mapping[str, Run]) -> str:
     place in the order in which the cases of the run ended, and the host.
 
     Raises:
-        ValueError: the runs are of different code or conditions, or it is not known of which. The message is one line.
+        BadFile: the runs are of different code or conditions, or it is not known of which. The message is one line.
     """
     first, *others = runs
     for name, condition in _CONDITIONS.items():
         for path in runs:
             if condition(runs[path]) in ("", UNKNOWN):
-                raise ValueError(f"{path} does not say its {name}: only runs of one {name} can be compared")
+                raise BadFile(f"{path} does not say its {name}: only runs of one {name} can be compared")
         for path in others:
             one, other = condition(runs[first]), condition(runs[path])
             if one != other:
-                raise ValueError(f"{first} has {name} {one}, {path} {other}: that may be why verdicts differ")
+                raise BadFile(f"{first} has {name} {one}, {path} {other}: that may be why verdicts differ")
     attempts: dict[tuple[str, str], list[tuple[CaseRecord, str]]] = {}
     for path, run in runs.items():
         for place, case in enumerate(run.cases, start=1):
@@ -41,7 +42,7 @@ def render_flakes(runs: Mapping[str, Run]) -> str:
             attempts[case.implementation, case.id].append((case, _where(path, run, case, "earlier")))
     changed = {key: found for key, found in attempts.items() if len({case.verdict for case, _ in found}) > 1}
     counts = f"{len(attempts)} cases, {len(changed)} with more than one verdict"
-    lines = [f"{len(runs)} runs of {_CONDITIONS['commit'](runs[first])}: {counts}"]
+    lines = [printable(f"{len(runs)} runs of {_CONDITIONS['commit'](runs[first])}: {counts}")]
     for (implementation, id_), found in changed.items():
         lines += ["", f"{printable(id_)} on {printable(implementation)}"]
         rows = [[case.verdict, where, printable(case.why) if case.verdict.fails else ""] for case, where in found]

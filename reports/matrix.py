@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from shardproof.door import printable
 from shardproof.reports import texts
-from shardproof.reports.texts import counted, indented, printable, table
+from shardproof.reports.texts import counted, indented, table
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
 
 _NOT_RUN = "-"  # the text of a cell without a record
@@ -114,15 +115,26 @@ def _by_name(counts: Counter[str]) -> str:
 
 
 def _requirements(run: Run) -> list[str]:
-    names = dict.fromkeys(name for case in run.cases for name in case.requirements)
+    of: dict[str, list[CaseRecord]] = {}
+    for case in run.cases:
+        for name in dict.fromkeys(case.requirements):
+            of.setdefault(name, []).append(case)
     rows = [["requirement", "cases", *map(printable, run.implementations)]]
-    rows += [_counts_row(name, [c for c in run.cases if name in c.requirements], run.implementations) for name in names]
+    rows += [_counts_row(name, cases, run.implementations) for name, cases in of.items()]
     return table([*rows, _counts_row("all", run.cases, run.implementations)])
 
 
 def _counts_row(name: str, cases: Sequence[CaseRecord], implementations: Sequence[str]) -> list[str]:
-    cells = [_counts(case.verdict for case in cases if case.implementation == name) for name in implementations]
+    cells = [_counts(case.verdict for case in own) for own in _by_implementation(cases, implementations)]
     return [printable(name), str(len({case.id for case in cases})), *cells]
+
+
+def _by_implementation(cases: Iterable[CaseRecord], implementations: Sequence[str]) -> list[list[CaseRecord]]:
+    """Return the cases of each implementation, which are read once."""
+    found: dict[str, list[CaseRecord]] = {name: [] for name in implementations}
+    for case in cases:
+        found[case.implementation].append(case)
+    return list(found.values())
 
 
 def _counts(verdicts: Iterable[Verdict]) -> str:
@@ -211,8 +223,7 @@ def gates(run: Run, *, full: bool = False) -> list[list[str]]:
     a hint. With ``full`` everything that is missing is listed, instead of what most cases lack.
     """
     blocks = []
-    for name in run.implementations:
-        cases = [case for case in run.cases if case.implementation == name]
+    for name, cases in zip(run.implementations, _by_implementation(run.cases, run.implementations), strict=True):
         if skipped := [case for case in cases if case.verdict.is_skip]:
             title = f"{name}: {len(skipped)} of {counted(len(cases), 'case')} skipped; what they lack:"
             blocks.append([printable(title), *_listed(skipped, full=full), *_hints(skipped)])

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardproof.door import BadFile, printable
 from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
 
-_RELEASE = re.compile(r"(\d+)\.(\d+)")
+_RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})")
 
 Release = tuple[int, int]
 
@@ -25,7 +26,7 @@ def check(runs: Mapping[str, Run]) -> list[str]:
     Takes complete runs, of one version of torch each, by the path of their file. Returns one text for each entry.
 
     Raises:
-        ValueError: a run is incomplete, merged, or does not name its version of torch. The message is one line.
+        BadFile: a run is incomplete, merged, or does not name its version of torch. The message is one line.
     """
     entries: dict[tuple[str, str, str], _Entry] = {}
     unnamed, problems = [], []
@@ -36,25 +37,25 @@ def check(runs: Mapping[str, Run]) -> list[str]:
             known = case.known_failure
             if known is not None:
                 # Not by its number, which changes from commit to commit.
-                entry = entries.setdefault((known.source.split()[0], known.case, known.link), _Entry(known))
+                entry = entries.setdefault((known.source.partition(" ")[0], known.case, known.link), _Entry(known))
                 entry.known = known
                 entry.cases.setdefault(releases[path], []).append(case)
             elif case.verdict is Verdict.UNEXPECTED_PASS:
                 unnamed.append(f"{case.id} passes on {case.implementation}; {path} names no entry: {_told(case)}")
     newest, oldest = max(releases.values()), min(releases.values())
     found = [text for entry in entries.values() if (text := _text(entry, oldest, newest))]
-    return [*found, *unnamed, *problems]
+    return [*found, *map(printable, [*unnamed, *problems])]
 
 
 def _release(path: str, run: Run) -> Release:
     """Return the release of torch of a run, after a check that its file can be used."""
     if run.incomplete:
-        raise ValueError(f"{path} is incomplete ({run.incomplete}): which known failures pass is not known")
+        raise BadFile(f"{path} is incomplete ({run.incomplete}): which known failures pass is not known")
     if run.merged:
-        raise ValueError(f"{path} is a merged file: give the files that it was made of")
+        raise BadFile(f"{path} is a merged file: give the files that it was made of")
     release = _RELEASE.match(run.environment.torch)
     if release is None:
-        raise ValueError(f"{path} has torch {run.environment.torch!r}, which is not a version number")
+        raise BadFile(f"{path} has torch {run.environment.torch!r}, which is not a version number")
     return int(release[1]), int(release[2])
 
 
@@ -85,7 +86,7 @@ def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
     names = dict.fromkeys(case.implementation for cases in entry.cases.values() for case in cases)
     lines.append(f"  {', '.join(names)}: {'; '.join(facts)}")
     lines.append(f"  {_advice(entry, whole, failing, oldest, newest)}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _advice(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardproof.door import BadFile
 from shardproof.jsonfiles import encode
 from shardproof.reports.texts import counted, short
 from shardproof.runfile import (
@@ -28,10 +29,6 @@ from shardproof.runfile import (
 )  # fmt: skip
 
 _FAILED = 1  # the exit code of a run in which a case failed
-
-
-class MergeError(ValueError):
-    """Run files cannot be joined. The message is one line that names the file."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +108,8 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
     the command line, for the environment of the merged run.
 
     Raises:
-        RunFileError: a file cannot be read.
-        MergeError: a file is incomplete, is named twice, or compares with other constants; or a case of one column ran
-            in two files at two commits.
+        BadFile: a file cannot be read, is incomplete, is named twice, or compares with other constants; or a case of
+            one column ran in two files at two commits.
     """
     sources = [_read(path) for path in paths]
     _check(sources)
@@ -143,7 +139,7 @@ def merge(paths: Sequence[Path], *, command: Sequence[str]) -> Merged:
 def _read(path: Path) -> _Source:
     run = load_run(path)
     if run.incomplete:
-        raise MergeError(f"{path}: is incomplete ({run.incomplete}); complete runs can be merged")
+        raise BadFile(f"{path}: is incomplete ({run.incomplete}); complete runs can be merged")
     return _Source(path, run)
 
 
@@ -154,11 +150,11 @@ def _check(sources: Sequence[_Source]) -> None:
         for part in source.parts:
             if (other := seen.get(part.run_id)) is not None:
                 started = part.environment.started
-                raise MergeError(f"{other} and {source.path} have the same run, started {started}; name it once")
+                raise BadFile(f"{other} and {source.path} have the same run, started {started}; name it once")
             seen[part.run_id] = source.path
         ours, theirs = dict(first.run.environment.numerics), dict(source.run.environment.numerics)
         if ours != theirs:
-            raise MergeError(f"{source.path}: its numerics are {theirs}, {first.path} has {ours}; run one again")
+            raise BadFile(f"{source.path}: its numerics are {theirs}, {first.path} has {ours}; run one again")
 
 
 def _check_commits(sources: Sequence[_Source]) -> None:
@@ -170,7 +166,7 @@ def _check_commits(sources: Sequence[_Source]) -> None:
             for what in ours:
                 if len(found := ours[what] | theirs[what]) > 1:
                     commits = " and ".join(map(short, sorted(found)))
-                    raise MergeError(
+                    raise BadFile(
                         f"{one.path} and {other.path} both ran {counted(count, 'case')} of {column.name}, at two "
                         f"commits of {what} ({commits}); shardproof gate compares such runs"
                     )

@@ -3,8 +3,9 @@
 import textwrap
 from collections.abc import Sequence
 
+from shardproof.door import printable
 from shardproof.planfile import Formula, Plan, World
-from shardproof.reports.texts import printable, table
+from shardproof.reports.texts import table
 
 _COLUMNS = 120
 #: Differences below this part of the value are printed in bytes.

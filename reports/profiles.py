@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from shardproof import contract
-from shardproof.reports.texts import cause, printable, table
+from shardproof.door import printable
+from shardproof.reports.texts import cause, table
 from shardproof.runfile import Implementation, Run, Verdict, public_version
 
 LEGEND = "reached, or items passed of all that the hardware class can have, + those without a record"

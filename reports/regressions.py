@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardproof.alike import without_numbers_and_names
+from shardproof.door import BadFile
 from shardproof.reports.texts import counted, kind_of
 from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 
-_COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d+) B\b")
+_COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d{1,18}) B\b")
 
 
 class Kind(StrEnum):
@@ -111,10 +112,6 @@ class Outcome:
         return tuple(Group((one,)) for one in self.worse) if self.verbose else grouped(self.worse)
 
 
-class Incomparable(ValueError):
-    """Two runs must not be compared. The message is one line that names the difference."""
-
-
 ALLOWED = ("device", "effort", "torch")
 """What two runs may be allowed to differ in."""
 
@@ -125,21 +122,21 @@ def check_comparable(base: Run, head: Run, *, allowed: Iterable[str] = ()) -> No
     ``allowed`` names the conditions that may differ, out of :data:`ALLOWED`.
 
     Raises:
-        Incomparable: a run is incomplete, the two are one run or have one in common, or they differ in a condition that
+        BadFile: a run is incomplete, the two are one run or have one in common, or they differ in a condition that
             is not allowed to differ.
     """
     for name, run in (("BASE", base), ("HEAD", head)):
         if run.incomplete:
-            raise Incomparable(f"{name} is incomplete ({run.incomplete}); run it again to its end")
+            raise BadFile(f"{name} is incomplete ({run.incomplete}); run it again to its end")
         if not run.cases:
-            raise Incomparable(f"{name} has no case")
+            raise BadFile(f"{name} has no case")
     ours, theirs = _started(base), _started(head)
     if shared := [started for run_id, started in ours.items() if run_id in theirs]:
         what = "are the same run" if len(ours) == len(theirs) == 1 else "have a run in common"
-        raise Incomparable(f"BASE and HEAD {what}, started {shared[0]}; no run is compared with itself")
+        raise BadFile(f"BASE and HEAD {what}, started {shared[0]}; no run is compared with itself")
     for name, (one, other) in _conditions(base, head).items():
         if one != other and name not in allowed:
-            raise Incomparable(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them anyway")
+            raise BadFile(f"BASE has {name} {one}, HEAD {other}; --allow {name} compares them anyway")
 
 
 def _started(run: Run) -> dict[str, str]:

@@ -8,8 +8,9 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from shardproof.door import printable
 from shardproof.reports.regressions import Group, Kind, Outcome, Worse, grouped
-from shardproof.reports.texts import counted, printable, short, torch
+from shardproof.reports.texts import counted, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
@@ -57,12 +58,18 @@ def as_markdown(outcome: Outcome) -> str:
         for group in (one for found in _by_kind(outcome).values() for one in found[:_SHOWN] if len(one.cases) > 1):
             first, count = group.first, counted(len(group.cases), "case")
             title = f"{first.kind}: {count} of {first.implementation}, the first {first.case}"
-            cases = ["```", *_cases(group), "```"]
-            parts += [f"<details><summary>{_escaped(title)}</summary>", "", *cases, "", "</details>", ""]
+            parts += [
+                f"<details><summary>{_escaped(title)}</summary>",
+                "",
+                *_block(_cases(group)),
+                "",
+                "</details>",
+                "",
+            ]
         firsts = [group.first for group in outcome.groups if group.first.kind.is_failure]
         commands = list(dict.fromkeys(one.reproduce for one in firsts if one.reproduce))
         if commands:
-            block = ["```", *commands[:_SHOWN], "```"]
+            block = _block(map(printable, commands[:_SHOWN]))
             parts += ["<details><summary>Reproduce</summary>", "", *block, "", "</details>", ""]
     parts += _folded("Accepted", _accepted(outcome))
     parts += _folded("Better", outcome.better)
@@ -133,7 +140,7 @@ def _row(group: Group) -> str:
     kinds = "; ".join([first.kind, *(other.kind for other in group.also)])
     case = f"{count} cases, the first {_code(first.case)}" if count > 1 else _code(first.case)
     text = "; ".join(_cell(one.text) for one in (first, *group.also))
-    return f"| {kinds} | `{first.implementation}` | {case} | {text} |"
+    return f"| {kinds} | {_code(first.implementation)} | {case} | {text} |"
 
 
 def _subject(one: Worse) -> str:
@@ -179,8 +186,13 @@ def _folded(title: str, lines: Iterable[str]) -> list[str]:
     return [f"<details><summary>{title} ({len(found)})</summary>", "", *body, "", "</details>", ""] if found else []
 
 
+def _block(lines: Iterable[str]) -> list[str]:
+    """Return lines as a block of code, which none of them ends."""
+    return ["```", *(line.replace("```", "` ` `") for line in lines), "```"]
+
+
 def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text else ""
+    return f"`{_cell(text).replace('`', chr(39))}`" if text else ""
 
 
 def _cell(text: str) -> str:
@@ -193,8 +205,8 @@ def _escaped(text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """Escape the message of a workflow command, as its own toolkit does."""
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    """Escape a line, or the message of a workflow command as its own toolkit does."""
+    return printable(text).replace("%", "%25")
 
 
 def _property(text: str) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import contract, folders
-from shardproof.jsonfiles import RecordError, kind_of, load, mapped
+from shardproof.door import BadFile, load
+from shardproof.jsonfiles import RecordError, decode, described, kind_of, mapped, says, shown
 from shardproof.reports.profiles import standings
-from shardproof.runfile import Run, RunFileError, Verdict, digest_of, fingerprint, parse_run, public_version
+from shardproof.runfile import Run, Verdict, digest_of, fingerprint, parse_run, public_version
 
 BEFORE = "before 2026.12"
 """What stands for the version of the contract in summaries of runs from before it had one."""
@@ -23,8 +24,11 @@ BEFORE = "before 2026.12"
 INDEX = "index.json"
 """The file of a repository with a row for each implementation in each run."""
 
-HOMES = r"[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
-"""The directories of users. A run itself writes ~ for that of its user."""
+HOMES = r"(?<![\w./-])[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
+"""The directories of users. A run itself writes ~ for that of its user.
+
+A match begins where a path does, and nowhere inside: a long word is read once.
+"""
 
 
 def summary_of(path: str | Path, *, without_digest: bool = False) -> dict[str, Any]:
@@ -35,9 +39,9 @@ def summary_of(path: str | Path, *, without_digest: bool = False) -> dict[str, A
         without_digest: whether the file of a run from before there were digests is taken.
 
     Raises:
-        RunFileError: it cannot be published. The message is one line that names the file and the field.
+        BadFile: it cannot be published. The message is one line that names the file and the field.
     """
-    return load(path, lambda data: _summary(_checked(data, without_digest)), RunFileError)
+    return load(path, lambda data: _summary(_checked(data, without_digest)))
 
 
 def _checked(data: Any, without_digest: bool) -> Run:
@@ -131,22 +135,63 @@ def _summary(run: Run) -> dict[str, Any]:
     } | ({"profile": run.effort.profile} if run.effort and run.effort.profile else {})  # fmt: skip
 
 
+@described()
+class ResultOf:
+    """What a summary has of an implementation, as far as it is shown."""
+
+    version: str = says("its version")
+    score: str = says("passed of all cases that ran")
+    profiles: Mapping[str, str] = says("by profile, how far it is from it")
+
+
+@described()
+class Summary:
+    """A summary, as far as something is made of it."""
+
+    run_id: str = says("identifies the run")
+    digest: str = says("of the records of the run")
+    contract: str = says("the version of the contract")
+    hardware: str = says("the hardware class")
+    torch: str = says("the version of torch")
+    shardproof: str = says("the version of shardproof")
+    shardproof_commit: str = says("its commit")
+    started: str = says("when the run was started")
+    implementations: Mapping[str, ResultOf] = says("by name")
+    profile: str = says("the profile whose items alone were asked for", default="")
+
+
+#: What names a place in the repository, and what such names are.
+_PLACES = {
+    "run_id": r"[0-9a-f]{32}", "contract": r"[\w.-]{1,40}( [\w.-]{1,40})?", "hardware": r"[\w-]{1,40}",
+    "torch": r"\d{1,9}\.\d{1,9}[\w.+-]{0,40}", "profile": r"[\w-]{0,40}",
+}  # fmt: skip
+
+
+def _checked_summary(data: object) -> dict[str, Any]:
+    """Return a summary as JSON values, if it is one."""
+    summary = decode(Summary, data)
+    for name, pattern in _PLACES.items():
+        value = getattr(summary, name)
+        _refuse(not re.fullmatch(pattern, value, re.ASCII), f"{name}: {shown(value)} should match {pattern}")
+    _refuse(re.search(r"\d{10}", summary.contract), f"contract: {shown(summary.contract)} is no version")
+    for name, one in summary.implementations.items():
+        wrong = not re.fullmatch(r"\d{1,9}/\d{1,9}", one.score, re.ASCII)
+        _refuse(wrong, f"implementations.{name}.score: {shown(one.score)} is not like 3/4")
+    return kind_of(data, dict, "the file")
+
+
 def summaries_in(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the summaries of a repository by their paths in it.
 
     Raises:
-        RunFileError: one cannot be read, or is in another place than its content says.
+        BadFile: one cannot be read, or is in another place than its content says.
     """
     found = {}
     for path in sorted((folder / "runs").rglob("*.json")):
-        one = load(path, lambda data: kind_of(data, dict, "the file"), RunFileError)
-        try:
-            rows_of([one])
-            place = place_of(one)
-        except (KeyError, TypeError, AttributeError):
-            raise RunFileError(f"{path}: it is no summary of a run") from None
+        one = load(path, _checked_summary)
+        place = place_of(one)
         if path != folder / place:
-            raise RunFileError(f"{path}: it is the summary of {place}")
+            raise BadFile(f"{path}: it is the summary of {place}")
         found[place] = one
     return found
 
@@ -208,8 +253,8 @@ def _badges_in(folder: Path) -> list[str]:
     if (folder / INDEX).is_symlink():
         return []
     try:
-        rows = load(folder / INDEX, lambda data: kind_of(data, list, "the file"), RunFileError)
-    except RunFileError:
+        rows = load(folder / INDEX, lambda data: kind_of(data, list, "the file"))
+    except BadFile:
         return []
     named = [row.get("badge") for row in rows if isinstance(row, dict)]
     return [one for one in named if isinstance(one, str) and re.fullmatch(r"badges/[^/\0]+\.svg", one)]

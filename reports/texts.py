@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from shardproof.alike import kind_of_text
+from shardproof.door import printable
 from shardproof.runfile import UNKNOWN, CaseRecord, Environment, Verdict
 
 _HASH = re.compile(r"\b[0-9a-f]{40}\b")
@@ -44,15 +45,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def printable(text: str) -> str:
-    """Escape the characters of a line that are not printable, line breaks too.
-
-    A run file may come from anyone, and its texts contain the output of ranks: control characters would reach the
-    terminal.
-    """
-    return "".join(ch if ch.isprintable() else ch.encode("unicode_escape").decode() for ch in text)
-
-
 def kind_of(case: CaseRecord) -> tuple[str, str]:
     """Return what failures that are alike share: their verdict, and their text but for numbers and names."""
     text = case.failure.text if case.failure is not None else case.why
@@ -66,7 +58,7 @@ def cause(case: CaseRecord) -> str:
     """Return what a failure is counted by: its finding, as in ``F-29``, or the text of the expectation, or the case."""
     expected = case.verdict is Verdict.EXPECTED_FAIL
     # Older runs have the number in prose, F-2, and newer ones the name of the file, F002.py.
-    number = re.search(r"\bF-?(\d+)\b", case.expected) if expected else None
+    number = re.search(r"\bF-?(\d{1,9})\b", case.expected) if expected else None
     return f"F-{int(number[1])}" if number else case.expected if expected else case.id
 
 

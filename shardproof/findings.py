@@ -29,10 +29,11 @@ What follows is the reproducer, which needs nothing of shardproof. Reading impor
 import ast
 import dataclasses
 import re
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from shardproof import door
 
 FOLDER = Path(__file__).parents[1] / "findings"
 """The folder of a clone; an installed package has none."""
@@ -152,8 +153,10 @@ def read(path: Path) -> Finding:
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source)
-        header = tomllib.loads(_block(source, path))
-    except (OSError, SyntaxError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        header = door.parse_toml(_block(source, path))
+    except FindingError:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:
         raise FindingError(f"{path.name}: {error}") from None
     title, _, text = (ast.get_docstring(tree) or "").partition("\n\n")
     if not title.strip() or "\n" in title or not text.strip():

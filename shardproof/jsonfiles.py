@@ -12,23 +12,15 @@ demands, such as names of device types, concerns writers alone.
 
 import dataclasses
 import functools
-import json
 import math
-import re
-import stat
 import types
 import typing
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 T = TypeVar("T")
-
-PARTIAL = ".partial"
-"""Appended to the name of a run file while it is incomplete."""
 
 Number = Annotated[float, ("type", ("number", "string")), ("pattern", "^(nan|-?inf)$")]
 """A number, or one of the strings "nan", "inf" and "-inf": JSON has no such numbers, and diverging runs have them."""
@@ -89,7 +81,7 @@ def mapped(value: Any, change: Callable[[str, str], str], where: str = "") -> An
     if isinstance(value, str):
         return change(value, where)
     if isinstance(value, Mapping):
-        places = {key: f"{where}.{key}" if where else key for key in value}
+        places = {key: _inside(where, key) for key in value}
         return {change(key, f"a key of {where}"): mapped(value[key], change, places[key]) for key in value}
     return [mapped(one, change, f"{where}[{i}]") for i, one in enumerate(value)] if isinstance(value, list) else value
 
@@ -100,6 +92,7 @@ _KINDS: dict[type, str] = {
     str: "a string", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object",
 }  # fmt: skip
 _NOT_FINITE = ("nan", "inf", "-inf")
+_MOST_INTEGER = 1 << 64
 _WHOLE = "the file"  # the place that a message names if the error is in no field
 _SHOWN = 80  # the most characters of a wrong value in a message, which must stay one line
 
@@ -168,6 +161,8 @@ def decode(cls: Callable[..., T], data: object, where: str = "") -> T:
 def _reader(hint: Any) -> _Read:
     """Return what reads values of a type: it takes a value and its path, and raises a RecordError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint == Number:
+        return lambda value, where: kind_of(value, float, where)
     if origin is Annotated:
         return _bounded(_reader(arguments[0]), dict(hint.__metadata__))
     if origin in _UNIONS:
@@ -180,7 +175,16 @@ def _reader(hint: Any) -> _Read:
         return functools.partial(decode, hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return functools.partial(_member, hint)
+    if hint is float:
+        return _finite
     return lambda value, where: value if hint is Any else kind_of(value, hint, where)
+
+
+def _finite(value: object, where: str) -> float:
+    found = kind_of(value, float, where)
+    if not math.isfinite(found):
+        raise RecordError(f"{where}: {shown(value)} is not a finite number")
+    return found
 
 
 def _sequence(read: _Read, value: object, where: str) -> tuple[Any, ...]:
@@ -190,7 +194,13 @@ def _sequence(read: _Read, value: object, where: str) -> tuple[Any, ...]:
 
 def _mapping(read: _Read, value: object, where: str) -> dict[str, Any]:
     values: dict[str, object] = kind_of(value, dict, where)
-    return {key: read(part, f"{where}.{key}") for key, part in values.items()}
+    return {key: read(part, _inside(where, key)) for key, part in values.items()}
+
+
+def _inside(where: str, key: str) -> str:
+    """Return the path of a value in an object; it is made for each value, and must stay short."""
+    short = key if len(key) <= _SHOWN else f"{key[:_SHOWN]}..."
+    return f"{where}.{short}" if where else short
 
 
 def _member(kind: type[Enum], value: object, where: str) -> Enum:
@@ -202,19 +212,27 @@ def _member(kind: type[Enum], value: object, where: str) -> Enum:
         raise RecordError(f"{where}: {shown(value)} is not one of {', '.join(one.value for one in kind)}") from None
 
 
+#: The bounds of a value, or of how long it is: whether one is kept, and what is said of one that is not.
+_RULES: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "minimum": (lambda value, bound: value >= bound, "{value} is less than {bound}"),
+    "maximum": (lambda value, bound: value <= bound, "{value} is more than {bound}"),
+    "minItems": (lambda value, bound: len(value) >= bound, "it is empty"),
+    "maxItems": (lambda value, bound: len(value) <= bound, "it has more than {bound} elements"),
+    "maxLength": (lambda value, bound: len(value) <= bound, "it has more than {bound} characters"),
+}
+
+
 def _bounded(read: _Read, rule: Mapping[str, Any]) -> _Read:
-    if not rule.keys() & {"minimum", "minItems"}:
-        return read
+    bounds = [(*_RULES[name], bound) for name, bound in rule.items() if name in _RULES]
 
     def read_bounded(value: object, where: str) -> Any:
         found = read(value, where)
-        if found < rule.get("minimum", found):
-            raise RecordError(f"{where}: {shown(found)} is less than {rule['minimum']}")
-        if "minItems" in rule and not found:
-            raise RecordError(f"{where}: it is empty")
+        for is_kept, text, bound in bounds:
+            if not is_kept(found, bound):
+                raise RecordError(f"{where}: {text.format(value=shown(found), bound=bound)}")
         return found
 
-    return read_bounded
+    return read_bounded if bounds else read
 
 
 def shown(value: object) -> str:
@@ -226,8 +244,8 @@ def shown(value: object) -> str:
 def kind_of(value: object, kind: type[T], where: str) -> T:
     """Check that a JSON value is a str, int, float, bool, list or dict, and return it; ``where`` is for the message.
 
-    A bool is not an integer. A float, which is returned as one, may be written as an integer, or as one of the strings
-    of :data:`Number`.
+    A bool is not an integer, and an integer has at most 64 bits. A float, which is returned as one, may be written as
+    an integer, or as one of the strings of :data:`Number`.
 
     Raises:
         RecordError: the value has another type.
@@ -238,6 +256,8 @@ def kind_of(value: object, kind: type[T], where: str) -> T:
         except OverflowError:  # an integer of 400 digits fits no float and is rejected below
             pass
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        if kind is int and not -_MOST_INTEGER <= value < _MOST_INTEGER:  # type: ignore[operator]
+            raise RecordError(f"{where}: {shown(value)} has more than 64 bits")
         return value
     raise RecordError(f"{where}: {shown(value)} is not {_KINDS[kind]}")
 
@@ -294,104 +314,3 @@ def _type_of(hint: Any, classes: dict[type, dict[str, Any]]) -> dict[str, Any]:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return {"enum": [one.value for one in hint]}
     return dict(_SCHEMA_TYPES[hint])
-
-
-# The text of a file: plain or compressed, complete or the journal of a run that ended early.
-
-#: Bytes of text that a run file may have; the largest published one has 9 MB. Without a bound, a small compressed file
-#: could fill the memory.
-MOST_BYTES = 1 << 28
-
-_MAGIC = b"\x1f\x8b"
-_CASES = re.compile(rb'^,"cases": \[$', re.MULTILINE)
-_END = re.compile(rb"^\]$", re.MULTILINE)
-
-
-def load(path: str | Path, parse: Callable[[object], T], error_type: type[ValueError]) -> T:
-    """Read and parse a file of JSON, which may be compressed or a journal. Nothing in it is executed or unpickled.
-
-    A file that is compressed by gzip is recognised by its content. ``parse`` makes the result of the JSON data and
-    raises a RecordError where they violate the schema.
-
-    Raises:
-        ValueError: of ``error_type``, with one line that begins with the path: the file is missing, is no regular file,
-            is too large, is not JSON, or violates the schema; or the journal of a newer, incomplete run is beside it.
-    """
-    path = Path(path)
-    try:
-        _refuse_if_a_newer_run_is_incomplete(path)
-        return parse(content(path, is_journal=path.name.endswith(PARTIAL)))
-    except OSError as error:
-        raise error_type(f"{path}: {error.strerror or error}") from error
-    except RecordError as error:
-        raise error_type(f"{path}: {error}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not Unicode, a number of 5000 digits, nested too deeply
-        raise error_type(f"{path}: not a JSON file: {error}") from error
-
-
-def content(path: Path, *, is_journal: bool) -> object:
-    """Return the JSON data of a run file.
-
-    A journal, which may end after any byte, as that of a process that was killed does, is read up to its last line.
-
-    Raises:
-        OSError: the file cannot be opened or read.
-        ValueError: it is no regular file, is too large, is not compressed although its name ends in ``.gz``, or is not
-            JSON.
-        RecursionError: it is nested too deeply.
-    """
-    status = path.stat()
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(21, "Is a directory")
-    if not stat.S_ISREG(status.st_mode):
-        raise RecordError("not a regular file")
-    with path.open("rb") as file:
-        text = file.read(MOST_BYTES + 1)
-    if text.startswith(_MAGIC):
-        text = _decompress(text, allow_cut=is_journal)
-    elif path.name.removesuffix(PARTIAL).endswith(".gz") and not (is_journal and not text):
-        raise RecordError("not compressed by gzip: its name ends in .gz, its content is something else")
-    if len(text) > MOST_BYTES:
-        raise RecordError(f"more than {MOST_BYTES >> 20} MiB of text")
-    try:
-        return json.loads(text)
-    except ValueError:
-        if not is_journal:
-            raise
-    return json.loads(_closed(text))
-
-
-def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
-    path = path.resolve()  # a link's journal is beside the file that it leads to
-    partial = path.parent / (path.name + PARTIAL)
-    try:
-        started = partial.stat().st_mtime_ns
-    except OSError:
-        return
-    try:
-        is_newer = started >= path.stat().st_mtime_ns
-    except FileNotFoundError:
-        raise RecordError(f"there is no such file, but an incomplete run has left {partial.name}") from None
-    if is_newer:
-        raise RecordError(f"a newer run is incomplete; read {partial.name}, or delete it to read this older one")
-
-
-def _decompress(text: bytes, *, allow_cut: bool) -> bytes:
-    decompressor = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-    try:
-        plain = decompressor.decompress(text, MOST_BYTES + 1)
-    except zlib.error as error:
-        raise RecordError(f"not compressed by gzip: {error}") from None
-    if not decompressor.eof and not allow_cut and len(plain) <= MOST_BYTES:
-        raise RecordError("not compressed by gzip: the file is cut short")
-    if decompressor.unused_data:
-        raise RecordError("not compressed by gzip: there is something after the end")
-    return plain
-
-
-def _closed(text: bytes) -> bytes:
-    """Close the brackets of a journal that ends after some line, and drop a line that is not complete."""
-    text = text[: text.rfind(b"\n") + 1]
-    began = _CASES.search(text)
-    is_open = began is not None and not _END.search(text, began.end())
-    return text + (b"]" if is_open else b"") + b"}"

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from shardproof.jsonfiles import check_version, decode, load
+from shardproof import door
+from shardproof.jsonfiles import check_version, decode
 
 VERSION = 1
 MARK = "plan_version"
 """The field by which a plan file differs from a run file."""
-
-
-class PlanFileError(ValueError):
-    """A plan file cannot be read. The message is one line that begins with the path of the file."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,8 @@ def parse_plan(data: object) -> Plan:
 def is_plan(path: str | Path) -> bool:
     """Whether a file is a plan file, of any version; a file that cannot be read is none."""
     try:
-        return load(path, lambda data: isinstance(data, dict) and MARK in data, PlanFileError)
-    except PlanFileError:
+        return door.load(path, lambda data: isinstance(data, dict) and MARK in data)
+    except door.BadFile:
         return False
 
 
@@ -131,6 +128,6 @@ def load_plan(path: str | Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanFileError: the file is missing or is no plan file. The message is one line that begins with the path.
+        BadFile: the file is missing or is no plan file. The message is one line that begins with the path.
     """
-    return load(path, parse_plan, PlanFileError)
+    return door.load(path, parse_plan)

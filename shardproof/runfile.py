@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+from shardproof import door
 from shardproof.jsonfiles import (
     ASIDE,
     Number,
@@ -23,7 +24,6 @@ from shardproof.jsonfiles import (
     decode,
     describe,
     described,
-    load,
     missing,
     says,
     written,
@@ -432,17 +432,13 @@ class Run:
 _OF_COMPLETE = ("environment", "selected", "cases")
 
 
-class RunFileError(ValueError):
-    """A run file cannot be read. The message is one line that begins with the path of the file."""
-
-
 def load_run(path: str | Path) -> Run:
     """Read a run file, or the journal that an incomplete run has left.
 
     Raises:
-        RunFileError: the file cannot be read, as :func:`load` describes it.
+        BadFile: the file cannot be read.
     """
-    return load(path, parse_run, RunFileError)
+    return door.load(path, parse_run)
 
 
 def parse_run(data: Any) -> Run:
@@ -459,12 +455,20 @@ def parse_run(data: Any) -> Run:
     run = decode(Run, data)
     if run.end.complete and (lacking := [name for name in _OF_COMPLETE if name not in data]):
         raise missing(lacking[0])
+    cells = len({case.id for case in run.cases}) + len({name for case in run.cases for name in case.requirements})
+    if cells * len(run.implementations) > _MOST_CELLS:
+        count = len(run.implementations)
+        raise RecordError(f"cases: a matrix of {count} implementations and {cells} cases and requirements is too large")
     cases, earlier = _last_attempts(run.cases)
     run = dataclasses.replace(run, cases=cases, earlier=earlier)
     if run.end.complete and run.not_run:
         name, id_ = run.not_run[0]
         raise RecordError(f"end.complete: true, but {id_!r} was selected for {name!r} and has no record")
     return run
+
+
+#: Cells of the matrices of cases and of requirements; the largest known one has 200,000.
+_MOST_CELLS = 1 << 22
 
 
 def _last_attempts(cases: Iterable[CaseRecord]) -> tuple[tuple[CaseRecord, ...], tuple[CaseRecord, ...]]:

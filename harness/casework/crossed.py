@@ -6,9 +6,9 @@ for every implementation and in every run. What a value needs, and which values 
 
 import itertools
 import pathlib
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 
+from shardproof import door
 from shardproof.harness.adapters.capability import Capability
 
 Needs = tuple[Capability, ...]
@@ -101,7 +101,7 @@ def possible(capabilities: frozenset[Capability], size: int) -> Iterator[frozens
 
 def rows_of(path: pathlib.Path) -> list[Row]:
     """Read a table: the values of all axes in their order, between spaces, in each row."""
-    return [dict(zip(AXES, text.split(), strict=True)) for text in tomllib.loads(path.read_text())["rows"]]
+    return [dict(zip(AXES, text.split(), strict=True)) for text in door.toml(path)["rows"]]
 
 
 def name_of(row: Row) -> str:

@@ -17,13 +17,12 @@ import collections
 import dataclasses
 import itertools
 import pathlib
-import tomllib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from shardproof import contract
+from shardproof import contract, door
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Effort, Selection
@@ -147,10 +146,7 @@ def read(folder: pathlib.Path) -> Mapping[str, list[Part]]:
     path = folder / TABLE
     if not path.is_file():
         return {}
-    try:
-        document = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    document = door.toml(path)
     entries, _ = document.pop("always", []), document.pop("seeds", {})
     if document or not isinstance(entries, list):
         raise ValueError(f"{path}: entries are [[always]], and there is nothing else but seeds")

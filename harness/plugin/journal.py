@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof import folders
-from shardproof.jsonfiles import PARTIAL, encode, mapped
+from shardproof.door import PARTIAL
+from shardproof.jsonfiles import encode, mapped
 from shardproof.runfile import VERSION, Effort, End, Environment, digest_of, fingerprint
 
 _GZIP = 16 + zlib.MAX_WBITS

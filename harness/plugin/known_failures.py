@@ -38,7 +38,6 @@ import datetime
 import fnmatch
 import functools
 import pathlib
-import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +45,8 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
-from shardproof import runfile
+from shardproof import door, runfile
+from shardproof.door import BadFile, printable
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import SUITES, Selection, is_packaged
@@ -183,11 +183,11 @@ def load(directory: pathlib.Path, implementation: str) -> list[KnownFailure]:
     A file that does not exist has no entries.
 
     Raises:
-        ValueError: the file is not valid TOML, an entry is not valid, or ``also`` names no other file. The message is
+        BadFile: the file is not valid TOML, an entry is not valid, or ``also`` names no other file. The message is
             one line that names the file and the entry.
     """
     path = directory / f"{implementation}.toml"
-    return _with_wrapped(_document(path), path, implementation, directory) if path.is_file() else []
+    return _with_wrapped(door.toml(path), path, implementation, directory) if path.is_file() else []
 
 
 def _with_wrapped(
@@ -201,64 +201,54 @@ def _with_wrapped(
     wrapped = directory / f"{also}.toml"
     if not isinstance(also, str) or also == implementation or not wrapped.is_file():
         known = ", ".join(sorted(one.stem for one in directory.glob("*.toml")))
-        raise ValueError(f"{path.name}: also = {also!r} should be another implementation that has a file: {known}")
-    return own + _entries(_document(wrapped), wrapped)
+        raise BadFile(f"{path.name}: also = {also!r} should be another implementation that has a file: {known}")
+    return own + _entries(door.toml(wrapped), wrapped)
 
 
-def load_file(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
+def load_given(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
     """Read a file of ``--expectations``; its ``also`` names an implementation of the packaged suites' folder.
 
     Returns:
         The name of the implementation, and the entries.
 
     Raises:
-        ValueError: the file cannot be read, is not valid TOML or an entry is not valid. The message is one line that
+        BadFile: the file cannot be read, is not valid TOML or an entry is not valid. The message is one line that
             names the file and the entry.
     """
-    try:
-        document = _document(path)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}") from None
+    document = door.toml(path)
     implementation = document.pop("implementation", path.name.removesuffix(".toml"))
     if not isinstance(implementation, str):
-        raise ValueError(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
+        raise BadFile(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
     return implementation, _with_wrapped(document, path, implementation, SUITES / FOLDER)
-
-
-def _document(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path.name}: {error}") from None
 
 
 def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]:
     if unknown := sorted(document.keys() - {"expect"}):
-        raise ValueError(f"{path.name}: unknown {unknown[0]!r}; entries are [[expect]]")
+        raise BadFile(f"{path.name}: unknown {unknown[0]!r}; entries are [[expect]]")
     listed = document.get("expect", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise ValueError(f"{path.name}: entries are [[expect]], with two brackets")
-    return [_entry(item, f"{path.name} entry {number}") for number, item in enumerate(listed, start=1)]
+        raise BadFile(f"{path.name}: entries are [[expect]], with two brackets")
+    return [_entry(item, printable(f"{path.name} entry {number}")) for number, item in enumerate(listed, start=1)]
 
 
 def _entry(item: dict[str, Any], source: str) -> KnownFailure:
     if lacking := sorted(_REQUIRED - item.keys()):
-        raise ValueError(f"{source}: {lacking[0]!r} is missing")
+        raise BadFile(f"{source}: {lacking[0]!r} is missing")
     if unknown := sorted(item.keys() - _REQUIRED - _OPTIONAL):
-        raise ValueError(f"{source}: unknown {unknown[0]!r}")
+        raise BadFile(f"{source}: unknown {unknown[0]!r}")
     for name in sorted(_REQUIRED):
         if not isinstance(item[name], str) or not item[name].strip():
-            raise ValueError(f"{source}: {name} = {item[name]!r} should be a non-empty string")
+            raise BadFile(f"{source}: {name} = {item[name]!r} should be a non-empty string")
     if item["verdict"] not in list(_EXPECTABLE):
         expectable = ", ".join(_EXPECTABLE)
-        raise ValueError(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
+        raise BadFile(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
     from shardproof.harness.tensors import devices  # late: it imports torch
 
     return KnownFailure(
         case=item["case"],
         verdict=Verdict(item["verdict"]),
-        reason=item["reason"],
-        link=item["link"],
+        reason=printable(item["reason"]),
+        link=printable(item["link"]),
         torch=_specifiers(item.get("torch", ""), source),
         device=_one_of(tuple(devices.BACKENDS), "device", item, source),
         backend=_one_of(sorted({*devices.BACKENDS.values()}), "backend", item, source),
@@ -274,28 +264,28 @@ def _specifiers(value: Any, source: str) -> SpecifierSet:
             return SpecifierSet(value)
     except InvalidSpecifier:
         pass
-    raise ValueError(f"{source}: torch = {value!r} should be a version specifier such as '>=2.11,<2.14'")
+    raise BadFile(f"{source}: torch = {value!r} should be a version specifier such as '>=2.11,<2.14'")
 
 
 def _one_of(choices: Sequence[str], name: str, item: Mapping[str, Any], source: str) -> str | None:
     value = item.get(name)
     if value is None or (isinstance(value, str) and value in choices):
         return value
-    raise ValueError(f"{source}: {name} = {value!r} should be one of {', '.join(choices)}")
+    raise BadFile(f"{source}: {name} = {value!r} should be one of {', '.join(choices)}")
 
 
 def _flag(name: str, item: Mapping[str, Any], source: str) -> bool:
     value = item.get(name, False)
     if isinstance(value, bool):
         return value
-    raise ValueError(f"{source}: {name} = {value!r} should be true or false, without quotes")
+    raise BadFile(f"{source}: {name} = {value!r} should be true or false, without quotes")
 
 
 def _date(value: Any, source: str) -> datetime.date | None:
     # A TOML date-time is parsed to a datetime, which is a subclass of date but cannot be compared with one.
     if value is None or (isinstance(value, datetime.date) and not isinstance(value, datetime.datetime)):
         return value
-    raise ValueError(f"{source}: expires = {value!r} should be a date such as 2027-06-30, without quotes")
+    raise BadFile(f"{source}: expires = {value!r} should be a date such as 2027-06-30, without quotes")
 
 
 # The known failures of a whole run: which files it reads, and what is wrong with their entries at its end.
@@ -304,7 +294,8 @@ def _date(value: Any, source: str) -> datetime.date | None:
 class RunKnownFailures:
     """The known failures of all cases of a run, for every directory of cases and every implementation.
 
-    :meth:`read` is called once after collection, :meth:`judge` for each case, and :meth:`problems` at the end.
+    Files of ``--expectations`` are read when it is made, before collection. :meth:`read` is called once after it,
+    :meth:`judge` for each case, and :meth:`problems` at the end.
 
     Args:
         selection: the checked options of the run.
@@ -314,7 +305,7 @@ class RunKnownFailures:
         self._selection = selection
         self._read: dict[tuple[pathlib.Path, str], KnownFailures] = {}
         #: The entries of ``--expectations``, by implementation.
-        self._given: dict[str, KnownFailures] = {}
+        self._given = {name: self._applying(entries) for name, entries in _given(selection).items()}
         self._collected: list[pytest.Item] = []
         self._cases: list[pytest.Function] = []
 
@@ -333,23 +324,8 @@ class RunKnownFailures:
         for folder, implementation in sorted({_key(item) for item in self._cases}):
             try:
                 self._read[folder, implementation] = self._applying(load(folder, implementation))
-            except ValueError as error:
+            except BadFile as error:
                 errors.append(f"{FOLDER}/{error}")
-        given: dict[str, list[KnownFailure]] = {}
-        for path in self._selection.expectations:
-            try:
-                implementation, entries = load_file(path)
-            except ValueError as error:
-                errors.append(f"--expectations {error}")
-                continue
-            if implementation not in self._selection.implementations:
-                errors.append(
-                    f"--expectations {path}: there is no {implementation!r} in --impl "
-                    f"{','.join(self._selection.implementations)}; name the file after one of them, or begin it with "
-                    'implementation = "..."'
-                )
-            given.setdefault(implementation, []).extend(entries)
-        self._given = {implementation: self._applying(entries) for implementation, entries in given.items()}
         return errors
 
     def _applying(self, entries: Iterable[KnownFailure]) -> KnownFailures:
@@ -389,7 +365,9 @@ class RunKnownFailures:
             remaining: the collected items that were not deselected.
             config: pytest's configuration, whose arguments show whether node ids were given.
         """
-        found = []
+        found: list[str] = []
+        if not self._cases:
+            return found
         options = self._selection.worlds is not None or bool(self._selection.simulates)
         narrowed = options or any("::" in argument for argument in config.args)
         narrowed = narrowed or _is_narrowed(self._collected, remaining)
@@ -406,7 +384,29 @@ class RunKnownFailures:
             files = set(map(_file, complete.get(implementation, set())))
             lines = expectations.problems(ids, is_complete=True, belongs=functools.partial(_is_of, files))
             found += [f"--expectations {line}" for line in lines]
-        return found
+        return [*map(printable, found)]
+
+
+def _given(selection: Selection) -> dict[str, list[KnownFailure]]:
+    """Read the files of ``--expectations``.
+
+    Raises:
+        BadFile: one cannot be read, is not valid, or is for no implementation of the run.
+    """
+    found: dict[str, list[KnownFailure]] = {}
+    for path in selection.expectations:
+        try:
+            implementation, entries = load_given(path)
+        except BadFile as error:
+            raise BadFile(f"--expectations {error}") from None
+        if implementation not in selection.implementations:
+            raise BadFile(
+                f"--expectations {path}: there is no {implementation!r} in --impl "
+                f"{','.join(selection.implementations)}; name the file after one of them, or begin it with "
+                'implementation = "..."'
+            )
+        found.setdefault(implementation, []).extend(entries)
+    return found
 
 
 def _file(case_id: str) -> pathlib.PurePath:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardproof.door import BadFile
 from shardproof.harness.plugin import cases, environment, options, origin, selection
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
@@ -113,9 +114,16 @@ class State:
 
     @property
     def known_failures(self) -> RunKnownFailures:
-        """The known failures of this run's cases."""
+        """The known failures of this run's cases.
+
+        Raises:
+            pytest.UsageError: a file of ``--expectations`` cannot be read or is not valid.
+        """
         if self._known_failures is None:
-            self._known_failures = RunKnownFailures(self.selection)
+            try:
+                self._known_failures = RunKnownFailures(self.selection)
+            except BadFile as error:
+                raise pytest.UsageError(str(error)) from None
         return self._known_failures
 
     @property
@@ -223,6 +231,7 @@ class State:
         try:
             described = environment.describe(self.selection, command=command, started=started, fleet=fleet)
             self.journal.describe(described)
+            self.known_failures  # noqa: B018  (reads its files)
         except pytest.UsageError as error:
             self.journal.finish(reason=str(error), exit_code=pytest.ExitCode.USAGE_ERROR)
             raise

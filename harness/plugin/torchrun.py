@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from shardproof import folders
+from shardproof.door import PARTIAL, content
 from shardproof.harness.plugin import cases, drawing, options
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import is_suites
@@ -21,7 +22,6 @@ from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
 from shardproof.harness.worlds.torchrun.meeting import Place
-from shardproof.jsonfiles import PARTIAL, content
 
 FLEET = pytest.StashKey[Fleet]()
 """The key of the job's processes in the configuration of its controller."""

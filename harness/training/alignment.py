@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from shardproof.door import BadFile
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.training.evidence import EPS, Evidence, Start
@@ -36,6 +37,16 @@ class _Record(StepRecord):
     state: dict[str, Gradient] = dataclasses.field(default_factory=dict)
 
 
+#: For each parameter's own gradients there is a list with a place for each microbatch, of each rank. So many places are
+#: there at least, and 64 times as many as gradients.
+_MOST_PLACES = 1 << 22
+
+
+def _places(records: Sequence[_Record]) -> int:
+    names = {name for one in records for name in one.own}
+    return max(1, len(names)) * len(records) * max(max(one.backwards, one.forwards) for one in records)
+
+
 class Step:
     """One step of a recording."""
 
@@ -49,6 +60,9 @@ class Step:
         starts = [Start(one.groups, {}, (), recorded.head.model, {}, {}) for one in recorded.ranks]
         self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
         self.evidence = Evidence(self.records, starts, {})
+        gradients = sum(len(parts) for one in self.records for parts in one.own.values())
+        if _places(self.records) > _MOST_PLACES + 64 * gradients:
+            raise BadFile(f"{recorded.path}: step {step} has few gradients for the numbers of its microbatches")
         self.readers = {rank: ranks[0] for ranks in self.evidence.readers for rank in ranks}
         #: Parameters of whose gradients some elements are rounding noise.
         self.noisy = {one.parameter for seen in self.seen for one in seen if one.noise}
@@ -192,28 +206,29 @@ def norm_of(step: Step, rank: int, seen: Seen) -> float | None:
     mine = found[rank][0]
     pending = mine.layout.pending if mine.layout is not None else ()
     values = [found[one][0].fingerprint.sketch[0] for one in pending or (rank,) if found[one]]
-    return math.sqrt(sum(value**2 for value in values)) if pending else values[0]
+    return math.sqrt(sum(value * value for value in values)) if pending else values[0]
 
 
 def values_of(step: Step, rank: int, seen: Seen) -> torch.Tensor | None:
     """Assemble a full tensor from the values that ranks have recorded, in float64; None if some are missing."""
-    full: torch.Tensor | None = None
-    taken: set[Box] = set()
+    parts: dict[Box, torch.Tensor] = {}
     for own in [rank, *(one for one in range(len(step.seen)) if one != rank)]:
         for one in step.seen[own]:
             if (
                 (one.stage, name_of_seen(one)) != (seen.stage, name_of_seen(seen))
                 or one.layout is None
-                or one.box in taken
+                or one.box in parts
+                or not one.box.numel
             ):
                 continue
             value = step.recorded.ranks[own].value(one)
             if value is None or one.layout.pending:
                 return None
-            if full is None:
-                full = torch.zeros(one.box.shape, dtype=torch.float64)
-            taken.add(one.box)
-            put_into(full, one.box, value.double())
-    if full is None or sum(box.numel for box in taken) != full.numel():
-        return None
+            parts[one.box] = value
+    shapes = {box.shape for box in parts}
+    if len(shapes) != 1 or sum(box.numel for box in parts) != math.prod(*shapes):
+        return None  # before there is memory for the full tensor: a shape alone must not take any
+    full = torch.zeros(shapes.pop(), dtype=torch.float64)
+    for box, value in parts.items():
+        put_into(full, box, value.double())
     return full

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from shardproof.door import BadFile, printable
 from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
 from shardproof.harness.training.alignment import (
     FIELDS,
@@ -36,7 +37,7 @@ from shardproof.harness.training.alignment import (
 )  # fmt: skip
 from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import listed
-from shardproof.harness.training.recording import BadRecording, OfRank, Recorded, Seen
+from shardproof.harness.training.recording import OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
@@ -153,10 +154,12 @@ class _Pair:
 
     def is_noise(self, name: str) -> bool:
         """Whether the gradient of a parameter, or a part of it, is rounding noise in this step or an earlier one."""
+        return any(one._is_noise_here(name) for one in (self, *reversed(self.earlier)))
+
+    def _is_noise_here(self, name: str) -> bool:
         vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
         own = vector is not None and float(vector.norm()) < min(_NOISE[0] * self.eps, _NOISE[1]) * floor
-        own = own or name in self.ref.noisy
-        return own or any(one.is_noise(name) for one in self.earlier[-1:])
+        return own or name in self.ref.noisy
 
     def reduced(self, rank: int, field: str, name: str) -> float | None:
         """Return the distance of an assembled tensor as a rank of the run has it; None if it cannot be told."""
@@ -323,7 +326,7 @@ class _Pair:
         for side, parts in ((self.ref, of_ref), (self.run, of_run)):
             mine = [part for part in parts if side.readers[part[0]] == part[0]]
             seen = [(side, part, side.by_key.get(key, {}).get(part)) for part in mine]
-            if not seen:
+            if not seen or any(one is not None and one.by_rows and part not in side.rows for _, part, one in seen):
                 return False
             found += seen
         by_rows = [(one.shape, len(side.rows[part])) for side, part, one in found if one is not None and one.by_rows]
@@ -390,14 +393,18 @@ class _Pair:
     def _peer(self, rank: int) -> int:
         return rank if len(self.ref.seen) == len(self.run.seen) else 0
 
-    def missing(self, rank: int) -> str:
-        """Say which parameters have a gradient in the reference when the optimizer steps, and on this rank none."""
+    def without_gradient(self, rank: int) -> list[str]:
+        """Return the parameters with a gradient in the reference when the optimizer steps, and none on this rank."""
         mine, other = self.run.records[rank], self.ref.records[self._peer(rank)]
         known = mine.own.keys() | mine.after_backward.keys() | mine.initial.keys()
-        names = [name for name in other.at_step if name in known and name not in mine.at_step]
+        return [name for name in other.at_step if name in known and name not in mine.at_step]
+
+    def missing(self, rank: int) -> str:
+        """Say which parameters have a gradient in the reference when the optimizer steps, and on this rank none."""
+        names = self.without_gradient(rank)
         if not names:
             return ""
-        if not set(names) & mine.initial.keys():
+        if not set(names) & self.run.records[rank].initial.keys():
             return f"no optimizer steps {listed(names)} [S7]"
         return f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
 
@@ -541,7 +548,7 @@ class _Pair:
         if len(known) < 2 or len(known) < len(weights):
             return []
         mean = sum(known) / len(known)
-        if max(known) - min(known) <= 16 * self.allowed * abs(mean):
+        if not mean or not max(known) - min(known) > 16 * self.allowed * abs(mean):
             return []
         listed_ = ", ".join(f"{one / mean:.4g}" for one in known[:8])
         more = f" and {len(known) - 8} more" if len(known) > 8 else ""
@@ -568,6 +575,8 @@ class _Pair:
             if other is None or not columns or len(other) < 2 * len(columns):
                 return []
             matrix = torch.stack(columns, dim=1)
+            if not bool(matrix.isfinite().all() and other.isfinite().all()):
+                return []  # lstsq refuses them
             weights = torch.linalg.lstsq(matrix, other[:, None]).solution.squeeze(1)
             rest = float((matrix @ weights - other).norm() / other.norm())
             if not rest <= 16 * self.allowed or not bool((weights.abs() > 1e-6).all()):
@@ -589,7 +598,8 @@ class _Pair:
                 is_alike = right is not None and right.box == part.box
                 factors.append(fit(vector_of(part), vector_of(right)) if right is not None and is_alike else (0.0, 1.0))
             known = [factor for factor, rest in factors if factor]
-            if all(rest <= 4 * self.allowed for _, rest in factors) and max(known) - min(known) > 4 * self.allowed:
+            spread = max(known) - min(known) if known else 0.0
+            if all(rest <= 4 * self.allowed for _, rest in factors) and spread > 4 * self.allowed:
                 listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
                 return [f"ranks scale what they hold by factors of their own: {listed_} x the reference's [S6]"]
         alike = {one: other for one, other in parts.items() if other.box == mine.box and not other.pending}
@@ -660,12 +670,12 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
         noise: a second recording of the reference's run, from which tolerances are taken.
 
     Raises:
-        BadRecording: they have no step or no parameter in common, or read different data; in one line.
+        BadFile: they have no step or no parameter in common, or read different data; in one line.
     """
     distances = compare(ref, noise).distances if noise is not None else None
     steps = [step for step in ref.steps if step in run.steps]
     if not steps:
-        raise BadRecording(f"{ref.path} has {_steps(ref.steps)} and {run.path} has {_steps(run.steps)}: none in common")
+        raise BadFile(f"{ref.path} has {_steps(ref.steps)} and {run.path} has {_steps(run.steps)}: none in common")
     found = Comparison(ref, run, [], notes=[*_untied(ref, run)])
     for side in (ref, run):
         found.notes += [_incomplete(side, one, steps) for one in side.ranks if not one.is_complete]
@@ -679,11 +689,11 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
         pair = _Pair(Step(ref, step), Step(run, step), distances, pairs)
         if text := _other_data(pair, ref, run):
             if not found.divergent:
-                raise BadRecording(text)
+                raise BadFile(text)
             found.notes.append(text)
             break
         if not pairs and not {name for _, name in pair.run.first} & {name for _, name in pair.ref.first}:
-            raise BadRecording(f"{ref.path} and {run.path} share no parameter name: they are of different models")
+            raise BadFile(f"{ref.path} and {run.path} share no parameter name: they are of different models")
         pairs.append(pair)
         found.steps.append(step)
         judged = [pair.judge(rank) for rank in range(len(run.ranks))]
@@ -716,7 +726,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
                     one.allowed * scale, before[rank], [*pair.explain(rank, seen), *lines], pair.element(rank, seen),
                 )  # fmt: skip
             elif missing:
-                name = missing.split("'")[1]
+                name, *_ = pair.without_gradient(rank)
                 divergent = Divergent(
                     rank, step, Stage.CLIPPED_GRADIENT, name, 0, counts[rank], largest[rank], math.inf, 0.0,
                     before[rank], lines,
@@ -730,7 +740,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
         if len(done) == len(run.ranks):
             break
     if not found.compared:
-        raise BadRecording(f"{ref.path} and {run.path} have no tensor that can be compared")
+        raise BadFile(f"{ref.path} and {run.path} have no tensor that can be compared")
     rows = {row for own in pairs[-1].run.rows.values() for row in own}
     found.rows = (len(rows), len({row for own in pairs[-1].ref.rows.values() for row in own}))
     found.largest, found.factor = max(largest), pairs[0].factor
@@ -792,14 +802,19 @@ def render(found: Comparison) -> str:
     for number, own in enumerate(groups.values()):
         first = own[0]
         start = "first divergence on" if number == 0 else "on"
-        lines.append(f"{start} rank {first.rank}: {text_of(first)}")
+        head, *rest = _lines_of(first)
+        lines += [f"{start} rank {first.rank}: {head}", *rest]
         if others := [one.rank for one in own[1:]]:
             lines.append(f"  {ranks_of(others)} diverge{'s' * (len(others) == 1)} at the same tensor")
-    return "\n".join([*lines, *found.notes])
+    return "\n".join(map(printable, [*lines, *found.notes]))
 
 
 def text_of(one: Divergent) -> str:
-    """Return a divergence in lines."""
+    """Return a divergence in lines that are printable."""
+    return "\n".join(map(printable, _lines_of(one)))
+
+
+def _lines_of(one: Divergent) -> list[str]:
     lines = [f"{one.what} in step {one.step} (event {one.n}); the {one.number} before agree "
              f"(largest distance {one.largest:.1g})"]  # fmt: skip
     if math.isfinite(one.distance):
@@ -809,7 +824,7 @@ def text_of(one: Divergent) -> str:
     if one.element is not None:
         index, other, mine = one.element
         lines.append(f"  element {list(index)}: run {mine:.9g}, reference {other:.9g}")
-    return "\n".join(lines)
+    return lines
 
 
 def _ranks(one: Recorded) -> str:

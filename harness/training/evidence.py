@@ -128,9 +128,10 @@ class Evidence:
             if key in taken and not parts[0][1].pending and _are_same(taken[key], mine):
                 continue
             taken.setdefault(key, mine)
-            vectors = [torch.zeros(K, dtype=torch.float64) for _ in range(max(most, 1))]
+            vectors = [torch.zeros(K, dtype=torch.float64)] * max(most, 1)  # one object, which is replaced
             for number, gradient in parts:
-                vectors[min(number, len(vectors) - 1)] += vector_of(gradient)
+                at = min(number, len(vectors) - 1)
+                vectors[at] = vectors[at] + vector_of(gradient)
             found[record.rank] = vectors
         return found
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from shardproof.door import printable
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -32,7 +34,8 @@ class Finding:
         """Return the text, whose first line ends with the numbers of checks and signature."""
         numbers = ", ".join(filter(None, [*self.checks, self.signature]))
         kind = "note: " if self.is_note else ""
-        return "\n".join([f"{kind}step {self.step}: {self.title} [{numbers}]", *(f"  {line}" for line in self.lines)])
+        lines = [f"{kind}step {self.step}: {self.title} [{numbers}]", *(f"  {line}" for line in self.lines)]
+        return "\n".join(map(printable, lines))
 
 
 def listed(names: list[str], most: int = 3) -> str:

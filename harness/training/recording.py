@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof import extras, folders
+from shardproof import door, extras, folders
+from shardproof.door import BadFile
 from shardproof.harness.tensors.fingerprints import (
     Box,
     Digest,
@@ -40,6 +41,7 @@ from shardproof.harness.tensors.fingerprints import (
     row_hashes,
 )  # fmt: skip
 from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.tensors.pieces import Spans
 from shardproof.harness.tensors.trees import on_host as values_on_host
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
@@ -47,7 +49,17 @@ from shardproof.harness.watching.groups import DATA, groups_of
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
-from shardproof.jsonfiles import RecordError, check_version, decode, described, encode, says
+from shardproof.jsonfiles import (
+    Number,
+    RecordError,
+    check_version,
+    decode,
+    described,
+    encode,
+    kind_of,
+    says,
+    shown,
+)  # fmt: skip
 
 VERSION = 1
 
@@ -56,6 +68,12 @@ STAGES = ("parameters", "modules")
 
 _OF_MODULES = (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT)
 
+#: The stages that a recording has.
+RECORDED = (
+    Stage.INPUT, Stage.INITIAL, *_OF_MODULES, Stage.LOSS, Stage.OWN_GRADIENT, Stage.GRADIENT, Stage.TOTAL_NORM,
+    Stage.CLIPPED_GRADIENT, Stage.PARAMETER, Stage.OPTIMIZER_STATE,
+)  # fmt: skip
+
 #: The most elements of small tensors that are kept until they are read together.
 _MOST_WAITING = 1 << 22
 
@@ -63,7 +81,10 @@ _MOST_WAITING = 1 << 22
 _NEARLY = 0.9
 
 Version = Annotated[int, ("const", VERSION)]
-Count = Annotated[int, ("minimum", 0)]
+Count = Annotated[int, ("minimum", 0), ("maximum", (1 << 63) - 1)]
+Shape = Annotated[Sequence[Count], ("maxItems", 64)]
+Spanned = Annotated[Sequence[Sequence[int]], ("maxItems", 4096)]
+Name = Annotated[str, ("maxLength", 1 << 16)]
 
 
 @described()
@@ -99,11 +120,36 @@ class LayoutLine:
     """A layout, before the first event that has it."""
 
     layout: Count = says("its number")
-    shape: Sequence[Count] = says("the shape of the full tensor")
-    dims: Sequence[Sequence[Sequence[int]]] | None = says("the ranges of each dimension; null for all", default=None)
+    shape: Shape = says("the shape of the full tensor")
+    dims: Sequence[Spanned] | None = says("the ranges of each dimension; null for all", default=None)
     flat: Sequence[int] | None = says("a range in the flattened tensor", default=None)
     pending: Sequence[Count] = says("the ranks over which values are a sum that is still to be made", default=())
     mesh: Sequence[Count] = says("the ranks among which the tensor is distributed", default=())
+
+
+@described()
+class EventLine:
+    """A tensor."""
+
+    n: Count = says("the number of the event on this rank, in execution order")
+    step: Count = says("the step")
+    stage: Stage = says("the stage of the step")
+    dtype: Name = says("its dtype")
+    parameter: Name = says("the name of its parameter", default="")
+    module: Name = says("the name of its module, of outputs and their gradients", default="")
+    key: Name = says("the key of optimizer state", default="")
+    microbatch: Count = says("the number of the forward or the backward in the step", default=0)
+    call: Count = says("the number of the module's call in the microbatch, or of the norm in the step", default=0)
+    index: Count = says("the number of the tensor", default=0)
+    layout: Count | None = says("the number of its layout; missing of a plain tensor", default=None)
+    shape: Shape = says("of a plain tensor", default=())
+    squares: Number = says("the sum of the squares of its elements", default=0.0)
+    sketch: Sequence[Number] = says("its sketch; empty if some elements are not finite", default=())
+    bits: Sequence[int] = says("what its bits add to; the last of three, if the others are 0")
+    by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
+    rows: Sequence[int] = says("of the first input, a hash of each row", default=())
+    value: bool = says("whether step<step>.safetensors has it", default=False)
+    noise: Count = says("of a gradient of one dimension, the elements that are not 0 and rounding noise", default=0)
 
 
 @described()
@@ -450,10 +496,6 @@ record = Recording
 # Reading ------------------------------------------------------------------------------------
 
 
-class BadRecording(ValueError):
-    """A recording cannot be read. The text is one line that begins with its path."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Seen:
     """A tensor of a recording: a line of events.jsonl, which leaves out what is 0, empty or false."""
@@ -503,14 +545,11 @@ class OfRank:
         """Return the values of an event; None if they were not recorded, or safetensors is not installed."""
         if not seen.has_value or importlib.util.find_spec("safetensors") is None:
             return None
-        from safetensors import SafetensorError, safe_open
-
         path = self.folder / f"step{seen.step:03}.safetensors"
-        try:
-            with safe_open(path, "pt") as file:
-                return cast(torch.Tensor, file.get_tensor(str(seen.n)))
-        except (OSError, SafetensorError) as error:
-            raise BadRecording(f"{path}: {error}") from error
+        found = cast(torch.Tensor, door.tensor(path, str(seen.n)))
+        if found.numel() != seen.box.numel or found.is_complex():
+            raise BadFile(f"{path}: tensor {seen.n} has shape {list(found.shape)}, which is not that of its event")
+        return found
 
 
 @dataclasses.dataclass
@@ -531,86 +570,123 @@ def read(path: str | os.PathLike[str]) -> Recorded:
     """Read a recording.
 
     Raises:
-        BadRecording: it is missing, has another version, or is not what a recording is.
+        BadFile: it is missing, has another version, or is not what a recording is.
     """
     path = Path(path)
-    file = path / "recording.json"
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(data, dict) and isinstance(data.get("version"), int) and data["version"] != VERSION:
-            raise BadRecording(f"{path} has version {data['version']}; only version {VERSION} can be read")
-        check_version(data, "version", VERSION)
-        head = decode(Head, data)
-    except OSError as error:
-        raise BadRecording(f"{path}: there is no recording: {file}: {error.strerror}") from error
-    except RecordError as error:
-        raise BadRecording(f"{file}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, BadRecording):
-            raise
-        raise BadRecording(f"{file}: not a JSON file: {error}") from error
+    head = door.load(path / "recording.json", _head)
     return Recorded(path, head, [_read_rank(path, rank, head) for rank in range(head.world)])
+
+
+def _head(data: object) -> Head:
+    check_version(data, "version", VERSION)
+    return decode(Head, data)
 
 
 def _read_rank(path: Path, rank: int, head: Head) -> OfRank:
     folder = path / f"rank{rank:05}"
+    if not folder.is_dir():
+        raise BadFile(f"{folder} is missing; the recording is of {head.world} ranks")
     file, is_complete = folder / "events.jsonl", (folder / "done").exists()
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise BadRecording(f"{folder} is missing; the recording is of {head.world} ranks") from error
-    except UnicodeDecodeError as error:
-        raise BadRecording(f"{file}: not a text file: {error}") from error
-    if lines.pop() and is_complete:  # what was killed may have written a part of a line
-        raise BadRecording(f"{file}: its last line is cut off")
-    first_names = {name: names[0] for names in head.ties for name in names}
-    layouts: dict[int, Layout] = {}
-    events: dict[int, list[Seen]] = {}
-    groups = Groups({}, "", ())
-    autocast: set[str] = set()
-    ended: set[int] = set()
-    text = ""
-    try:
-        for text in lines:
-            line = json.loads(text)
-            if "stage" in line:
-                events.setdefault(line["step"], []).append(_seen(line, layouts, first_names))
-            elif "end" in line:
-                ended.add(line["end"])
-                autocast.add(line.get("autocast") or "float64")
-            elif "layout" in line:
-                layouts[line["layout"]] = _layout_of(decode(LayoutLine, line))
-            else:
-                own = decode(RankLine, line)
-                groups = Groups({name: tuple(ranks) for name, ranks in own.groups.items()}, own.source, tuple(own.data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-        raise BadRecording(f"{file}: line {lines.index(text) + 1}: {why}") from error
-    if is_complete and not ended:
-        raise BadRecording(f"{file}: it has no step, and {folder / 'done'} says that it is complete")
-    events = {step: own for step, own in events.items() if step in ended}
-    return OfRank(rank, folder, groups, events, is_complete, autocast)
+    reading = _Reading(rank, head)
+    for _ in door.lines(file, reading.take, may_be_cut=not is_complete):
+        pass
+    if is_complete and not reading.ended:
+        raise BadFile(f"{file}: it has no step, and {folder / 'done'} says that it is complete")
+    events = {step: own for step, own in reading.events.items() if step in reading.ended}
+    return OfRank(rank, folder, reading.groups, events, is_complete, reading.autocast)
 
 
-def _seen(line: dict[str, Any], layouts: dict[int, Layout], first_names: Mapping[str, str]) -> Seen:
-    layout = layouts[line["layout"]] if "layout" in line else None
-    shape = tuple(line.get("shape", ()))
-    numel = layout.box.numel if layout is not None else math.prod(shape)
-    bits = (0, 0, *line["bits"]) if len(line["bits"]) == 1 else tuple(line["bits"])
-    sketch = tuple(line.get("sketch") or (math.nan,) * K)
-    if len(sketch) != K or len(bits) != 3:
-        raise ValueError("a sketch has 8 numbers, and bits are 1 or 3")
-    mark = Fingerprint(sketch, float(line.get("squares", 0.0)), bits, numel)
-    name = line.get("parameter", "")
-    name = first_names.get(name, name)
-    return Seen(
-        line["n"], line["step"], Stage(line["stage"]), name, line.get("module", ""), line.get("key", ""),
-        line.get("microbatch", 0), line.get("call", 0), line.get("index", 0), layout, shape, line["dtype"], mark,
-        line.get("by_rows", False), tuple(line.get("rows", ())), line.get("value", False), line.get("noise", 0),
-    )  # fmt: skip
+class _Reading:
+    """The lines of one rank, which are taken in their order."""
+
+    def __init__(self, rank: int, head: Head) -> None:
+        self._rank, self._head = rank, head
+        self._first_names = {name: names[0] for names in head.ties for name in names}
+        self._layouts: dict[int, Layout] = {}
+        self._taken = 0
+        self.groups = Groups({}, "", ())
+        self.events: dict[int, list[Seen]] = {}
+        self.ended: set[int] = set()
+        self.autocast: set[str] = set()
+
+    def take(self, data: object) -> None:
+        """Take a line.
+
+        Raises:
+            RecordError: it is not what such a line is, or does not fit those before it.
+        """
+        line = kind_of(data, dict, "the line")
+        if "stage" in line:
+            seen = self._seen(decode(EventLine, line))
+            self.events.setdefault(seen.step, []).append(seen)
+        elif "end" in line:
+            end = decode(EndLine, line)
+            self.ended.add(end.end)
+            self.autocast.add(end.autocast or "float64")
+        elif "layout" in line:
+            layout = decode(LayoutLine, line)
+            self._layouts[layout.layout] = self._layout_of(layout)
+        else:
+            own = decode(RankLine, line)
+            groups = {name: self._ranks(ranks, f"groups.{name}") for name, ranks in own.groups.items()}
+            if own.rank != self._rank:
+                raise RecordError(f"rank: it is {own.rank}, in the folder of rank {self._rank}")
+            if lacking := [name for name in own.data if name not in groups]:
+                raise RecordError(f"data: there is no group {lacking[0]!r}")
+            self.groups = Groups(groups, own.source, tuple(own.data))
+
+    def _ranks(self, ranks: Sequence[int], where: str) -> tuple[int, ...]:
+        if wrong := [rank for rank in ranks if rank >= self._head.world]:
+            raise RecordError(f"{where}: {wrong[0]} is no rank of {self._head.world}")
+        return tuple(ranks)
+
+    def _layout_of(self, line: LayoutLine) -> Layout:
+        shape = _size_checked(line.shape)
+        dims = flat = None
+        if line.dims is not None:
+            if len(line.dims) != len(shape):
+                raise RecordError(f"dims: it has {len(line.dims)} dimensions, and shape {len(shape)}")
+            dims = tuple(_spans(spans, size) for spans, size in zip(line.dims, shape, strict=True))
+        if line.flat is not None:
+            [flat] = _spans([line.flat], math.prod(shape))
+        return Layout(Box(shape, dims, flat), self._ranks(line.pending, "pending"), self._ranks(line.mesh, "mesh"))
+
+    def _seen(self, line: "EventLine") -> Seen:
+        self._taken += 1
+        if line.stage not in RECORDED:
+            raise RecordError(f"stage: {line.stage.value!r} is in no recording")
+        if line.layout is not None and line.layout not in self._layouts:
+            raise RecordError(f"layout: no line before this one has layout {line.layout}")
+        layout = self._layouts[line.layout] if line.layout is not None else None
+        shape = _size_checked(line.shape)
+        box = layout.box if layout is not None else Box(shape)
+        if line.microbatch >= self._taken:
+            # A list has a place for each: a number alone must not make it long.
+            raise RecordError(f"microbatch: {line.microbatch}, after {self._taken - 1} tensors")
+        if len(line.sketch) not in (0, K) or len(line.bits) not in (1, 3):
+            raise RecordError(f"a sketch has {K} numbers or none, and bits are 1 or 3")
+        if line.by_rows and not shape:
+            raise RecordError("by_rows: a tensor without dimensions has no rows")
+        name = self._first_names.get(line.parameter, line.parameter)
+        bits = tuple(line.bits) if len(line.bits) == 3 else (0, 0, *line.bits)
+        mark = Fingerprint(tuple(line.sketch) or (math.nan,) * K, line.squares, bits, box.numel)
+        return Seen(
+            line.n, line.step, line.stage, name, line.module, line.key, line.microbatch, line.call, line.index, layout,
+            shape, line.dtype, mark, line.by_rows, tuple(line.rows), line.value, line.noise,
+        )  # fmt: skip
 
 
-def _layout_of(line: LayoutLine) -> Layout:
-    dims = None if line.dims is None else tuple(tuple((a, b) for a, b in spans) for spans in line.dims)
-    flat = None if line.flat is None else (line.flat[0], line.flat[1])
-    return Layout(Box(tuple(line.shape), dims, flat), tuple(line.pending), tuple(line.mesh))
+def _size_checked(shape: Sequence[int]) -> tuple[int, ...]:
+    if math.prod(shape) >= 1 << 63:
+        raise RecordError(f"shape: {shown(list(shape))} has more than 2^63 elements")
+    return tuple(shape)
+
+
+def _spans(spans: Sequence[Sequence[int]], size: int) -> Spans:
+    """Check ranges of positions along a dimension."""
+    for span in spans:
+        if len(span) != 2 or not 0 <= span[0] <= span[1] <= size:
+            raise RecordError(f"{shown(list(span))} is no range of {size} positions")
+    if sum(stop - start for start, stop in spans) > size:
+        raise RecordError(f"ranges of more than {size} positions")
+    return tuple((start, stop) for start, stop in spans)

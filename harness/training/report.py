@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from shardproof import folders
+from shardproof.door import printable
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
@@ -53,7 +54,7 @@ def summary(
     """Return what was seen: one line of what was watched, and one each of groups, gradients, norms and memory."""
     lines = [_title(starts, seen, findings)]
     lines += [f"  {name:<{_COLUMN}}{text}" for name, text in _facts(starts, seen, reduced)]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence[Finding]) -> str:

@@ -10,7 +10,8 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.runfile import CaseRecord, RunFileError, load_run
+from shardproof.door import BadFile
+from shardproof.runfile import CaseRecord, load_run
 
 BAD_INPUT = 2
 
@@ -68,6 +69,6 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def record_of(report: str) -> CaseRecord | None:
     """Return the record of a check; None where there is none."""
-    with contextlib.suppress(RunFileError):
+    with contextlib.suppress(BadFile):
         return next(iter(load_run(report).cases), None)
     return None

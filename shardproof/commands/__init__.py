@@ -7,13 +7,25 @@ code; argparse exits with 2 for unknown arguments and with 0 for ``--help``.
 
 import argparse
 import dataclasses
+import functools
+import os
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NoReturn
+
+from shardproof.door import BadFile, printable
 
 BAD_INPUT = 2
 _COLUMNS = 100  # of a help
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are printable: a shell's pattern puts foreign file names on a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentParser:
@@ -21,7 +33,7 @@ def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentPars
 
     The description has no line breaks; the epilog, with examples and exit codes, is printed as it is.
     """
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=prog,
         description=textwrap.fill(description, _COLUMNS),
         epilog=epilog,
@@ -31,8 +43,35 @@ def parser(prog: str, *, description: str, epilog: str) -> argparse.ArgumentPars
 
 def refuse(reason: object) -> int:
     """Print on stderr, in one line, why a command cannot do what it was asked; returns its exit code."""
-    print(f"shardproof: {reason}", file=sys.stderr)
+    print(f"shardproof: {printable(str(reason))}", file=sys.stderr)
     return BAD_INPUT
+
+
+INTERNAL = "internal error, please report it"
+"""What a command that reads files says of an exception that nothing expects."""
+
+
+def reader(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+    """Make a command that reads foreign files, and whose exit codes are answers, end in one line for each bad file.
+
+    An exception that nothing expects ends it alike. Python's own exit code would be 1, with which a command says that a
+    run is worse, or that two diverge.
+    """
+
+    @functools.wraps(command)
+    def read(arguments: Sequence[str]) -> int:
+        try:
+            return command(arguments)
+        except BadFile as error:
+            return refuse(error)
+        except BrokenPipeError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+            return refuse(BadFile(f"{command.__name__}: {INTERNAL}: {type(error).__name__}: {error} ({where})"))
+
+    return read
 
 
 def values_of(options: argparse.Namespace, kind: type) -> dict[str, Any]:

@@ -18,17 +18,15 @@ data. docs/record.md describes what is compared, and how.
 exit codes: 0 they agree; 1 they diverge; 2 a recording cannot be read, or the runs read different data"""
 
 
+@commands.reader
 def compare(arguments: Sequence[str]) -> int:
     """Compare two recordings; the exit code is 0 if they agree, 1 if they diverge, 2 for bad input."""
     options = _parser().parse_args(arguments)
     from shardproof.harness.training import comparing, recording, report
 
-    try:
-        ref, run = recording.read(options.ref), recording.read(options.run)
-        noise = recording.read(options.noise) if options.noise else None
-        found = comparing.compare(ref, run, noise=noise)
-    except recording.BadRecording as error:
-        return commands.refuse(f"compare: {error}")
+    ref, run = recording.read(options.ref), recording.read(options.run)
+    noise = recording.read(options.noise) if options.noise else None
+    found = comparing.compare(ref, run, noise=noise)
     if options.report:
         try:
             report.write_comparison(options.report, found)

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from shardproof import commands
+from shardproof.door import BadFile
 from shardproof.reports.draft import draft
 from shardproof.reports.mended import check
-from shardproof.runfile import Run, RunFileError, load_run
+from shardproof.runfile import Run, load_run
 
 TO_DO = 1
 
@@ -21,6 +22,7 @@ exit codes: 0; 1 with --check, something is to be done; 2 a file cannot be read 
 implementations and none is named"""
 
 
+@commands.reader
 def expectations(arguments: Sequence[str]) -> int:
     """Print a file of known failures or, with ``--check``, the entries that are to be changed.
 
@@ -28,27 +30,24 @@ def expectations(arguments: Sequence[str]) -> int:
     with one line on stderr.
     """
     options = _parser().parse_args(arguments)
-    try:
-        runs = {path: load_run(path) for path in options.run}
-        if options.check:
-            found = check(runs)
-            print("\n".join(found) or "every known failure that ran still fails")
-            return TO_DO if found else 0
-        print(_drafted(runs, options.impl), end="")
-    except (RunFileError, ValueError) as error:
-        return commands.refuse(error)
+    runs = {path: load_run(path) for path in options.run}
+    if options.check:
+        found = check(runs)
+        print("\n".join(found) or "every known failure that ran still fails")
+        return TO_DO if found else 0
+    print(_drafted(runs, options.impl), end="")
     return 0
 
 
 def _drafted(runs: Mapping[str, Run], implementation: str | None) -> str:
     if len(runs) != 1:
-        raise ValueError("a draft is made from one run file; --check takes several")
+        raise BadFile("a draft is made from one run file; --check takes several")
     [(path, run)] = runs.items()
     if run.incomplete:
-        raise ValueError(f"{path} is incomplete ({run.incomplete}): what fails in it is not all that fails")
+        raise BadFile(f"{path} is incomplete ({run.incomplete}): what fails in it is not all that fails")
     names = run.implementations
     if implementation is None and len(names) != 1:
-        raise ValueError(f"{path} has {', '.join(names) or 'no implementation'}: name one with --impl")
+        raise BadFile(f"{path} has {', '.join(names) or 'no implementation'}: name one with --impl")
     return draft(run, implementation or names[0])
 
 

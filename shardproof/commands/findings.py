@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 from shardproof import commands
 from shardproof.commands import positive
+from shardproof.door import printable
 from shardproof.findings import Finding, FindingError, load
-from shardproof.reports.texts import printable, table
+from shardproof.reports.texts import table
 
 DIFFERS = 1
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardproof import commands
-from shardproof.reports.accepted import AcceptanceError, accept, load
-from shardproof.reports.regressions import ALLOWED, Incomparable, check_comparable, compare
+from shardproof.reports.accepted import accept, load
+from shardproof.reports.regressions import ALLOWED, check_comparable, compare
 from shardproof.reports.regressions_text import FORMATS, described
 from shardproof.reports.texts import coloured
-from shardproof.runfile import Run, RunFileError, load_run
+from shardproof.runfile import Run, load_run
 
 WORSE = 1
 
@@ -24,6 +24,7 @@ examples:
 docs/gate.md says what counts as worse, and has a workflow to copy."""
 
 
+@commands.reader
 def gate(arguments: Sequence[str]) -> int:
     """Compare two run files and print what got worse.
 
@@ -31,14 +32,11 @@ def gate(arguments: Sequence[str]) -> int:
     two cannot be compared, or what is accepted did not happen, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
-    try:
-        base, head = load_run(options.base), load_run(options.head)
-        check_comparable(base, head, allowed=options.allow)
-        outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
-        if options.accept is not None:
-            outcome = accept(outcome, load(options.accept))
-    except (RunFileError, Incomparable, AcceptanceError) as error:
-        return commands.refuse(error)
+    base, head = load_run(options.base), load_run(options.head)
+    check_comparable(base, head, allowed=options.allow)
+    outcome = compare(base, head, more_skips=options.more_skips, time_ratio=options.time_ratio)
+    if options.accept is not None:
+        outcome = accept(outcome, load(options.accept))
     outcome = replace(outcome, runs=_described(options, base, head), verbose=options.verbose)
     text = FORMATS[options.format](outcome)
     print(coloured(text, sys.stdout) if options.format == "text" else text, end="")

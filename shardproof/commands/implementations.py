@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from shardproof import commands
+from shardproof.door import printable
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Capability, families
-from shardproof.reports.texts import printable, table
+from shardproof.reports.texts import table
 
 CANNOT_RUN = 1
 

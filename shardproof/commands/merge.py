@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from shardproof import commands, folders
-from shardproof.reports.merge import MergeError
+from shardproof.door import BadFile, printable
 from shardproof.reports.merge import merge as joined
-from shardproof.reports.texts import counted, printable
-from shardproof.runfile import RunFileError
+from shardproof.reports.texts import counted
 
 _EPILOG = """\
 examples:
@@ -21,6 +20,7 @@ examples:
 exit codes: 0; 2 a file cannot be read, joined or written"""
 
 
+@commands.reader
 def merge(arguments: Sequence[str]) -> int:
     """Join run files and write the result.
 
@@ -31,7 +31,7 @@ def merge(arguments: Sequence[str]) -> int:
     try:
         merged = joined([Path(name) for name in options.files], command=["shardproof", "merge", *arguments])
         made = folders.write_file(out, _content(merged.data, compresses=out.resolve().suffix == ".gz"))
-    except (RunFileError, MergeError, folders.NotWritten) as error:
+    except (BadFile, folders.NotWritten) as error:
         return commands.refuse(error)
     for label, (count, started) in merged.repeated.items():
         cases = "1 case is" if count == 1 else f"{count} cases are"

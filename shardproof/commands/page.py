@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import commands, extras, folders
+from shardproof.door import printable
 from shardproof.planfile import Plan, is_plan, load_plan
-from shardproof.reports.texts import counted, printable
+from shardproof.reports.texts import counted
 from shardproof.runfile import Run, load_run
 
 FILE = "index.html"
@@ -23,6 +24,7 @@ installed. Failed cases do not change it. docs/page.md describes the page.
 """
 
 
+@commands.reader
 def page(arguments: Sequence[str]) -> int:
     """Write one HTML page of run files, or one of plan files.
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from shardproof import commands, folders
 from shardproof.commands import positive
+from shardproof.door import printable
 from shardproof.planfile import MARK, VERSION, Plan
 from shardproof.reports.plan_text import render_plan
-from shardproof.reports.texts import printable
 
 if TYPE_CHECKING:
     from shardproof.harness.planning.request import Request

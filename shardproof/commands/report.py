@@ -9,7 +9,7 @@ from shardproof.reports.flakes import render_flakes
 from shardproof.reports.matrix import render_summary
 from shardproof.reports.profiles import render_profiles
 from shardproof.reports.texts import coloured
-from shardproof.runfile import RunFileError, load_run
+from shardproof.runfile import load_run
 
 _EPILOG = """\
 examples:
@@ -25,6 +25,7 @@ of one commit, torch and device"""
 INCOMPLETE = 1
 
 
+@commands.reader
 def report(arguments: Sequence[str]) -> int:
     """Print the matrix, failures and skips of a run file; of several, the cases whose verdict changed.
 
@@ -32,15 +33,12 @@ def report(arguments: Sequence[str]) -> int:
     incomplete run; or 2 if a file cannot be read or the runs cannot be compared, with one line on stderr.
     """
     options = _parser().parse_args(arguments)
-    try:
-        runs = {file: load_run(file) for file in options.files}
-        [run, *others] = runs.values()
-        if options.profiles:
-            text = render_profiles(runs.values())
-        else:
-            text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
-    except (RunFileError, ValueError) as error:
-        return commands.refuse(error)
+    runs = {file: load_run(file) for file in options.files}
+    [run, *others] = runs.values()
+    if options.profiles:
+        text = render_profiles(runs.values())
+    else:
+        text = render_flakes(runs) if others else render_summary(run, by_case=options.cases, full=options.full)
     print(coloured(text, sys.stdout), end="")
     return INCOMPLETE if any(run.incomplete for run in runs.values()) else 0
 

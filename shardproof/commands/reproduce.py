@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Sequence
 
 from shardproof import commands, folders
-from shardproof.reports.texts import printable
-from shardproof.runfile import RunFileError, load_run
+from shardproof.door import BadFile, printable
+from shardproof.runfile import load_run
 
 _EPILOG = """\
 example:
@@ -54,12 +54,12 @@ def reproduce(arguments: Sequence[str]) -> int:
         done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
         try:
             (record,) = load_run(f"{folder}/run.json").cases
-        except (RunFileError, ValueError):
+        except (BadFile, ValueError):
             said = ["", *(done.stdout + done.stderr).strip().splitlines()]
             return commands.refuse(f"reproduce: {options.nodeid} did not run: {said[-1]}")
         tapes = [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("rank*.json"))]
     failure = record.failure.text.strip() if record.failure is not None else ", ".join(record.missing)
-    print(f"the case: {record.verdict}  {failure.partition(chr(10))[0]}")
+    print(printable(f"the case: {record.verdict}  {failure.partition(chr(10))[0]}"))
     try:
         if record.verdict not in ("fail", "crash"):
             raise reproducers.NotReproducible(f"the verdict is {record.verdict}")
@@ -69,7 +69,7 @@ def reproduce(arguments: Sequence[str]) -> int:
             raise reproducers.NotReproducible(f"with torch alone: {_last(shrinking.said)}, not {program.label}")
         text = shrinking.run()
     except reproducers.NotReproducible as error:
-        print(f"shardproof: not reproduced: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        print(printable(f"shardproof: not reproduced: {' '.join(str(error).split())[:500]}"), file=sys.stderr)
         return 1
     try:
         folders.write_file(pathlib.Path(options.output), text)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof import commands, extras
+from shardproof.door import printable
 from shardproof.reports import results
-from shardproof.reports.texts import counted, printable
+from shardproof.reports.texts import counted
 
 _EPILOG = """\
 examples:
@@ -15,6 +16,7 @@ examples:
 exit codes: 0; 2 a run file cannot be published, or the folder cannot be written, and nothing has changed"""
 
 
+@commands.reader
 def submit(arguments: Sequence[str]) -> int:
     """Check run files and write their summaries into a repository; the exit code is 0, or 2 if one is refused."""
     parser = commands.parser(

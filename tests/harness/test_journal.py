@@ -12,9 +12,10 @@ import time
 
 import pytest
 
+from shardproof.door import BadFile
 from shardproof.harness.plugin import hooks, torchrun
 from shardproof.harness.plugin.journal import Journal
-from shardproof.runfile import Environment, RunFileError, digest_of, fingerprint, load_run
+from shardproof.runfile import Environment, digest_of, fingerprint, load_run
 from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
 from tests.harness.test_chaos import is_alive, started
 
@@ -75,7 +76,7 @@ def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_line(tmp_path, name
         resumed.append(len((torchrun.read(cut) or {}).get("cases", [])))
         try:
             run = load_run(cut)
-        except RunFileError as error:
+        except BadFile as error:
             assert "\n" not in str(error)
         else:
             counts.append(len(run.cases))
@@ -92,12 +93,12 @@ def test_an_incomplete_run_leaves_the_older_file_and_the_reader_refuses_it(tmp_p
         journal.add(record(0))
         journal.add(record(1))
         assert journal.finish(reason="stopped" if number else "", exit_code=0) == (number == 0)
-    with pytest.raises(RunFileError, match=r"run.json: a newer run is incomplete; read run.json.partial, or delete it"):
+    with pytest.raises(BadFile, match=r"run.json: a newer run is incomplete; read run.json.partial, or delete it"):
         load_run(path)
     os.utime(path, (time.time() + 60,) * 2)
     assert not load_run(path).incomplete, "an older journal does not affect the file"
     path.unlink()
-    with pytest.raises(RunFileError, match=r"there is no such file, but an incomplete run has left run.json.partial"):
+    with pytest.raises(BadFile, match=r"there is no such file, but an incomplete run has left run.json.partial"):
         load_run(path)
 
 
@@ -127,7 +128,7 @@ def test_a_link_is_followed(tmp_path):
     assert (tmp_path / "latest.json").is_symlink()
     assert len(load_run(tmp_path / "runs/7.json").cases) == 2
     begun(tmp_path / "latest.json").finish(reason="stopped", exit_code=2)
-    with pytest.raises(RunFileError, match=r"a newer run is incomplete; read 7.json.partial"):
+    with pytest.raises(BadFile, match=r"a newer run is incomplete; read 7.json.partial"):
         load_run(tmp_path / "latest.json")
 
 
@@ -454,7 +455,7 @@ def has_ended(folder, count):
     """Whether the journal has the records of so many cases."""
     try:
         return len(load_run(folder / "run.json.partial").cases) >= count
-    except RunFileError:
+    except BadFile:
         return False
 
 

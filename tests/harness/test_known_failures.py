@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from shardproof.harness.plugin.known_failures import KnownFailures, load, load_file
+from shardproof.harness.plugin.known_failures import KnownFailures, load, load_given
 from shardproof.runfile import Verdict
 from tests.harness.inner import error_lines, last_error
 
@@ -290,7 +290,7 @@ def test_a_file_of_expectations_may_name_one_of_the_packaged_suites(tmp_path):
     """As somebody's wrapper of torch's ``fully_shard`` does, whose repository has no file of that."""
     path = tmp_path / "ours.toml"
     path.write_text(f'also = "torch.fully_shard"\n{AN_ENTRY}')
-    name, (own, *inherited) = load_file(path)
+    name, (own, *inherited) = load_given(path)
     assert (name, own.reason) == ("ours", "raises")
     assert {entry.link for entry in inherited} >= {"findings/F002.py", "findings/F358.py"}
 

@@ -12,10 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.__main__ import main
+from shardproof.door import BadFile
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training import recording
 from shardproof.harness.training.comparing import compare
-from shardproof.harness.training.recording import BadRecording, read, record
+from shardproof.harness.training.recording import read, record
 from shardproof.runfile import load_run
 from shardproof.testing import world
 from tests.errors import error_of
@@ -306,7 +307,7 @@ def test_recordings_that_cannot_be_compared(runs, tmp_path, capsys):
     train(tmp_path / "names", names=lambda name: f"model.{name}")
     line = f"{ref} and {tmp_path}/names share no parameter name: they are of different models"
     assert compared(capsys, ref, tmp_path / "names") == (2, f"shardproof: compare: {line}\n")
-    with pytest.raises(BadRecording):
+    with pytest.raises(BadFile):
         read(tmp_path)
 
 

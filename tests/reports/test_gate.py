@@ -341,7 +341,7 @@ def test_what_is_accepted_shows_in_each_format(accepts):
         (ACCEPTED + "until = 3\n", "entry 1: unknown field 'until'; known are implementation, case, kind, reason"),
         ("accept = 3", "expected entries [[accept]] and nothing else, not accept"),
         ("accept = [3]", "entry 1: expected a table"),
-        ("[[accept]", "Expected ']]' at the end of an array declaration"),
+        ("[[accept]", "not a TOML file: Expected ']]' at the end of an array declaration"),
     ],
 )
 def test_a_file_of_what_is_accepted_that_is_refused(accepts, text, message):

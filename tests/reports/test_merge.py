@@ -7,8 +7,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 from shardproof.commands.merge import merge as merge_command
+from shardproof.door import BadFile
 from shardproof.reports.matrix import render_summary
-from shardproof.reports.merge import MergeError, merge
+from shardproof.reports.merge import merge
 from shardproof.runfile import load_run, parse_run
 from tests.errors import error_of
 from tests.reports import samples
@@ -212,7 +213,7 @@ def test_no_verdict_is_chosen_out_of_two_commits(write, tmp_path, what, field, f
 
 
 def _refusal(*paths):
-    return error_of(merged, *paths, kind=MergeError)
+    return error_of(merged, *paths, kind=BadFile)
 
 
 def test_what_cannot_be_joined(write, tmp_path):
