@@ -94,7 +94,7 @@ def _end_at_once(number: int) -> NoReturn:
     for each in _CAUGHT:  # a third signal needs no handler
         signal.signal(each, signal.SIG_DFL)
     forkserver.kill()
-    scratch.remove_own()
+    scratch.remove_at_once()
     os.kill(os.getpid(), number)
     raise AssertionError("unreachable: the signal has its default effect")
 
