@@ -29,6 +29,8 @@ fi
 # The interface between the nodes, where it is not the one of the nodes' names: export GLOO_SOCKET_IFNAME=ib0
 # NCCL finds its own; NCCL_SOCKET_IFNAME chooses another.
 
+# The key of the job is in a file of the home directory. Where nodes share none: export SHARDPROOF_SECRET, the same on all.
+
 # --kill-on-bad-exit=0: if one node fails, the others still report what they can.
 exec srun --kill-on-bad-exit=0 torchrun \
     --nnodes="$SLURM_JOB_NUM_NODES" \

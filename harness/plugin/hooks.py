@@ -57,11 +57,11 @@ class Ended(KeyboardInterrupt):
 
 
 class EndingSignals:
-    """Handlers of the signals that ask a process to end, until they are restored."""
+    """Handlers of the signals that ask a process to end, until they are restored; ``has_ended``: one has asked it."""
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, Any] = {}
-        self._has_ended = False
+        self.has_ended = False
 
     def install(self) -> None:
         """Handle the signals that have their default effect.
@@ -76,14 +76,14 @@ class EndingSignals:
 
     def restore(self) -> None:
         """Restore the handlers that :meth:`install` replaced, unless the process has been asked to end."""
-        while self._before and not self._has_ended:
+        while self._before and not self.has_ended:
             number, before = self._before.popitem()
             signal.signal(number, before)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        if self._has_ended:
+        if self.has_ended:
             _end_at_once(number)
-        self._has_ended = True
+        self.has_ended = True
         # Five collections of all that torch has made, for objects that the process leaves to its end.
         gc.freeze()
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(signal.Signals(number).name)
@@ -94,7 +94,7 @@ def _end_at_once(number: int) -> NoReturn:
     for each in _CAUGHT:  # a third signal needs no handler
         signal.signal(each, signal.SIG_DFL)
     forkserver.kill()
-    scratch.remove_own()
+    scratch.remove_at_once()
     os.kill(os.getpid(), number)
     raise AssertionError("unreachable: the signal has its default effect")
 
@@ -211,6 +211,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 names = config.option.shardproof_impl or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
                 worlds = f" on worlds of {sizes} ranks" if (sizes := config.option.shardproof_world) else ""
                 waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}{worlds}")
+            # Before a process starts that a signal would leave.
+            config.stash[_SIGNALS].install()
             if not _only_distributes(config):
                 _start_forkserver()
         config.stash[_SIGNALS].install()
@@ -244,6 +246,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if STATE not in config.stash:  # another plugin's pytest_configure raised before this one's was called
         return
     config.stash[_SIGNALS].restore()
+    if config.stash[_SIGNALS].has_ended:
+        forkserver.kill()  # which may import torch still, and notices the end of this process afterwards
     state = config.stash[STATE]
     state.finish_journal(reason=state.interruption or "pytest ended before the run did", exit_code=_UNKNOWN)
 

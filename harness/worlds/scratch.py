@@ -80,9 +80,14 @@ def remove_own() -> None:
     """Remove the directory of this process, which is about to end, if it has made one."""
     if path := _OWN.get(os.getpid()):
         _discard(path)
-        # Where the path is too long for sockets, multiprocessing has made one of its own.
-        if elsewhere := vars(process.current_process())["_config"].get("tempdir"):
-            shutil.rmtree(elsewhere, ignore_errors=True)
+
+
+def remove_at_once() -> None:
+    """Remove all directories of this process, which a signal is about to end, without what it would do at its exit."""
+    remove_own()
+    # Where the path is too long for sockets, multiprocessing has made one of its own.
+    if elsewhere := vars(process.current_process())["_config"].get("tempdir"):
+        shutil.rmtree(elsewhere, ignore_errors=True)
 
 
 #: The directory of a process, by its id: a process that was forked inherits that of another.

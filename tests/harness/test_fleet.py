@@ -17,10 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.plugin import torchrun
 from shardproof.harness.worlds import loop
-from shardproof.harness.worlds.jobs import Result
+from shardproof.harness.worlds.jobs import Meeting, RankSpec, Result, WorldKey
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.fleet import Fleet, Link, Lost, Seat, TooFewRanks, gathered, nodes_of
 from shardproof.runfile import Verdict
@@ -284,6 +285,48 @@ def test_who_stands_between_two_processes_can_add_nothing(listening, tmp_path, w
         inner.close()
         outer.close()
     assert not (tmp_path / "touched").exists()
+
+
+class Store(dict):
+    """The job's store: a value is waited for."""
+
+    set = dict.__setitem__
+
+    def get(self, name):
+        while name not in self:
+            time.sleep(0.001)
+        return self[name].encode()
+
+
+def test_ranks_of_two_hosts_meet_and_exchange_values(tmp_path):
+    """Of several ranks on each; a stranger is among those who connect."""
+    nodes, store, found = (0, 1, 0, 1), Store(), {}
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        where = Meeting("127.0.0.1", master.getsockname()[1], "", b"key")
+
+        def meet(index):
+            here = [rank for rank, node in enumerate(nodes) if node == nodes[index]]
+            within = Exchange(tmp_path / f"host{nodes[index]}", index=here.index(index), size=len(here))
+            made.wait()
+            within.connect()
+            key = WorldKey(len(nodes), "cpu")
+            spec = RankSpec(key, index, str(tmp_path), device_index=0, nodes=nodes, meeting=where)
+            exchange = meeting.across(spec, within, store)
+            found[index] = [exchange.gather(bytes([index, turn]) * 1000) for turn in range(3)]
+
+        for node in {*nodes}:
+            (tmp_path / f"host{node}").mkdir()
+        made = threading.Barrier(len(nodes))
+        ranks = [threading.Thread(target=meet, args=(index,), daemon=True) for index in range(len(nodes))]
+        for rank in ranks:
+            rank.start()
+        port = store.get("exchange1").decode().split()[1]
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port))) as stranger:
+            stranger.sendall(RUBBISH)
+        for rank in ranks:
+            rank.join(30)
+    expected = [[bytes([index, turn]) * 1000 for index in range(len(nodes))] for turn in range(3)]
+    assert found == dict.fromkeys(range(len(nodes)), expected)
 
 
 # The key of a job
