@@ -299,13 +299,14 @@ BROKE = [
     changed("end", "seconds", to="inf"),
     changed("cases", 1, "expected", to="F-" + "1" * 5000),
     changed("cases", 0, "peak_bytes", to=[10**400]),
+    changed("effort", "name", to="x"),
 ]
 
 
 @pytest.mark.parametrize("change", BROKE, ids=range(len(BROKE)))
 def test_a_run_file_that_ended_a_command_in_a_traceback(tmp_path, change):
     (tmp_path / "x").write_text(json.dumps(change(hostile.run_file())))
-    for number in (0, 2, 5):
+    for number in (0, 2, 6, 7):
         hostile.read_run_file(tmp_path / "x", tmp_path, number)
 
 
