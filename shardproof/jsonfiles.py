@@ -218,6 +218,7 @@ _RULES: Mapping[str, tuple[Callable[[Any, Any], bool], str]] = {
     "maximum": (lambda value, bound: value <= bound, "{value} is more than {bound}"),
     "minItems": (lambda value, bound: len(value) >= bound, "it is empty"),
     "maxItems": (lambda value, bound: len(value) <= bound, "it has more than {bound} elements"),
+    "enum": (lambda value, bound: value in bound, "{value} is not one of {bound}"),
     "maxLength": (lambda value, bound: len(value) <= bound, "it has more than {bound} characters"),
 }
 
@@ -229,7 +230,7 @@ def _bounded(read: _Read, rule: Mapping[str, Any]) -> _Read:
         found = read(value, where)
         for is_kept, text, bound in bounds:
             if not is_kept(found, bound):
-                raise RecordError(f"{where}: {text.format(value=shown(found), bound=bound)}")
+                raise RecordError(f"{where}: {text.format(value=shown(found), bound=shown(bound))}")
         return found
 
     return read_bounded if bounds else read

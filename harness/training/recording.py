@@ -617,17 +617,17 @@ class _Reading:
         """
         line = kind_of(data, dict, "the line")
         if "stage" in line:
-            seen = self._seen(decode(EventLine, line))
+            seen = self._seen(decode(EventLine, line, "the event"))
             self.events.setdefault(seen.step, []).append(seen)
         elif "end" in line:
-            end = decode(EndLine, line)
+            end = decode(EndLine, line, "the end")
             self.ended.add(end.end)
             self.autocast.add(end.autocast or "float64")
         elif "layout" in line:
-            layout = decode(LayoutLine, line)
+            layout = decode(LayoutLine, line, "the layout")
             self._layouts[layout.layout] = self._layout_of(layout)
         else:
-            own = decode(RankLine, line)
+            own = decode(RankLine, line, "the rank")
             groups = {name: self._ranks(ranks, f"groups.{name}") for name, ranks in own.groups.items()}
             if own.rank != self._rank:
                 raise RecordError(f"rank: it is {own.rank}, in the folder of rank {self._rank}")

@@ -30,11 +30,38 @@ from tests.reports.test_record import EXPLAINED
 st: Any = pytest.importorskip("hypothesis.strategies")
 
 HOSTILE = (
-    "x\x1b]0;owned\x07", "a\n::error::owned", "::error file=x::owned", "a b ::set-output name=x::owned",
-    "\r\x1b[2Kpass", "##vso[task.setvariable variable=x]y", " ##[error]owned", "section_start:1:x\r\x1b[0Kowned",
-    "\u202eflipped", "\ud800", "\u2028::error::owned", "\x7f\x00", "'", '"', "a'b\"c", "`", "```\n# owned", "|", "<script>",
-    "%0A::error::owned", "/../..", ".", "-", "", "a" * 3000, "1" * 3000, "é" * 300, "[" * 300, "F-1", "2.13.0", "9" * 30,
-)  # fmt: skip
+    "x\x1b]0;owned\x07",
+    "a\n::error::owned",
+    "::error file=x::owned",
+    "a b ::set-output name=x::owned",
+    "\r\x1b[2Kpass",
+    "##vso[task.setvariable variable=x]y",
+    " ##[error]owned",
+    "section_start:1:x\r\x1b[0Kowned",
+    "\u202eflipped",
+    "\ud800",
+    "\u2028::error::owned",
+    "\x7f\x00",
+    "'",
+    '"',
+    "a'b\"c",
+    "`",
+    "```\n# owned",
+    "|",
+    "<script>",
+    "%0A::error::owned",
+    "/../..",
+    ".",
+    "-",
+    "",
+    "a" * 3000,
+    "1" * 3000,
+    "é" * 300,
+    "[" * 300,
+    "F-1",
+    "2.13.0",
+    "9" * 30,
+)
 """Strings that a terminal, a CI, a page or a parser may take for something else."""
 
 NAMES = ("reference", "torch.fully_shard", "suites/test_autograd.py::test_unused[w2]", "b", "cpu", "w", "quick")
