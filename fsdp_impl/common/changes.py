@@ -121,8 +121,8 @@ def is_stale(groups: Sequence[Gathered]) -> bool:
 
 @outside_graphs
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    for number in {getattr(param, "_fsdp_impl_changes", None) for param in params}:
+    groups = optimizer.param_groups
+    for number in {getattr(param, "_fsdp_impl_changes", None) for group in groups for param in group["params"]}:
         if number is not None and (changes := _all.get(number)) is not None:
             changes.note()
 

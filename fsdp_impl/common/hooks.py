@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 
 from fsdp_impl.common.containers import map_tensors, tensors_requiring_grad
-from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, eval_frame_callback
+from fsdp_impl.common.private import current_graph_task_id, disable_dynamo, eval_frame_callback, func_transform
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -29,18 +29,12 @@ def outside_graphs(fn: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class _CallOnBackward(torch.autograd.Function):
-    """Identity whose backward calls ``callback`` once the gradients of all its inputs are known.
-
-    The rules beside backward let ``torch.func`` transform a model, and forward-mode autograd differentiate it.
-    """
+    """Identity whose backward calls ``callback`` once the gradients of all its inputs are known."""
 
     @staticmethod
-    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback
         return inputs
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        ctx.callback = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -52,9 +46,21 @@ class _CallOnBackward(torch.autograd.Function):
         # An input that is returned as it is must have a tangent that is a view of the input's.
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents)
 
+
+class _CallOnBackwardInTransforms(_CallOnBackward):
+    """The same for the transforms of ``torch.func``, which want the context apart; each call then reads a signature."""
+
+    @staticmethod
+    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.callback = inputs[0]
+
     @staticmethod
     def vmap(_: Any, in_dims: tuple[Any, ...], callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[Any, Any]:
-        return cast(Any, _CallOnBackward).apply(callback, *inputs), in_dims[1:]
+        return cast(Any, _CallOnBackwardInTransforms).apply(callback, *inputs), in_dims[1:]
 
 
 def call_after_backward(callback: Callable[[], None], inputs: Any) -> Any:
@@ -67,7 +73,8 @@ def call_after_backward(callback: Callable[[], None], inputs: Any) -> Any:
     tensors = tensors_requiring_grad(inputs)
     if not tensors:
         return inputs
-    replaced = iter(cast(Any, _CallOnBackward).apply(callback, *tensors))
+    function = _CallOnBackward if func_transform() is None else _CallOnBackwardInTransforms
+    replaced = iter(cast(Any, function).apply(callback, *tensors))
     return map_tensors(lambda tensor: next(replaced) if tensor.requires_grad else tensor, inputs)
 
 

@@ -301,7 +301,7 @@ class FlatGroup:
 
     def versions(self) -> list[int]:
         """The version counters of the sharded parameters."""
-        return [self.shards.flat._version, *(param._version for param in self.shards.originals)]
+        return [self.shards.flat._version, *[param._version for param in self.shards.originals]]
 
     def has_moved(self) -> bool:
         """Whether a sharded parameter has other memory than when the group was gathered, or was replaced."""

@@ -245,8 +245,7 @@ class ParamGroup:
 
     def has_moved(self) -> bool:
         """Whether a sharded parameter has other memory than when the group was gathered."""
-        found = zip(self._gathered_from, self.shards.memory(), strict=True)
-        return any(not before.is_same(now) for before, now in found)
+        return self.shards.has_moved(self._gathered_from)
 
     def drop(self) -> None:
         """Reshard, and forget a gather in flight."""

@@ -261,14 +261,17 @@ class ShardedParam:
             self.register(held)
         elif len(self.owners) > 1:
             self.register(held)  # a load assigns a shared parameter under each of its names
-        local = self.sharded._local_tensor  # type: ignore[attr-defined]  # not by the property: asked at each gather
-        if is_same and self.slot is not None and local is self.slot and local.data_ptr() == self.slot_pointer:
+        if is_same and self.lies_in_slot():
             return
         self.own_grad_dtype.keep(held)
         self.slot = None
-        self.spec = dtensor.with_dtype(self.spec, local.dtype)
+        self.spec = dtensor.with_dtype(self.spec, self.dtype)
         # Conversions swap a DTensor with another one, whose attributes the object has then.
         self._changes.watch(held)
+
+    def lies_in_slot(self) -> bool:
+        """Whether the local tensor is that of its slot, and has no other data."""
+        return self.slot is not None and self.local is self.slot and self.slot.data_ptr() == self.slot_pointer
 
     def move_to(self, slot: torch.Tensor) -> None:
         """Live in ``slot``, which holds the same values."""

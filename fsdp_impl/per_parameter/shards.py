@@ -82,9 +82,16 @@ class Shards:
         return [shard._version for shard in shards] + [shard._local_tensor._version for shard in shards]  # type: ignore[attr-defined]
 
     def memory(self) -> list[Memory]:
-        """The local tensors and where they lie."""
-        locals_ = [param.local for param in self.params]
+        """Where the local tensors lie that have no slot, or no elements, so that their address says nothing."""
+        locals_ = [param.local for param in self.params if param.slot is None or param.slot_pointer == 0]
         return [Memory(local, local.untyped_storage(), int(local.storage_offset())) for local in locals_]
+
+    def has_moved(self, since: Sequence[Memory]) -> bool:
+        """Whether a local tensor has left its slot, or lies elsewhere than :meth:`memory` said."""
+        found = self.memory()
+        if len(found) != len(since) or any(not before.is_same(now) for before, now in zip(since, found, strict=True)):
+            return True
+        return any(not param.lies_in_slot() for param in self.params if param.slot is not None)
 
     @modes.without_grad
     def refresh(self) -> bool:
