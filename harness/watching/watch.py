@@ -160,6 +160,8 @@ class Watch:
         self._depth = 0
         #: The optimizers in whose step we are, and how many had stepped when it began.
         self._stepping: list[tuple[int, int]] = []
+        #: How often the closure was called that the step of an optimizer was given.
+        self._evaluations = 0
         self._late = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
@@ -168,13 +170,18 @@ class Watch:
 
     # Attaching ------------------------------------------------------------------------------
 
-    def attach(self, root: nn.Module) -> None:
-        """Add a root: hooks on all its modules; the first root's also begin steps."""
-        if not self.roots:
+    def watch_optimizers(self) -> None:
+        """See the steps of optimizers, also before there is a root: the first forward may be in a closure of one."""
+        if not self._handles:
             self._handles += [
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
             ]
+
+    def attach(self, root: nn.Module) -> None:
+        """Add a root: hooks on all its modules; the first root's also begin steps."""
+        if not self.roots:
+            self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
         if is_engine(root):
@@ -209,8 +216,8 @@ class Watch:
 
     @property
     def is_attached(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._handles)
+        """Whether there are hooks of a root."""
+        return bool(self._handles and self.roots)
 
     @property
     def is_watching(self) -> bool:
@@ -276,6 +283,7 @@ class Watch:
         record = self._record() if self.is_watching else None
         self.step += 1
         self._begin()
+        self._stepping = [(one, 0) for one, _ in self._stepping]  # the closure of an optimizer has begun the next step
         if record is not None:
             self._on_end(record)
         if self.step > max(self._steps):
@@ -425,7 +433,8 @@ class Watch:
 
     @_guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._counts(optimizer):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not self._counts(optimizer) or not (self.roots or callable(closure)):
             return None
         # One in another's step is what steps: torchtitan, for one, has a container of optimizers that is an Optimizer
         # itself. One that is here already has raised in its last step.
@@ -434,16 +443,19 @@ class Watch:
         self._stepping.append((id(optimizer), len(self._stepped)))
         if not self.is_watching:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._take_step(optimizer, is_nested)
             return None
 
         # As Lightning calls it: forward, backward and clipping are in the closure, and end with it.
+        self._evaluations = 0
+
         @functools.wraps(closure)
         def watched(*inputs: Any) -> Any:
+            self._evaluations += 1
             value = closure(*inputs)
-            self._take_step(optimizer, is_nested)
+            if self.roots:
+                self._take_step(optimizer, is_nested)
             return value
 
         if len(args) > 1:
@@ -462,6 +474,10 @@ class Watch:
     @_guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
+            return
+        self._evaluations = 0
+        if not self.roots:
+            self._stepping.clear()
             return
         *self._stepping, (_, stepped_before) = self._stepping or [(0, len(self._stepped))]
         with torch.no_grad():
@@ -504,7 +520,7 @@ class Watch:
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not self.roots or self._engine is not None:
+        if self._engine is not None:
             return False
         return not self._optimizers or bool(self._stepping) or any(one() is optimizer for one in self._optimizers)
 
@@ -832,6 +848,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         """Attach to models or, without any, to the first root module of which something trains."""
         if not models:
             self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._watch.watch_optimizers()
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise NotWatchable(
