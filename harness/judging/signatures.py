@@ -259,6 +259,8 @@ def _with_scaled(seen: torch.Tensor, own: Parts, earlier: Sequence[torch.Tensor]
 
 def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:
     matrix = torch.stack(list(parts), dim=1)
+    if not bool(matrix.isfinite().all()):
+        return None
     weights = torch.linalg.lstsq(matrix, seen.unsqueeze(1)).solution.squeeze(1)
     if not bool(weights.isfinite().all()) or float(seen.norm()) == 0:
         return None

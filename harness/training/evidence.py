@@ -97,6 +97,21 @@ class Evidence:
         """Whether groups tell which ranks read the same data."""
         return any(start.groups.named for start in self.starts)
 
+    @functools.cached_property
+    def drops(self) -> int:
+        """How often ranks dropped gradients in the step; see :attr:`StepRecord.drops`."""
+        return max(len(record.drops) for record in self.records)
+
+    @functools.cached_property
+    def are_drops_meant(self) -> bool:
+        """Whether what was dropped was no microbatch on any rank."""
+        return all(one.is_meant for record in self.records for one in record.drops)
+
+    @functools.cached_property
+    def after_drops(self) -> "Evidence":
+        """The same without the backward passes whose gradients were dropped."""
+        return Evidence([_after_drops(record) for record in self.records], self.starts, self.holders)
+
     def reader_of(self, rank: int) -> int:
         """Return the number of the data rank that a rank belongs to."""
         return next(number for number, ranks in enumerate(self.readers) if rank in ranks)
@@ -232,6 +247,21 @@ class Evidence:
         whole /= math.sqrt(8)
         cancelled = max(1.0, parts / whole) if whole > 0 and math.isfinite(parts) else 1.0
         return 8 * eps * math.sqrt(max(len(self.records), 1)) * cancelled
+
+
+def _after_drops(record: StepRecord) -> StepRecord:
+    if not record.drops:
+        return record
+    first = record.drops[-1].backwards
+    kept = [number for number, read in enumerate(record.read) if read >= first]
+    own = {name: [(number - first, one) for number, one in parts if number >= first]
+           for name, parts in record.own.items()}  # fmt: skip
+    return dataclasses.replace(
+        record, own={name: parts for name, parts in own.items() if parts}, drops=[],
+        forwards=record.forwards - len(record.read) + len(kept), backwards=record.backwards - first,
+        batches=[record.batches[number] for number in kept], rows=[record.rows[number] for number in kept],
+        read=[record.read[number] - first for number in kept],
+    )  # fmt: skip
 
 
 def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]:

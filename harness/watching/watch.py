@@ -41,6 +41,7 @@ from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import (
+    Drop,
     Gradient,
     NormCall,
     NotFinite,
@@ -55,6 +56,9 @@ LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 
 #: The most elements of own gradients that are kept until others can be read with them.
 _MOST_WAITING = 1 << 22
+
+#: The parameters that are read to see whether any has been written: so many, of so many elements at most.
+_MOST_VALUES, _FEW = 64, 1 << 12
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -127,6 +131,8 @@ class Watch:
         sink: takes each tensor of a watched step; see ``events``.
         modules: whether it takes the outputs of modules and their gradients as well.
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
+        on_drop: is called where a rank goes on without the gradients of a backward, of which no optimizer has stepped:
+            before a forward, or where a scaler skips the optimizer's step.
     """
 
     def __init__(
@@ -141,7 +147,9 @@ class Watch:
         sink: Sink | None = None,
         modules: bool = False,
         digests: bool = True,
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
+        self._on_drop = on_drop
         self._on_error, self._passes = on_error, passes
         self._sink, self._sees_modules, self._makes_digests = sink, modules and sink is not None, digests
         self._on_end, self._steps, self._layout = on_end, frozenset(steps), layout
@@ -266,10 +274,16 @@ class Watch:
         self._norm_calls = 0
         self._calls: collections.Counter[str] = collections.Counter()
         self._batches: list[list[torch.Tensor]] = []
+        self._read: list[int] = []
         self._rows: list[int] = []
+        self._drops: list[Drop] = []
+        self._values: list[torch.Tensor] = []
+        self._asks: list[bool] = []
+        self._is_for_others = self._leaks = False
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
+        self._dropped_outputs = 0
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
@@ -291,8 +305,12 @@ class Watch:
 
     def forget(self) -> None:
         """Begin the step anew: what was seen of it counts for nothing, as when a scaler skips the optimizer's step."""
-        if not self._stepped:
-            self._begin()
+        if self._stepped:
+            return
+        has_gradients = bool(self._backwards) and self.is_watching
+        self._begin()
+        if has_gradients and self._on_drop is not None:
+            self._on_drop()
 
     # Hooks ----------------------------------------------------------------------------------
 
@@ -310,6 +328,9 @@ class Watch:
                         # Before the step computes anything, because what is copied to a device is waited for.
                         for _, parameter in self.parameters():
                             fingerprints.prepare(parameter.shape, local_of(parameter).device)
+                    self._note_drop()
+                    if not self.is_attached:  # another rank has stepped where this one has not
+                        return
                     self._forwards += 1
                     self._calls.clear()
                     self._take_batch((args, kwargs))
@@ -342,6 +363,44 @@ class Watch:
             # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
             if self._sees_modules and (is_root or self._depth) and inner_of(module) is None:
                 self._emit_outputs(name, output)
+
+    @torch.no_grad()
+    def _note_drop(self) -> None:
+        """Before a forward or a backward: note whether the gradients of earlier ones are gone, and what they were for.
+
+        Of a loop that clears them between the two, the second sees it.
+        """
+        if not self._makes_digests or self._engine is not None:
+            return
+        if not self._values:
+            self._values = self._few_values()
+        if not self._after_backward or not self._is_zeroed():
+            return
+        before, self._values = self._values, self._few_values()
+        has_moved = any(not torch.equal(one, other) for one, other in zip(before, self._values, strict=True))
+        is_of_input = any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < self._backwards)
+        is_meant = has_moved or is_of_input or self._is_for_others or self._evaluations > 1
+        self._drops.append(Drop(self._backwards, is_meant))
+        self._is_for_others = self._leaks = False
+        self._dropped_outputs = len(self._finite)
+        for seen in (self._after_backward, self._norms, self._tokens):
+            seen.clear()
+        if not is_meant and self._on_drop is not None:
+            self._on_drop()
+
+    def _is_zeroed(self) -> bool:
+        gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
+        if any(bool(local_of(one).any()) for one in gradients):
+            return False
+        # They may have been zero before.
+        return not gradients or any(float(_last_number(one)) for one in self._after_backward.values())
+
+    def _few_values(self) -> list[torch.Tensor]:
+        """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
+        small = [
+            own for _, one in self.parameters() if one.requires_grad and 0 < (own := local_of(one)).numel() <= _FEW
+        ]
+        return bits_of_all(small[:_MOST_VALUES])
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
@@ -436,6 +495,9 @@ class Watch:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not self._counts(optimizer) or not (self.roots or callable(closure)):
             return None
+        if not callable(closure) and self._is_of_others(optimizer):
+            self._is_for_others = bool(self._backwards)
+            return None
         # One in another's step is what steps: torchtitan, for one, has a container of optimizers that is an Optimizer
         # itself. One that is here already has raised in its last step.
         self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
@@ -476,8 +538,8 @@ class Watch:
         if not self._counts(optimizer):
             return
         self._evaluations = 0
-        if not self.roots:
-            self._stepping.clear()
+        if not self.roots or self._is_of_others(optimizer):
+            self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
             return
         *self._stepping, (_, stepped_before) = self._stepping or [(0, len(self._stepped))]
         with torch.no_grad():
@@ -519,6 +581,12 @@ class Watch:
         with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
+    def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps parameters of another model alone, as a generator's does."""
+        mine = [one for group in optimizer.param_groups for one in group["params"]]
+        live = {id(one) for _, one in self.parameters()}
+        return not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
+
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._engine is not None:
             return False
@@ -543,6 +611,8 @@ class Watch:
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
+            self._note_drop()
+            self._leaks = self._leaks or self._is_for_others
             for index, tensor in enumerate(scalars):
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
                 self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
@@ -701,6 +771,8 @@ class Watch:
         if not found:
             return
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
+        self._read.append(self._backwards)
+        self._asks.append(any(tensor.is_leaf and tensor.requires_grad for tensor in found))
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
@@ -730,7 +802,13 @@ class Watch:
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
         values = host_rows([_last_number(one) for _, one in self._finite])
-        found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]
+        is_wrong = [not math.isfinite(value) for value in values]
+        # What is not finite is dropped for that reason, and is no gradient of this step.
+        is_skipped = any(is_wrong[: self._dropped_outputs])
+        record.read, record.leaks = self._read, self._leaks
+        record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._drops]
+        found = [what for (what, _), bad in zip(self._finite, is_wrong, strict=True) if bad]
+        found = found[sum(is_wrong[: self._dropped_outputs]) :]
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
@@ -757,11 +835,14 @@ class Watch:
             place = self.place(name, parameter)
             held = self._held.get(name, {})
             rate = held.get("lr")
+            before, after = bits.get((name, "before")), bits.get((name, "after"))
+            own = local_of(parameter)
+            is_still = before is not None and before == after and own.is_floating_point() and own.numel() > 0
             found[name] = Parameter(
                 box=None if place is None else place.box, mesh=() if place is None else place.mesh,
                 trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
-                lr=float(rate) if rate is not None else None, before=bits.get((name, "before")),
-                after=bits.get((name, "after")),
+                lr=float(rate) if rate is not None else None, before=before, after=after,
+                largest=float(own.detach().abs().max()) if is_still else None,
                 state={key: bits[name, key] for key in held.get("state", {})},
             )  # fmt: skip
         return found

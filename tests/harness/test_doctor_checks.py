@@ -35,7 +35,9 @@ class Made:
         parts = [[{n: torch.randn(s).double() for n, s in SHAPES.items()} for _ in range(2)] for _ in EVERY]
         readers = [rank // 2 if tensors_over else rank for rank in EVERY]
         self.parts = [parts[reader] for reader in readers]
-        self.records = [StepRecord(n, 0, 2, 2, batches=[reader, reader + 10]) for n, reader in enumerate(readers)]
+        self.records = [
+            StepRecord(n, 0, 2, 2, batches=[reader, reader + 10], read=[0, 1]) for n, reader in enumerate(readers)
+        ]
         self.starts, self.memory = [], {number: [0] * 4 for number in range(3)}
         for rank, record in enumerate(self.records):
             members = {names[0]: (rank % 2, rank % 2 + 2), names[1]: (rank // 2 * 2, rank // 2 * 2 + 1)}
@@ -160,14 +162,24 @@ FOUND = {
         "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and ..."),
     "D6": ("updates", lambda m: m.put("w", before=(1,), after=(1,), dtype="bfloat16"), "step 0: parameters do not move "
         "[D6, S7]|'w': the gradient is not zero, and no bit changes in the step|in bfloat16 ..."),
-    "D7": ("updates", lambda m: m.put("b", state={}), "step 0: parameters have no optimizer state [D7, S7]|"
+    "D6-lost": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0, dtype="bfloat16", lr=1e-3),
+        "note: step 0: updates are lost to rounding [D6, S13]|'w': the gradient is not zero, and ...|meant, as at the "
+        "start of a warm-up? else keep parameters in float32, or round stochastically"),
+    "D6-rate": ("updates", lambda m: [m.put(n, before=(1,), after=(1,), largest=4.0, lr=1e-9) for n in SHAPES],
+        "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
+    "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
+        "step 0: parameters do not move [D6, S7]|'w': the gradient is not zero, and no bit changes in the step"),
+    "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0), "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
     "D9": ("data", lambda m: setattr(m.records[3], "batches", [1, 11]), "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
-    "D9-twice": ("data", lambda m: setattr(m.records[3], "batches", [3, 3]),
+    "D9-twice": ("data", lambda m: (setattr(m.records[3], "batches", [3, 3]), m.records[3].own.clear()),
         "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
+    "D9-losses": ("data", lambda m: [setattr(one, "batches", [n, n]) for n, one in enumerate(m.records)],
+        "note: step 0: a microbatch is read twice [D9, S11]|ranks 0-3 read one of 2 microbatches 2 times in the step|"
+        "its gradients differ: meant, as where a batch has several losses or dropout? else the sampler repeats it"),
     "D10-scale": ("norm", lambda m: m.reduce(m.mean, lambda rank: 1 / m.local_norm(rank)), "step 0: ranks scale "
         "gradients differently [D10, S6]|the norm is the norm of what rank 0 alone holds, ~, ...; that of all "
         "gradients is ~|the scale differs between ranks: ~, ~, ~, ~ on ranks 0-3|..."),
@@ -227,6 +239,22 @@ def test_one_change_is_one_finding(name):
     made = Made(sharded="replicated" not in name)
     change(made)
     assert_is(render(made, check), expected)
+
+
+def test_a_bias_before_a_normalization_need_not_move():
+    """Its gradient is rounding noise, and so is an update that SGD makes of it."""
+    made = Made()
+    made.reduce(lambda name, rank: made.mean(name, rank) * 1e-9, names="b")
+    made.put("b", before=(1,), after=(1,), largest=0.3)
+    assert render(made, "updates") == []
+
+
+def test_several_forwards_of_a_batch_for_one_backward_are_meant():
+    """As in R-Drop; of a forward without a backward nothing is computed."""
+    made = Made()
+    for rank, record in enumerate(made.records):
+        record.batches, record.read = [rank, rank, rank + 10, rank + 10], [0, 0, 1, 2]
+    assert render(made, "data") == []
 
 
 def test_an_optimizer_may_have_parameters_that_get_gradients_elsewhere():
