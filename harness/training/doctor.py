@@ -19,7 +19,7 @@ from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import DATA, groups_of, hooks_of, replicated_ranks, sizes_of_flat
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
@@ -109,6 +109,9 @@ class Doctor(Watching):
         self._memory: dict[int, list[int | None]] = {}
         #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
         self._doubts: list[tuple[Evidence, list[Finding]]] = []
+        #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
+        self._apart: list[Finding] = []
+        self._are_averaged = False
         self.findings: list[Finding] = []
 
     # The context ----------------------------------------------------------------------------
@@ -161,7 +164,7 @@ class Doctor(Watching):
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models),
+            flat=sizes_of_flat(models), hooks=hooks_of(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -229,11 +232,17 @@ class Doctor(Watching):
         """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
         if len({one.drops for one in self._seen}) > 1:
             self._add([invariants.of_dropped(evidence) for evidence, _ in self._doubts])
-        elif is_last:
-            self._add([one for _, found in self._doubts for one in found])
-        else:
-            return
-        self._doubts.clear()
+            self._doubts.clear()
+        if len(self._seen) > 1 and invariants.are_averaged(*self._seen[-2:]):
+            self._are_averaged = True
+            is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
+            if not is_told and any("D11" in one.checks for one in self._apart):
+                self._add([invariants.of_averaged(self._seen[0])])
+            self._apart.clear()
+        if is_last:
+            self._add([*(one for _, found in self._doubts for one in found), *self._apart])
+            self._doubts.clear()
+            self._apart.clear()
 
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
@@ -249,18 +258,25 @@ class Doctor(Watching):
         found += invariants.check_leaks(evidence)
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
-        if not began_apart and not any("D11" in one.checks and not one.is_note for one in found):
+        is_wrong = any("D11" in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED) for one in found)
+        if not began_apart and not is_wrong:
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
             if not any("D10" in one.checks for one in (*self.findings, *found)):
                 found += invariants.check_limit(self._seen)
+        known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
-        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
+        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if self._doubts or any("D11" in one.checks for one in self.findings):
+        if any("D11" in one.checks for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN]
+        # Whoever wants an exception has it at the end of the step.
+        if self._on_finding != "raise":
+            apart = [one for one in found if _is_of_apart(one)]
+            found = [one for one in found if one not in apart]
+            self._apart += [] if self._are_averaged else apart
         return found
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
@@ -312,6 +328,12 @@ class Doctor(Watching):
         if self._exchange is not None:
             with contextlib.suppress(Exception):  # the user may have ended the process groups
                 self._exchange.close()
+
+
+def _is_of_apart(finding: Finding) -> bool:
+    """Whether parameters that are averaged later explain a finding."""
+    is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
+    return not finding.is_note and (is_local or bool({"D1", "D3"} & set(finding.checks)))
 
 
 doctor = Doctor

@@ -48,14 +48,22 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
-    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states."""
+    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states.
+
+    Where the step has moved parameters and they are equal after it, it has gathered what differs before: gradients and
+    states are sharded. Where it reduces gradients by itself, they may differ when it begins.
+    """
     partly, gradients, after, states = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(4))
     distance: dict[str, float] = {}
     for name, sets in evidence.holders.items():
         for members in sets:
             if len(members) < 2:
                 continue
+            if evidence.are_gathered(name, members):
+                continue
+            held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
             seen = [evidence.records[rank].at_step.get(name) for rank in members]
+            seen = [] if evidence.reduces_in_step else seen
             present = [one for one in seen if one is not None]
             if present and len(present) < len(seen):
                 partly[name].append(members)
@@ -64,10 +72,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
                 vectors = [vector_of(one) for one in present]
                 largest = max(float((vectors[0] - one).norm()) for one in vectors)
                 distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
-            held = [evidence.records[rank].parameters.get(name) for rank in members]
-            if len({one.after for one in held if one is not None and one.after is not None}) > 1:
+            if len({one.after for one in held if one.after is not None}) > 1:
                 after[name].append(members)
-            if len({tuple(sorted(one.state.items())) for one in held if one is not None}) > 1:
+            if len({tuple(sorted(one.state.items())) for one in held}) > 1:
                 states[name].append(members)
     drifted = {name for name in after if name in gradients or name in partly}
     for alike, names in _by_sets(partly):
@@ -285,6 +292,28 @@ def check_leaks(evidence: Evidence) -> Iterator[Finding]:
         )
         title = "gradients for another model's optimizer are never zeroed"
         yield Finding(("D11",), "S4", evidence.step, title, lines, is_note=True)
+
+
+def are_averaged(before: Evidence, now: Evidence) -> bool:
+    """Whether replicas that a step has left different are equal when the next one begins."""
+    sets = [(name, members) for name, found in before.holders.items() for members in found if len(members) > 1]
+
+    def differ(evidence: Evidence, name: str, members: Sequence[int], what: str) -> bool:
+        held = [evidence.records[rank].parameters.get(name) for rank in members]
+        return len({getattr(one, what) for one in held if one is not None} - {None}) > 1
+
+    apart = [one for one in sets if differ(before, *one, "after")]
+    return bool(apart) and not any(differ(now, *one, "before") for one in apart)
+
+
+def of_averaged(evidence: Evidence) -> Finding:
+    """Make the note of ranks that train apart, and whose parameters become equal between steps."""
+    lines = (
+        "each rank steps by gradients that are not those of all ranks, and parameters are equal again when a later "
+        "step begins",
+        "meant, as in local SGD? else reduce gradients in each step",
+    )
+    return Finding(("D11",), "S2", evidence.step, "parameters are averaged, and gradients are not", lines, is_note=True)
 
 
 def of_dropped(evidence: Evidence) -> Finding:

@@ -170,6 +170,9 @@ class Watch:
         self._stepping: list[tuple[int, int]] = []
         #: How often the closure was called that the step of an optimizer was given.
         self._evaluations = 0
+        self._is_in_closure = False
+        #: Those that have ended inside of another's step.
+        self._ended: list[torch.optim.Optimizer] = []
         self._late = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
@@ -515,7 +518,11 @@ class Watch:
         @functools.wraps(closure)
         def watched(*inputs: Any) -> Any:
             self._evaluations += 1
-            value = closure(*inputs)
+            self._is_in_closure = True
+            try:
+                value = closure(*inputs)
+            finally:
+                self._is_in_closure = False
             if self.roots:
                 self._take_step(optimizer, is_nested)
             return value
@@ -537,19 +544,30 @@ class Watch:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
             return
+        stepped_before = dict(self._stepping).get(id(optimizer))
+        self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
         self._evaluations = 0
-        if not self.roots or self._is_of_others(optimizer):
-            self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
+        if stepped_before is None or not self.roots:
             return
-        *self._stepping, (_, stepped_before) = self._stepping or [(0, len(self._stepped))]
         with torch.no_grad():
             if len(self._stepped) == stepped_before:  # else others have stepped for it
-                if self.is_watching:
-                    mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-                    self._release(mine, lambda parameter: optimizer.state.get(parameter, {}))
                 self._stepped.append(self._seen(optimizer))
-            if self.is_watching and not self._stepping and self._is_complete():
-                self.end_step()
+            self._ended.append(optimizer)
+            if self._stepping:
+                return  # what the outer one does after it belongs to the step, as ZeroRedundancyOptimizer broadcasts
+            ended, self._ended = self._ended, []
+            if self.is_watching:
+                self._release_all(ended)
+                if self._is_complete():
+                    self.end_step()
+
+    def _release_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Read what a step has left: an inner optimizer's parameters and states, and the outer one's that are left."""
+        done: set[int] = set()
+        for optimizer in optimizers:
+            mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
+            self._release(mine, lambda parameter, state=optimizer.state: state.get(parameter, {}))  # type: ignore[misc]
+            done |= mine
 
     @_guarded
     def on_engine_step(self, engine: nn.Module) -> None:
@@ -627,8 +645,10 @@ class Watch:
 
     @_guarded
     def on_collective(self, collective: Collective) -> None:
-        if self.is_watching and not self._stepped:
+        if self.is_watching and (self._stepping or not self._stepped):
+            is_in_step = self._stepping and not self._is_in_closure
             phase = "backward" if self._is_backward else "forward" if self._depth else "between"
+            phase = "step" if is_in_step else phase
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded

@@ -143,15 +143,21 @@ FOUND = {
         "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ..."),
     "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
-    "D2": ("replicas", lambda m: m.at_step(2, "w", 2), "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 "
-        "(replicate) hold the same elements and have different bits (relative distance 1; 1 of 2 parameters)|"
-        "each rank has its own part: the sum over replicate is missing"),
-    "D2-noise": ("replicas", lambda m: m.at_step(2, "w", 1 + 3e-7), "note: step 0: replicas differ [D2, S9]|"
-        "gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; 1 of 2 parameters)|by no more than ..."),
-    "D2-none": ("replicas", lambda m: m.records[3].at_step.pop("b"), "step 0: replicas differ: some have no gradient "
-        "[D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 has no gradient"),
-    "D3": ("replicas", lambda m: m.put("b", [1], state={"exp_avg": (9,)}), "step 0: optimizer states of replicas "
-        "differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same elements and have different states"),
+    "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
+        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
+        "different bits (relative distance 1; 1 of 2 parameters)|each rank has its own part: the sum over replicate is "
+        "missing|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
+        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|each rank has its own part: ..."),
+    "D2-noise": ("replicas", lambda m: (m.at_step(2, "w", 1 + 3e-7), m.put("w", [2], after=(9,))),
+        "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
+        "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-none": ("replicas", lambda m: (m.records[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
+        "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 has "
+        "no gradient"),
+    "D3": ("replicas", lambda m: (m.put("b", before=(1,), after=(1,)), m.put("b", [1], state={"exp_avg": (9,)})),
+        "step 0: optimizer states of replicas differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same "
+        "elements and have different states"),
     "D4-dead": ("optimizers", lambda m: m.put_all(optimizers=[Optimizer("AdamW", 2, 0, True)]),
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
@@ -169,7 +175,8 @@ FOUND = {
         "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
     "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
         "step 0: parameters do not move [D6, S7]|'w': the gradient is not zero, and no bit changes in the step"),
-    "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0), "step 0: parameters have no optimizer state [D7, S7]|"
+    "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0),
+        "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
@@ -239,6 +246,74 @@ def test_one_change_is_one_finding(name):
     made = Made(sharded="replicated" not in name)
     change(made)
     assert_is(render(made, check), expected)
+
+
+@pytest.mark.parametrize("differs", ["gradients", "states", "some have none"])
+def test_what_the_step_gathers_may_differ_before_it(differs):
+    """As the states of ZeroRedundancyOptimizer do; a step that moves nothing gathers nothing."""
+    made = Made()
+    {
+        "gradients": lambda: made.at_step(2, "w", 2),
+        "states": lambda: made.put("w", [2], state={}),
+        "some have none": lambda: made.records[2].at_step.pop("w"),
+    }[differs]()
+    assert render(made, "replicas") == []
+    made.put("w", before=(1,), after=(1,))
+    assert len(render(made, "replicas")) == 1
+
+
+def summed_in_step(made):
+    made.put_all(collectives=Trace([Collective("step", "reduce_scatter", "float32", 4 * 29, tuple(EVERY))]))
+
+
+def test_an_optimizer_that_reduces_by_itself_is_not_judged_and_the_note_says_so():
+    made = Made(sharded=False)
+    made.reduce(lambda name, rank: made.sum(name, [rank]))
+    summed_in_step(made)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert found.is_note and found.title == "gradients are reduced in the optimizer's step, and not judged"
+    assert render(made, "replicas") == []
+    made.put("w", [3], after=(9,))
+    (text,) = render(made, "replicas")
+    assert text.startswith("step 0: replicas differ after the step [D1, S9]")
+
+
+@pytest.mark.parametrize("is_equal", [False, True], ids=["apart", "equal"])
+def test_ranks_that_nothing_reduces_may_train_apart(is_equal):
+    """As in local SGD; of ranks whose parameters are equal all the same, gradients are lost."""
+    made = Made(sharded=False)
+    made.starts = [dataclasses.replace(one, groups=Groups({}, "", ())) for one in made.starts]
+    made.put_all(collectives=Trace())
+    made.reduce(lambda name, rank: made.sum(name, [rank]))
+    if not is_equal:
+        made.put("w", [1], after=(9,))
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert (found.title, found.is_note) == ("gradients are not reduced", not is_equal)
+
+
+def test_a_hook_that_compresses_is_a_note_and_one_that_loses_a_rank_a_finding():
+    made = Made(sharded=False)
+    made.starts = [dataclasses.replace(one, hooks=("my_hook",)) for one in made.starts]
+    torch.manual_seed(1)
+    noise = {name: torch.randn(shape).double() for name, shape in SHAPES.items()}
+    made.reduce(lambda name, rank: made.mean(name, rank) + noise[name] / 4)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert found.is_note and found.title == "a communication hook changes gradients, which are not judged"
+    made.reduce(lambda name, rank: made.sum(name, [0, 1, 3]) / 4 + noise[name] / 40)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert not found.is_note and "without rank 2" in found.lines[0], found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_are_rounded_to_the_dtype_in_which_they_are_reduced(dtype):
+    """As DDP's fp16_compress_hook and fully_shard's reduce_dtype do."""
+    made = Made(sharded=False)
+    nbytes = 2 * 29 if dtype == "float16" else 4 * 29
+    made.put_all(collectives=Trace([Collective("backward", "all_reduce", dtype, nbytes, tuple(EVERY))]))
+    made.reduce(lambda name, rank: made.mean(name, rank).half().double())
+    assert [one.title for one in check_reduction(made.evidence(), [])[0]] == (
+        [] if dtype == "float16" else ["gradients are not the sum of what ranks computed"]
+    )
 
 
 def test_a_bias_before_a_normalization_need_not_move():
