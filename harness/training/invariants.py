@@ -546,6 +546,16 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         ]
         if not ranks:
             never.append(name)
+    idle = [name for name in never if all(name in one.idle for seen in records for one in seen.records)]
+    if idle:
+        steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
+        lines = (
+            f"{listed(idle)}: no forward on any rank calls the module in {steps}",
+            "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
+            "out; more steps tell (--steps)",
+        )
+        yield Finding(("D5",), "S10", records[-1].step, "modules have no turn", lines, is_note=True)
+    never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"

@@ -1,7 +1,9 @@
 """Is each gradient reduced exactly once, over all ranks whose data differ, and with one factor? (D11, D12)"""
 
 import dataclasses
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +25,10 @@ REDUCED_IN_STEP = "gradients are reduced in the optimizer's step, and not judged
 
 #: Of gradients that a hook compresses: how much nearer those without a rank must be, and of how many numbers.
 _MUCH_NEARER, _ENOUGH = 0.6, 16
+
+#: The title of the finding of factors that differ; how near two factors are that are one, and in how many layers
+#: a series of them is none by accident.
+DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
 
 #: The title of the finding of gradients that no known mistake makes.
 UNKNOWN = "gradients are not the sum of what ranks computed"
@@ -124,6 +130,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         findings.append(_of_lost(evidence, lost))
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
+    elif not wrong:
+        findings += _of_scales(evidence, *(values[one] for one in _STAGES))
     return findings, found
 
 
@@ -363,7 +371,7 @@ def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
 
 
 def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
-    """Make the finding of parameters with different factors; of experts, which fewer ranks hold, it is a note."""
+    """Make the finding of parameters with different factors; of whole classes of modules, as in muP, it is a note."""
     most = factors[0]
     lines = [f"{len(most.names)} of {sum(len(one.names) for one in factors)} parameters: {most.render()}"]
     sizes = {"the number of ranks": float(len(evidence.records))}
@@ -375,5 +383,60 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
         name = name_of_factor(ratio, sizes, spread=1e-3)
         times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
         lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
+    is_note = _are_of_classes(evidence, {name: one.value for one in factors for name in one.names})
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
-    return Finding(("D12",), "S1", evidence.step, "parameters have different factors", tuple(lines))
+    if is_note:
+        lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
+    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note)
+
+
+def _of_scales(
+    evidence: Evidence, before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]
+) -> list[Finding]:
+    """Make the note of parameters that user code scales otherwise than others of their class before the step.
+
+    Clipping of each parameter by its own norm gives each a factor of its own.
+    """
+    scales = {name: (after[name][0] / before[name][0], max(after[name][1], before[name][1]))
+              for name in after if name in before and before[name][0] != 0}  # fmt: skip
+    factors = _factors(scales, 1, 1)
+    if not 1 < len(factors) <= max(2, len(scales) // 4):
+        return []
+    most = max(factors, key=lambda one: len(one.names))
+    if _are_of_classes(evidence, {name: value for name, (value, _) in scales.items()}):
+        return []
+    lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
+    lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]
+    lines.append("meant? others of the same class of modules have another factor")
+    return [Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
+
+
+def _are_of_classes(evidence: Evidence, values: dict[str, float]) -> bool:
+    """Whether all parameters of a class of modules have one factor, or one that grows from layer to layer by a ratio.
+
+    Those of a class have one shape, and one name but for the number of the layer.
+    """
+    classes: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in values:
+        key = re.sub(r"\d+", "*", name, count=1), evidence.starts[0].shapes.get(name, ())
+        classes.setdefault(key, []).append(name)
+    for names in classes.values():
+        layers = [int(found[0]) if (found := re.search(r"\d+", name)) else 0 for name in names]
+        mine = sorted(zip(layers, (values[name] for name in names), strict=True))
+        if not all(_are_near(one, mine[0][1]) for _, one in mine) and not _is_series(mine):
+            return False
+    return True
+
+
+def _is_series(values: Sequence[tuple[int, float]]) -> bool:
+    """Whether the factors of at least three layers grow by one ratio from each to the next, as in layer-wise decay."""
+    if len(values) < _LAYERS or len({layer for layer, _ in values}) < len(values):
+        return False
+    if min(value for _, value in values) <= 0:
+        return False
+    ratios = [(b / a) ** (1 / (j - i)) for (i, a), (j, b) in itertools.pairwise(values)]
+    return all(_are_near(one, ratios[0]) for one in ratios)
+
+
+def _are_near(one: float, other: float) -> bool:
+    return abs(one - other) <= _NEAR * abs(other)

@@ -104,6 +104,8 @@ class StepRecord:
     after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     # By canonical name, ``.grad`` as the optimizer's step finds it.
     at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    # Parameters of modules that no forward of the step has called.
+    idle: list[str] = dataclasses.field(default_factory=list)
     # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order

@@ -64,6 +64,10 @@ _MOST_VALUES, _FEW = 64, 1 << 12
 _MOST_NOT_FINITE = 8
 
 
+#: The class of attention's output projection.
+_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Let an error of ours in a hook end the watching, and not the training."""
 
@@ -158,6 +162,7 @@ class Watch:
         self.roots: list[nn.Module] = []
         self.flat_places: dict[str, tuple[int, int]] = {}
         self._names: dict[int, str] = {}  # canonical names of modules
+        self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
         self._handles: list[Any] = []
         self._on_tensors: list[Any] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -170,7 +175,7 @@ class Watch:
         self._stepping: list[tuple[int, int]] = []
         #: How often the closure was called that the step of an optimizer was given.
         self._evaluations = 0
-        self._is_in_closure = False
+        self._is_in_closure = self._is_training = False
         #: Those that have ended inside of another's step.
         self._ended: list[torch.optim.Optimizer] = []
         self._late = False
@@ -205,6 +210,8 @@ class Watch:
         once: set[int] = set()
         for name, module in modules_of(root):
             self._names.setdefault(id(module), name)
+            if id(module) in compiled:
+                self._uncertain.add(id(module))
             if id(module) in compiled - {id(root)} or id(module) in once:
                 continue
             once.add(id(module))
@@ -281,6 +288,7 @@ class Watch:
         self._rows: list[int] = []
         self._drops: list[Drop] = []
         self._values: list[torch.Tensor] = []
+        self._called: set[int] = set()
         self._asks: list[bool] = []
         self._is_for_others = self._leaks = False
         self._collectives = Trace()
@@ -321,7 +329,9 @@ class Watch:
     def _before_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_root:
             self._depth += 1
-            if self._depth == 1 and torch.is_grad_enabled():
+            if self._depth == 1:
+                self._is_training = torch.is_grad_enabled()
+            if self._depth == 1 and self._is_training:
                 if self._stepped:
                     self.end_step()
                 if not self.is_attached:
@@ -337,6 +347,8 @@ class Watch:
                     self._forwards += 1
                     self._calls.clear()
                     self._take_batch((args, kwargs))
+        if self._is_training and self.is_watching:
+            self._called.add(id(module))
         if not self.is_watching or not torch.is_grad_enabled():
             return
         if is_root and self._late:
@@ -818,6 +830,7 @@ class Watch:
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
+        record.idle = sorted(self._idle())
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
@@ -840,6 +853,18 @@ class Watch:
         record.clipped_scaled = self._clipped_scaled
         record.autocast = self._autocast
         return record
+
+    def _idle(self) -> Iterator[str]:
+        """Yield the parameters of modules that could have been seen in a forward, and were in none."""
+        for root in self.roots:
+            parents = {id(child): module for _, module in modules_of(root) for child in module.children()}
+            for name, module in modules_of(root):
+                mine = [f"{name}.{last}" if name else last for last in module._parameters]
+                # Lists of parameters have no forward, and attention uses its projection without calling it.
+                while id(module) in parents and not _is_called(module):
+                    module = parents[id(module)]
+                if id(module) in self._names and id(module) not in self._called | self._uncertain:
+                    yield from mine
 
     def _parameters_held(self) -> dict[str, Parameter]:
         live = dict(self.parameters())
@@ -878,6 +903,10 @@ class Watch:
 
 def _device_of(inputs: Any) -> str:
     return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
 
 
 def _is_view(value: torch.Tensor) -> bool:

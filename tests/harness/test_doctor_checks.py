@@ -153,8 +153,8 @@ FOUND = {
         "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
         "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),
     "D2-none": ("replicas", lambda m: (m.records[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
-        "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 has "
-        "no gradient"),
+        "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 "
+        "has no gradient"),
     "D3": ("replicas", lambda m: (m.put("b", before=(1,), after=(1,)), m.put("b", [1], state={"exp_avg": (9,)})),
         "step 0: optimizer states of replicas differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same "
         "elements and have different states"),
@@ -164,6 +164,9 @@ FOUND = {
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|..."),
+    "D5-idle": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "idle", ["b"]))
+        for one in m.records], "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
+        "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else the forward ..."),
     "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
         "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and ..."),
     "D6": ("updates", lambda m: m.put("w", before=(1,), after=(1,), dtype="bfloat16"), "step 0: parameters do not move "
@@ -214,8 +217,9 @@ FOUND = {
         "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains "
         "(1 of 2 parameters: 'w')|and they match no known mistake"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
-        "step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 x the "
-        "sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|..."),
+        "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 x "
+        "the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
+        "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
     "D14": ("gathered", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay gathered [D14]|"
@@ -246,6 +250,36 @@ def test_one_change_is_one_finding(name):
     made = Made(sharded="replicated" not in name)
     change(made)
     assert_is(render(made, check), expected)
+
+
+def of_layers(factors, *, stage="after_backward"):
+    """Return the findings of a step whose parameter ``b`` is one of several layers, with a factor for each."""
+    made, names = Made(sharded=False), [f"h.{number}.b" for number in range(len(factors))]
+    for name, factor in zip(names, factors, strict=True):
+        other = Made(sharded=False)
+        if stage == "at_step":
+            other.reduce(other.mean, lambda rank, factor=factor: factor / 2, names="b")
+        else:
+            other.reduce(lambda name, rank, other=other, factor=factor: factor * other.mean(name, rank), names="b")
+        for mine, its in zip(made.records, other.records, strict=True):
+            for field in ("own", "after_backward", "at_step", "parameters"):
+                getattr(mine, field)[name] = getattr(its, field)["b"]
+    made.starts = [dataclasses.replace(one, shapes=SHAPES | dict.fromkeys(names, (5,))) for one in made.starts]
+    return check_reduction(made.evidence(), [])[0]
+
+
+@pytest.mark.parametrize("factors", [[2, 2, 2], [0.8, 0.64, 0.512], [4, 2]], ids=["class", "series", "two"])
+def test_a_factor_of_a_class_of_modules_is_a_note_and_one_of_a_layer_a_finding(factors):
+    (found,) = of_layers(factors)
+    assert found.title == "parameters have different factors" and found.is_note == (len(factors) > 2)
+    (found,) = of_layers([*factors[:-1], 3 * factors[-1]])
+    assert not found.is_note
+
+
+def test_a_factor_that_user_code_gives_to_a_layer_before_the_step_is_a_note():
+    assert of_layers([2, 2, 2], stage="at_step") == of_layers([1, 1, 1], stage="at_step") == []
+    (found,) = of_layers([1, 1, 3], stage="at_step")
+    assert found.is_note and found.lines[1] == "'h.2.b': by 1.5"
 
 
 @pytest.mark.parametrize("differs", ["gradients", "states", "some have none"])
