@@ -250,7 +250,7 @@ class Doctor(Watching):
         if evidence.drops and found:
             # Gradients that are gone count where the rest is not all that the optimizer has.
             after = check_reduction(evidence.after_drops, self._reduced)
-            if not any("D11" in one.checks for one in after[0]):
+            if evidence.are_drops_meant or not any("D11" in one.checks for one in after[0]):
                 if not evidence.are_drops_meant:
                     self._doubts.append((evidence, found))
                 found, reduced = after

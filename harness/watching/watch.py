@@ -804,7 +804,7 @@ class Watch:
             return
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._read.append(self._backwards)
-        self._asks.append(any(tensor.is_leaf and tensor.requires_grad for tensor in found))
+        self._asks.append(any(tensor.requires_grad for tensor in found))
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
