@@ -19,6 +19,9 @@ from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
 
+#: The title of the finding of a NaN or an infinity.
+NOT_FINITE = "a tensor is not finite"
+
 #: The title of the finding that replicas differ before the first step.
 APART_AT_THE_START = "replicas differ when training begins"
 
@@ -488,7 +491,7 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         if is_note:
             lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
-        yield Finding(("D16",), "", evidence.step, "a tensor is not finite", (*lines, on), is_note)
+        yield Finding(("D16",), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
 
 
 def _gradients(record: StepRecord) -> list[Gradient]:
