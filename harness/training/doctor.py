@@ -20,7 +20,7 @@ from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import DATA, groups_of, hooks_of, replicated_ranks, sizes_of_flat
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
@@ -100,14 +100,20 @@ class Doctor(Watching):
         self._on_finding, self._report = on_finding, report
         self._patience, self._registered = patience, registered
         self._watch = Watch(
-            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=(Unhealthy,)
-        )
+            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error,
+            passes=(Unhealthy,), on_drop=self._skip,
+        )  # fmt: skip
         self._exchange: Exchange | None = None
         self._starts: list[Start] = []
         self._holders: dict[str, list[tuple[int, ...]]] = {}
         self._seen: list[Evidence] = []
         self._reduced: list[Reduced] = []
         self._memory: dict[int, list[int | None]] = {}
+        #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
+        self._doubts: list[tuple[Evidence, list[Finding]]] = []
+        #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
+        self._apart: list[Finding] = []
+        self._are_averaged = False
         self.findings: list[Finding] = []
 
     # The context ----------------------------------------------------------------------------
@@ -160,12 +166,13 @@ class Doctor(Watching):
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models),
+            flat=sizes_of_flat(models), hooks=hooks_of(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
 
     def _on_error(self, error: Exception) -> None:
+        self._add(self._take_waiting(), may_raise=False)
         if not isinstance(error, Absent):
             super()._on_error(error)
             return
@@ -173,17 +180,9 @@ class Doctor(Watching):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
-        assert self._exchange is not None
-        record.rank = self._exchange.rank
-        if not self._exchange.is_there:
-            # What was noted of the model when training began is of groups of ranks that are gone.
-            self._say(
-                f"the loop destroyed its process groups before the end of step {record.step}: this step and later ones "
-                "are not watched"
-            )
-            self._finish()
+        records = self._meet(record)
+        if not records:
             return
-        records = self._exchange.all(record)
         self._memory[record.step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
         self._seen.append(evidence)
@@ -197,7 +196,8 @@ class Doctor(Watching):
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        if not any("D16" in one.checks or one.title in (invariants.DEAD, invariants.APART) for one in found):
+        causes = (invariants.NOT_FINITE, invariants.DEAD, invariants.APART)
+        if not any(one.title in causes and not one.is_note for one in found):
             found += self._check_gradients(evidence)
         else:
             self._reduced.insert(0, Reduced(is_skipped=True))
@@ -207,46 +207,120 @@ class Doctor(Watching):
             *invariants.check_memory(self._memory),
         ]
         self._add(found)
-        if record.step >= self._steps[-1]:
+        self._settle()
+        if evidence.step >= self._steps[-1]:
             self._finish()
-        elif sys.stderr.isatty() and self._exchange.rank == 0 and self._on_finding != "collect":
+        elif sys.stderr.isatty() and record.rank == 0 and self._on_finding != "collect":
             left = sum(step > record.step for step in self._steps)
             print(
                 f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
             )
 
+    def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
+        """Exchange the records of a step and return them.
+
+        Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
+        neither.
+        """
+        assert self._exchange is not None
+        if not self._exchange.is_there:
+            # What was noted of the model when training began is of groups of ranks that are gone.
+            which = f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"
+            self._say(
+                f"the loop destroyed its process groups before the end of {which}: this step and later ones "
+                "are not watched"
+            )
+            self._finish()
+            return []
+        if isinstance(seen, StepRecord):
+            seen.rank = self._exchange.rank
+        while True:
+            told = self._exchange.all(seen)
+            records = [one for one in told if isinstance(one, StepRecord)]
+            dropped = {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
+            if not records or not dropped:
+                return records
+            if any(one.backwards <= max(dropped.values()) for one in records):
+                self._add([invariants.of_skip(records[0].step, list(dropped), len(told))])
+                self._finish()
+                return []
+            # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
+            if not isinstance(seen, StepRecord):
+                return []
+
+    def _skip(self, backwards: int) -> None:
+        self._meet(backwards)
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
+        if len({one.drops for one in self._seen}) > 1:
+            self._add([invariants.of_dropped(evidence) for evidence, _ in self._doubts])
+            self._doubts.clear()
+        if len(self._seen) > 1 and invariants.are_averaged(*self._seen[-2:]):
+            self._are_averaged = True
+            is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
+            if not is_told and any("D11" in one.checks for one in self._apart):
+                self._add([invariants.of_averaged(self._seen[0])])
+            self._apart.clear()
+        if is_last:
+            self._add(self._take_waiting())
+
+    def _take_waiting(self) -> list[Finding]:
+        """Return the findings that a later step might have cleared, and keep them no longer."""
+        found = [*(one for _, found in self._doubts for one in found), *self._apart]
+        self._doubts.clear()
+        self._apart.clear()
+        return found
+
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
         found, reduced = check_reduction(evidence, self._reduced)
+        if evidence.drops and found:
+            # Gradients that are gone count where the rest is not all that the optimizer has.
+            after = check_reduction(evidence.after_drops, self._reduced)
+            if evidence.are_drops_meant or not any("D11" in one.checks for one in after[0]):
+                if not evidence.are_drops_meant:
+                    self._doubts.append((evidence, found))
+                found, reduced = after
         self._reduced.insert(0, reduced)
+        found += invariants.check_leaks(evidence)
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
-        if not began_apart and not any("D11" in one.checks and not one.is_note for one in found):
+        is_wrong = any("D11" in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED) for one in found)
+        if not began_apart and not is_wrong:
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
             if not any("D10" in one.checks for one in (*self.findings, *found)):
                 found += invariants.check_limit(self._seen)
+        known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
-        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
+        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if any("D11" in one.checks for one in self.findings):
+        if any("D11" in one.checks for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN]
+        # Whoever wants an exception has it at the end of the step.
+        if self._on_finding != "raise":
+            apart = [one for one in found if _is_of_apart(one)]
+            found = [one for one in found if one not in apart]
+            self._apart += [] if self._are_averaged else apart
         return found
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]
 
-    def _add(self, found: Sequence[Finding]) -> None:
-        known = {one.key for one in self.findings}
-        new = [one for one in found if one.key not in known and set(one.checks) & self._checks]
+    def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
+        new: list[Finding] = []
+        for one in found:
+            if set(one.checks) & self._checks and not any(one.key == known.key for known in (*self.findings, *new)):
+                new.append(one)
         self.findings += new
         for one in new:
             if self._on_finding != "collect":
                 self._say(one.render())
         errors = [one for one in new if not one.is_note]
-        if errors and self._on_finding == "raise":
+        if errors and may_raise and self._on_finding == "raise":
             self._detach()
             raise Unhealthy("\n".join(one.render() for one in errors))
 
@@ -255,9 +329,12 @@ class Doctor(Watching):
             return
         self._is_over = True
         if not self._seen:
-            self._say(why := self._nothing_seen())
+            why = self._nothing_seen()
+            if not self.findings:
+                self._say(why)
             self._write_report(why)
         else:
+            self._settle(is_last=True)
             self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
             if self._on_finding != "collect":
                 self._say(self.summary())
@@ -265,6 +342,7 @@ class Doctor(Watching):
         self._detach()
 
     def _abandon(self, error: BaseException) -> None:
+        self._add(self._take_waiting(), may_raise=False)
         self._write_report(f"the training ended with {type(error).__name__}")
 
     def _write_report(self, incomplete: str = "") -> None:
@@ -299,6 +377,12 @@ class Doctor(Watching):
         if self._exchange is not None:
             with contextlib.suppress(Exception):  # the user may have ended the process groups
                 self._exchange.close()
+
+
+def _is_of_apart(finding: Finding) -> bool:
+    """Whether parameters that are averaged later explain a finding."""
+    is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
+    return not finding.is_note and (is_local or bool({"D1", "D3"} & set(finding.checks)))
 
 
 doctor = Doctor
