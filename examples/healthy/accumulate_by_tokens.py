@@ -1,4 +1,4 @@
-"""Gradient accumulation over microbatches of different lengths: each token counts alike, over microbatches and ranks."""
+"""Gradient accumulation over microbatches of different lengths, in which each token of all ranks counts alike."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What a project keeps in its ``utils.py``, ``data.py`` and ``model.py``: the start, data, a small GPT, logging, the end."""
+"""What a project keeps in its utils.py, data.py and model.py: start, data, a small GPT, logging, the end."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""DistributedDataParallel in its plainest form: a loader with a DistributedSampler, cross entropy, SGD with momentum."""
+"""DistributedDataParallel in its plainest form: a loader with a sampler, cross entropy, SGD with momentum."""
 
 import torch
 from common import finish, images, log, setup
