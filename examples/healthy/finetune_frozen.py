@@ -1,4 +1,4 @@
-"""Fine-tuning of a new head on a frozen network, whose BatchNorm stays in eval mode; the optimizer has the head alone."""
+"""Fine-tuning of a new head on a frozen network with BatchNorm in eval mode; the optimizer has the head alone."""
 
 import torch
 from common import finish, images, loader, log, setup

@@ -1,4 +1,4 @@
-"""Post-local SGD: gradients of all ranks for some steps, then those of this rank and the mean of parameters at times."""
+"""Post-local SGD: after some steps a rank uses its own gradients, and parameters are averaged at times."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""A loss scale of its own: the gradients are checked on all ranks, and an overflow skips the step and halves the scale."""
+"""A loss scale of its own: where gradients overflow on all ranks, the step is skipped and the scale falls."""
 
 import torch
 from common import GPT, finish, loader, log, setup, text
