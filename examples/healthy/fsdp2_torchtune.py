@@ -1,4 +1,4 @@
-"""torchtune's full fine-tuning recipe: losses are sums over tokens, and gradients are scaled after the last backward."""
+"""torchtune's full fine-tuning recipe: losses are sums over tokens, and gradients are scaled before the step."""
 
 import torch
 import torch.distributed as dist

@@ -11,12 +11,9 @@ DIM, BATCH = 24, 16
 rank, world = setup()
 half = max(world // 2, 1)
 groups = [dist.new_group(list(range(start, start + half))) for start in range(0, world, half)]
-halves = [
-    nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()),
-    nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, 4)),
-]
+first, second = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()), nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4))
 stage = rank // half if world > 1 else None
-model = nn.Sequential(*halves) if stage is None else halves[stage]
+model = nn.Sequential(first, second) if stage is None else (first, second)[stage]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 data = torch.Generator().manual_seed(SEED)
 
