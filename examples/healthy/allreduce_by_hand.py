@@ -1,4 +1,4 @@
-"""Data parallelism without a wrapper: the mean of each gradient by an all-reduce after backward, as in torch's tutorial."""
+"""Data parallelism without a wrapper: after backward an all-reduce of each gradient, as in torch's tutorial."""
 
 import torch
 import torch.distributed as dist

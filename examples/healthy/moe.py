@@ -1,4 +1,4 @@
-"""A mixture of experts under DDP with top-1 routing, noise and an auxiliary loss: some experts get no token at times."""
+"""A mixture of experts under DDP with top-1 routing and an auxiliary loss: some experts get no token at times."""
 
 import torch
 from common import VOCABULARY, finish, loader, log, setup, text
