@@ -1,4 +1,4 @@
-"""Gradients of the embeddings are scaled down by a tenth between backward and step, as GLM-130B did against spikes."""
+"""The gradient of the embedding is shrunk to a tenth in the forward, as GLM-130B did against spikes of the loss."""
 
 import torch
 from common import VOCABULARY, Block, finish, loader, log, setup, text
