@@ -13,12 +13,9 @@ fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp")
 fabric.launch()
 fabric.seed_everything(SEED)
 generator = nn.Sequential(
-    nn.ConvTranspose2d(8, 16, 4, bias=False),
-    nn.BatchNorm2d(16),
-    nn.ReLU(),
-    nn.ConvTranspose2d(16, 3, 4, 2, 1),
-    nn.Tanh(),
-)
+    nn.ConvTranspose2d(8, 16, 4, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+    nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh(),
+)  # fmt: skip
 discriminator = nn.Sequential(
     nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(16, 1, 4), nn.Flatten(0), nn.Sigmoid()
 )

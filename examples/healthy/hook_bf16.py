@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 
-def bf16_compress_hook(state, bucket):
+def compress_to_bf16(state, bucket):
     compressed = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
     future = dist.all_reduce(compressed, async_op=True).get_future()
 
@@ -21,7 +21,7 @@ def bf16_compress_hook(state, bucket):
 
 setup()
 model = DistributedDataParallel(GPT(tied=True))
-model.register_comm_hook(None, bf16_compress_hook)
+model.register_comm_hook(None, compress_to_bf16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 for step, (inputs, labels) in enumerate(loader(text())):

@@ -1,0 +1,107 @@
+"""In the scripts of examples/healthy the doctor finds nothing, and it changes no bit of them.
+
+Ranks are forked from a process with torch, as ``torchrun`` would start them (tests/harness/forked.py).
+"""
+
+import importlib.util
+import math
+import re
+import statistics
+from typing import NamedTuple
+
+import pytest
+
+from tests.harness import forked
+from tests.harness.inner import ROOT
+
+HEALTHY = ROOT / "examples/healthy"
+WATCHED = ("doctor", "--strict")
+SEEDS = range(3)
+
+#: The scripts that run by day, with two ranks and one seed: the fastest, of each kind of wrapper one.
+BY_DAY = (
+    "ddp_plain", "ddp_batchnorm_small", "closure_plain", "skip_large_norm", "lora", "hook_fp16", "zero_redundancy",
+    "fsdp2_validate_first", "fsdp1_original_params", "tp_tutorial", "allreduce_by_hand", "gan_wgan_gp",
+)  # fmt: skip
+
+#: How the losses of the ranks give that of one process, by the word of the index.
+ALIKE = {"mean": statistics.mean, "sum": math.fsum}
+#: A float64's relative distance of two losses that are sums of the same numbers in another order.
+ROUNDING = 1e-9
+
+
+class Row(NamedTuple):
+    """A row of the index."""
+
+    name: str
+    like: str
+    source: str
+    needs: str
+    ranks: str
+    alike: str
+
+    def run(self, ranks: int, *command: str, seed: int = 0, double: bool = False) -> forked.Ran:
+        """Run the script; skip the test if a package is missing."""
+        for package in filter(None, self.needs.split(", ")):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{self.name} needs {package}: `tox -e trainers` has it")
+        ran = forked.run(HEALTHY / f"{self.name}.py", ranks, command=command, double=double, SEED=str(seed))
+        assert ran.is_complete or command, ran.text
+        return ran
+
+
+def _index() -> dict[str, Row]:
+    rows = re.findall(r"^\| \[(\w+)\]\(\1\.py\) \|(.*)\|$", (HEALTHY / "README.md").read_text(), re.MULTILINE)
+    return {name: Row(name, *(cell.strip() for cell in cells.split(" | "))) for name, cells in rows}
+
+
+INDEX = _index()
+WORLDS = [(row, int(ranks)) for row in INDEX.values() for ranks in row.ranks.split(", ")]
+
+
+def _named(value: object) -> str | None:
+    return value.name if isinstance(value, Row) else None
+
+
+def _assert_healthy(row: Row, ranks: int, seed: int) -> None:
+    watched = row.run(ranks, *WATCHED, seed=seed)
+    assert watched.is_complete and not forked.findings(watched.text), watched.text
+    # It watched to its end, without an error of its own.
+    assert re.search(rf"^shardproof doctor: steps 0-\d+ of {ranks} rank.*; no finding$", watched.text, re.MULTILINE), (
+        watched.text
+    )
+    assert watched.out == row.run(ranks, seed=seed).out
+
+
+@pytest.mark.parametrize("name", BY_DAY)
+def test_by_day_nothing_is_found_in_a_script(name: str) -> None:
+    _assert_healthy(INDEX[name], 2, 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("row", "ranks"), WORLDS, ids=_named)
+def test_nothing_is_found_and_no_bit_changes(row: Row, ranks: int, seed: int) -> None:
+    if row.needs and seed:
+        pytest.skip("its packages take longer to import than its steps: one seed")
+    _assert_healthy(row, ranks, seed)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", [row for row in INDEX.values() if row.alike in ALIKE], ids=_named)
+def test_ranks_compute_the_losses_of_one_process(row: Row) -> None:
+    """A script of the corpus must be right itself: in float64 its losses are those of the same batches on one rank."""
+    ran = [row.run(int(ranks), double=True) for ranks in row.ranks.split(", ")]
+    alone, *several = [[ALIKE[row.alike](step) for step in forked.losses(one)] for one in ran]
+    assert len(alone) >= 3
+    for losses in several:
+        assert losses == pytest.approx(alone, rel=ROUNDING, abs=0)
+
+
+def test_each_script_has_a_row_with_its_first_line() -> None:
+    scripts = {path.stem: path.read_text() for path in HEALTHY.glob("*.py") if path.stem != "common"}
+    assert list(INDEX) == sorted(scripts) and len(scripts) >= 60
+    for name, text in scripts.items():
+        assert text.startswith(f'"""{INDEX[name].like}"""\n'), name
+        assert INDEX[name].source.startswith("["), name
+    assert set(BY_DAY) <= set(INDEX) and len(BY_DAY) >= len(INDEX) // 10
