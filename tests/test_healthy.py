@@ -5,7 +5,9 @@ Ranks are forked from a process with torch, as ``torchrun`` would start them (te
 
 import importlib.util
 import math
+import pathlib
 import re
+import shutil
 import statistics
 from typing import NamedTuple
 
@@ -28,6 +30,48 @@ BY_DAY = (
 ALIKE = {"mean": statistics.mean, "sum": math.fsum}
 #: A float64's relative distance of two losses that are sums of the same numbers in another order.
 ROUNDING = 1e-9
+
+
+#: A mistake in a healthy script: the script, what is wrong, the right text and the wrong one, and the check that finds it.
+TWINS = {
+    "closure_accumulate": (
+        "the closure forgets the microbatches before it",
+        "\n        loss.backward()", "\n        optimizer.zero_grad()\n        loss.backward()", "D11",
+    ),
+    "validate_first": (
+        "nothing is reduced after a validation",
+        "loss = F.cross_entropy(model(inputs)", "loss = F.cross_entropy(model.module(inputs)", "D11",
+    ),
+    "fsdp2_validate_first": (
+        "the gradients of what is outside of the blocks are not reduced", "\nfully_shard(model)\n", "\n", "D11",
+    ),
+    "ddp_batchnorm_small": (
+        "the optimizer lacks a parameter behind BatchNorm",
+        "SGD(model.parameters()", "SGD(list(model.parameters())[:-2]", "D4",
+    ),
+    "hook_bf16": (
+        "a communication hook loses a rank", ".div_(dist.get_world_size())", ".mul_(float(dist.get_rank() > 0))", "D11",
+    ),
+    "ddp_plain": (
+        "the sampler gives each rank all samples", "shuffle=False)", "num_replicas=1, rank=0, shuffle=False)", "D9",
+    ),
+    "skip_large_norm": (
+        "one rank alone skips a step", "if norm < 5:", "if norm < 5 or torch.distributed.get_rank() == 0:", "D1",
+    ),
+    "mup": ("one layer of its class has another factor", 'if name == "head"', 'if name == "blocks.1.up"', "D12"),
+    "ddp_static_graph": (
+        "the embedding is detached", "x = self.embed(tokens) +", "x = self.embed(tokens).detach() +", "D5",
+    ),
+    "zero1_by_hand": (
+        "the weights are not gathered after a sharded step",
+        "dist.broadcast(parameter.data, src=i % world)", "pass", "D1",
+    ),
+    "tp_tutorial": (
+        "ranks of a tensor-parallel group read other data",
+        "manual_seed(SEED + i)", "manual_seed(SEED + i + 100 * rank)", "D9",
+    ),
+    "gan_dcgan": ("the discriminator is never zeroed", "    netD.zero_grad()\n", "", "D11"),
+}  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -96,6 +140,19 @@ def test_ranks_compute_the_losses_of_one_process(row: Row) -> None:
     assert len(alone) >= 3
     for losses in several:
         assert losses == pytest.approx(alone, rel=ROUNDING, abs=0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TWINS)
+def test_the_mistake_of_a_broken_twin_is_found(name: str, tmp_path: pathlib.Path) -> None:
+    mistake, right, wrong, check = TWINS[name]
+    text = (HEALTHY / f"{name}.py").read_text()
+    assert right in text
+    (tmp_path / f"{name}.py").write_text(text.replace(right, wrong))
+    shutil.copy(HEALTHY / "common.py", tmp_path)
+    said = forked.run(tmp_path / f"{name}.py", 2, command=WATCHED).text
+    found = re.findall(r"^shardproof doctor: (?:note: )?step \d+: .* \[(.*)\]$", said, re.MULTILINE)
+    assert any(check in one.split(", ") for one in found), f"{mistake}\n{said}"
 
 
 def test_each_script_has_a_row_with_its_first_line() -> None:
