@@ -32,7 +32,7 @@ ALIKE = {"mean": statistics.mean, "sum": math.fsum}
 ROUNDING = 1e-9
 
 
-#: A mistake in a healthy script: the script, what is wrong, the right text and the wrong one, and the check that finds it.
+#: By script a mistake in it: what is wrong, the right text and the wrong one, and the check that finds it.
 TWINS = {
     "closure_accumulate": (
         "the closure forgets the microbatches before it",
