@@ -25,6 +25,7 @@ discriminator, optimizer_d = fabric.setup(discriminator, optimizer_d)
 generator, optimizer_g = fabric.setup(generator, optimizer_g)
 dataloader = fabric.setup_dataloaders(DataLoader(images(), batch_size=16 // world))
 criterion = nn.BCELoss()
+torch.manual_seed(1000 * SEED + fabric.global_rank)  # the noise differs between ranks
 
 for i, (real, _) in enumerate(dataloader):
     discriminator.zero_grad()

@@ -17,6 +17,9 @@ class GAN(lightning.LightningModule):
         self.generator = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 192), nn.Tanh())
         self.discriminator = nn.Sequential(nn.Linear(192, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
 
+    def on_fit_start(self):
+        torch.manual_seed(1000 * SEED + self.global_rank)  # the noise differs between ranks
+
     def adversarial(self, images, real):
         logits = self.discriminator(images)
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))

@@ -42,6 +42,11 @@ class Ran:
         return not any(code is None or code for code in self.codes)
 
     @property
+    def bits(self) -> list[str]:
+        """What ranks print with all bits: losses and checksums."""
+        return re.findall(r"^rank \d+ .*$", "".join(self.out), re.MULTILINE)
+
+    @property
     def text(self) -> str:
         """All that was printed."""
         return "".join(
@@ -165,7 +170,7 @@ def main() -> int:
                 found = findings(watched.text)
                 said = "ok" if not found and watched.is_complete else f"{len(found)} findings {watched.codes}"
                 said += "" if alone.is_complete else f"; alone {alone.codes}"
-                said += "" if watched.out == alone.out else "; OTHER BITS"
+                said += "" if watched.bits == alone.bits else "; OTHER BITS"
                 if options.double:
                     double = run(script, ranks, double=True, SEED=str(seed))
                     said += "  float64 " + " ".join(f"{loss:.13f}" for loss in map(statistics.mean, losses(double)))
