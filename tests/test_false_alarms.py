@@ -45,12 +45,6 @@ class Meant:
 
 
 MEANT = (
-    # A module of the unit never runs.
-    Meant(
-        "suites/test_training.py::test_member_that_does_not_run[*]", "D5",
-        'pair = rank.pair(shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", '
-        "find_unused=True)",
-    ),
     # The parameter is 1, and the loss calls the model on its output, which is the input once more.
     Meant(
         "suites/test_training.py::test_root_called_on_its_output[*]", "D9",

@@ -67,6 +67,7 @@ class Diagnosis:
         factor: by what the sum of its parts is multiplied.
         residual: the relative distance to that.
         missing: the ranks whose parts are missing from it.
+        weights: how many factors were chosen to come near to it.
     """
 
     signature: str
@@ -74,6 +75,7 @@ class Diagnosis:
     factor: float
     residual: float
     missing: tuple[int, ...] = ()
+    weights: int = 1
 
 
 Parts = Mapping[int, Sequence[torch.Tensor]]
@@ -242,10 +244,11 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
             sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
             if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
                 text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
-                return Diagnosis("S2", text, found[0][0], found[1])
+                return Diagnosis("S2", text, found[0][0], found[1], weights=2)
     if len(seen) > count and (found := _weights(seen, by_number)) is not None and found[1] <= tolerance:
         listed = ", ".join(f"{weight:.4g}" for weight in found[0])
-        return Diagnosis("S5", f"has microbatches of different weights: {listed}", found[0][0], found[1])
+        text = f"has microbatches of different weights: {listed}"
+        return Diagnosis("S5", text, found[0][0], found[1], weights=count)
     return None
 
 
@@ -254,11 +257,13 @@ def _with_scaled(seen: torch.Tensor, own: Parts, earlier: Sequence[torch.Tensor]
     if not earlier or (found := _weights(seen, [total(own), earlier[0]])) is None or min(found[0]) <= 0:
         return None
     text = "still contains the gradients of the step before: they were never zeroed"
-    return Diagnosis("S4", text, found[0][0], found[1]) if found[1] <= tolerance else None
+    return Diagnosis("S4", text, found[0][0], found[1], weights=2) if found[1] <= tolerance else None
 
 
 def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:
     matrix = torch.stack(list(parts), dim=1)
+    if not bool(matrix.isfinite().all()):
+        return None
     weights = torch.linalg.lstsq(matrix, seen.unsqueeze(1)).solution.squeeze(1)
     if not bool(weights.isfinite().all()) or float(seen.norm()) == 0:
         return None

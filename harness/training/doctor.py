@@ -19,7 +19,7 @@ from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import DATA, groups_of, hooks_of, replicated_ranks, sizes_of_flat
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
@@ -98,14 +98,20 @@ class Doctor(Watching):
         self._on_finding, self._report = on_finding, report
         self._patience, self._registered = patience, registered
         self._watch = Watch(
-            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=(Unhealthy,)
-        )
+            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error,
+            passes=(Unhealthy,), on_drop=self._skip,
+        )  # fmt: skip
         self._exchange: Exchange | None = None
         self._starts: list[Start] = []
         self._holders: dict[str, list[tuple[int, ...]]] = {}
         self._seen: list[Evidence] = []
         self._reduced: list[Reduced] = []
         self._memory: dict[int, list[int | None]] = {}
+        #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
+        self._doubts: list[tuple[Evidence, list[Finding]]] = []
+        #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
+        self._apart: list[Finding] = []
+        self._are_averaged = False
         self.findings: list[Finding] = []
 
     # The context ----------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class Doctor(Watching):
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models),
+            flat=sizes_of_flat(models), hooks=hooks_of(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -171,9 +177,9 @@ class Doctor(Watching):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
-        assert self._exchange is not None
-        record.rank = self._exchange.rank
-        records = self._exchange.all(record)
+        records = self._meet(record)
+        if records is None:
+            return
         self._memory[record.step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
         self._seen.append(evidence)
@@ -197,40 +203,90 @@ class Doctor(Watching):
             *invariants.check_memory(self._memory),
         ]
         self._add(found)
-        if record.step >= self._steps[-1]:
+        self._settle()
+        if evidence.step >= self._steps[-1]:
             self._finish()
-        elif sys.stderr.isatty() and self._exchange.rank == 0 and self._on_finding != "collect":
+        elif sys.stderr.isatty() and record.rank == 0 and self._on_finding != "collect":
             left = sum(step > record.step for step in self._steps)
             print(
                 f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
             )
 
+    def _meet(self, record: StepRecord | None) -> list[StepRecord] | None:
+        """Exchange the records of a step, or that it is skipped, which is None; a rank alone does neither."""
+        assert self._exchange is not None
+        if record is not None:
+            record.rank = self._exchange.rank
+        told = self._exchange.all(record)
+        without = [rank for rank, one in enumerate(told) if one is None]
+        if without and len(without) < len(told):
+            step = next(one.step for one in told if one is not None)
+            self._add([invariants.of_skip(step, without, len(told))])
+            self._finish()
+        return None if without else told
+
+    def _skip(self) -> None:
+        self._meet(None)
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
+        if len({one.drops for one in self._seen}) > 1:
+            self._add([invariants.of_dropped(evidence) for evidence, _ in self._doubts])
+            self._doubts.clear()
+        if len(self._seen) > 1 and invariants.are_averaged(*self._seen[-2:]):
+            self._are_averaged = True
+            is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
+            if not is_told and any("D11" in one.checks for one in self._apart):
+                self._add([invariants.of_averaged(self._seen[0])])
+            self._apart.clear()
+        if is_last:
+            self._add([*(one for _, found in self._doubts for one in found), *self._apart])
+            self._doubts.clear()
+            self._apart.clear()
+
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
         found, reduced = check_reduction(evidence, self._reduced)
+        if evidence.drops and found:
+            # Gradients that are gone count where the rest is not all that the optimizer has.
+            after = check_reduction(evidence.after_drops, self._reduced)
+            if not any("D11" in one.checks for one in after[0]):
+                if not evidence.are_drops_meant:
+                    self._doubts.append((evidence, found))
+                found, reduced = after
         self._reduced.insert(0, reduced)
+        found += invariants.check_leaks(evidence)
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
-        if not began_apart and not any("D11" in one.checks and not one.is_note for one in found):
+        is_wrong = any("D11" in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED) for one in found)
+        if not began_apart and not is_wrong:
             found += invariants.check_replicas(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
             if not any("D10" in one.checks for one in (*self.findings, *found)):
                 found += invariants.check_limit(self._seen)
+        known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
-        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings):
+        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if any("D11" in one.checks for one in self.findings):
+        if any("D11" in one.checks for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN]
+        # Whoever wants an exception has it at the end of the step.
+        if self._on_finding != "raise":
+            apart = [one for one in found if _is_of_apart(one)]
+            found = [one for one in found if one not in apart]
+            self._apart += [] if self._are_averaged else apart
         return found
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]
 
     def _add(self, found: Sequence[Finding]) -> None:
-        known = {one.key for one in self.findings}
-        new = [one for one in found if one.key not in known and set(one.checks) & self._checks]
+        new: list[Finding] = []
+        for one in found:
+            if set(one.checks) & self._checks and not any(one.key == known.key for known in (*self.findings, *new)):
+                new.append(one)
         self.findings += new
         for one in new:
             if self._on_finding != "collect":
@@ -244,9 +300,10 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._is_over = True
-        if not self._seen:
+        if not self._seen and not self.findings:
             self._say(self._nothing_seen())
-        else:
+        elif self._seen:
+            self._settle(is_last=True)
             self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
             if self._on_finding != "collect":
                 self._say(self.summary())
@@ -271,6 +328,12 @@ class Doctor(Watching):
         if self._exchange is not None:
             with contextlib.suppress(Exception):  # the user may have ended the process groups
                 self._exchange.close()
+
+
+def _is_of_apart(finding: Finding) -> bool:
+    """Whether parameters that are averaged later explain a finding."""
+    is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
+    return not finding.is_note and (is_local or bool({"D1", "D3"} & set(finding.checks)))
 
 
 doctor = Doctor

@@ -26,6 +26,7 @@ class Start:
         model: the name of the model's class.
         shapes: of its parameters by canonical name, as torch reports them.
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
+        hooks: the names of functions that reduce gradients in the place of the wrapper's own.
     """
 
     groups: Groups
@@ -34,6 +35,7 @@ class Start:
     model: str
     shapes: dict[str, tuple[int, ...]]
     flat: dict[str, tuple[int, tuple[int, ...]]]
+    hooks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -96,6 +98,58 @@ class Evidence:
     def are_readers_known(self) -> bool:
         """Whether groups tell which ranks read the same data."""
         return any(start.groups.named for start in self.starts)
+
+    @functools.cached_property
+    def drops(self) -> int:
+        """How often ranks dropped gradients in the step; see :attr:`StepRecord.drops`."""
+        return max(len(record.drops) for record in self.records)
+
+    @functools.cached_property
+    def are_drops_meant(self) -> bool:
+        """Whether what was dropped was no microbatch on any rank."""
+        return all(one.is_meant for record in self.records for one in record.drops)
+
+    @functools.cached_property
+    def after_drops(self) -> "Evidence":
+        """The same without the backward passes whose gradients were dropped."""
+        return Evidence([_after_drops(record) for record in self.records], self.starts, self.holders)
+
+    @functools.cached_property
+    def hooks(self) -> tuple[str, ...]:
+        """The communication hooks of wrappers; see :attr:`Start.hooks`."""
+        return tuple(dict.fromkeys(name for start in self.starts for name in start.hooks))
+
+    @functools.cached_property
+    def reduces_nothing(self) -> bool:
+        """Whether no wrapper and no mesh reduces gradients, and ranks are not seen to sum anything themselves."""
+        phases = ("backward", "between", "step")
+        is_named = any(start.groups.named or start.replicated for start in self.starts)
+        return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
+
+    @functools.cached_property
+    def ends_equal(self) -> bool:
+        """Whether the step moves all parameters that several ranks hold, and they are equal after it."""
+        sets = [(name, members) for name, found in self.holders.items() for members in found if len(members) > 1]
+        return bool(sets) and all(self.are_gathered(*one) for one in sets)
+
+    def are_gathered(self, name: str, members: Sequence[int]) -> bool:
+        """Whether the step has moved a parameter, and what ranks hold of it is equal after it."""
+        held = [one for rank in members if (one := self.records[rank].parameters.get(name)) is not None]
+        ends = {one.after for one in held}
+        return len(ends) == 1 and None not in ends and any(one.before != one.after for one in held)
+
+    @functools.cached_property
+    def reduces_in_step(self) -> bool:
+        """Whether ranks reduce as much as gradients are inside of the optimizer's step, and so perhaps these."""
+        numel = sum(math.prod(self.starts[0].shapes.get(name, ())) for name in self.names)
+        return all(sum(_reduced_bytes(record, ("step",)).values()) >= numel for record in self.records)
+
+    @functools.cached_property
+    def reduced_eps(self) -> float:
+        """The spacing at 1 of the narrowest dtype in which ranks reduce as much as gradients are; 0 if none is seen."""
+        numel = sum(math.prod(self.starts[0].shapes.get(name, ())) for name in self.names)
+        reduced = _reduced_bytes(self.records[0], ("backward", "between"))
+        return max((EPS.get(dtype, 0.0) for dtype, nbytes in reduced.items() if nbytes >= numel), default=0.0)
 
     def reader_of(self, rank: int) -> int:
         """Return the number of the data rank that a rank belongs to."""
@@ -224,6 +278,7 @@ class Evidence:
         seen = [record.at_step.get(name) or record.after_backward.get(name) for record in self.records]
         dtypes = {gradient.dtype for gradient in [*own, *(one for one in seen if one is not None)]}
         eps = max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+        eps = max(eps, self.reduced_eps)
         parts = math.sqrt(sum(gradient.fingerprint.squares for gradient in own))
         whole = (
             float(torch.stack([one for parts in self.own(name).values() for one in parts]).sum(0).norm()) if own else 0
@@ -232,6 +287,30 @@ class Evidence:
         whole /= math.sqrt(8)
         cancelled = max(1.0, parts / whole) if whole > 0 and math.isfinite(parts) else 1.0
         return 8 * eps * math.sqrt(max(len(self.records), 1)) * cancelled
+
+
+def _reduced_bytes(record: StepRecord, phases: Sequence[str]) -> dict[str, int]:
+    """Return how many bytes of each dtype a rank sums over ranks in some phases of a step."""
+    found: dict[str, int] = {}
+    for one in record.collectives:
+        if one.phase in phases and one.kind in ("all_reduce", "reduce_scatter", "reduce", "all_to_all"):
+            found[one.dtype] = found.get(one.dtype, 0) + one.nbytes
+    return found
+
+
+def _after_drops(record: StepRecord) -> StepRecord:
+    if not record.drops:
+        return record
+    first = record.drops[-1].backwards
+    kept = [number for number, read in enumerate(record.read) if read >= first]
+    own = {name: [(number - first, one) for number, one in parts if number >= first]
+           for name, parts in record.own.items()}  # fmt: skip
+    return dataclasses.replace(
+        record, own={name: parts for name, parts in own.items() if parts}, drops=[],
+        forwards=record.forwards - len(record.read) + len(kept), backwards=record.backwards - first,
+        batches=[record.batches[number] for number in kept], rows=[record.rows[number] for number in kept],
+        read=[record.read[number] - first for number in kept],
+    )  # fmt: skip
 
 
 def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]:

@@ -6,11 +6,15 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from shardproof.harness.collectives.trace import Trace, first_difference
+from shardproof.harness.judging.numerics import ulp
+from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.records import Parameter
+from shardproof.harness.watching.records import Gradient, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
@@ -20,6 +24,9 @@ APART_AT_THE_START = "replicas differ when training begins"
 
 #: The title of the finding that ranks of one data-parallel rank read different data.
 APART = "model-parallel ranks read different data"
+
+#: The dtypes in which an update is easily less than half of the spacing of a parameter's values.
+NARROW = ("bfloat16", "float16")
 
 #: Relative difference up to which microbatches count alike.
 _SAME = 1e-3
@@ -41,14 +48,22 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
-    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states."""
+    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states.
+
+    Where the step has moved parameters and they are equal after it, it has gathered what differs before: gradients and
+    states are sharded. Where it reduces gradients by itself, they may differ when it begins.
+    """
     partly, gradients, after, states = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(4))
     distance: dict[str, float] = {}
     for name, sets in evidence.holders.items():
         for members in sets:
             if len(members) < 2:
                 continue
+            if evidence.are_gathered(name, members):
+                continue
+            held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
             seen = [evidence.records[rank].at_step.get(name) for rank in members]
+            seen = [] if evidence.reduces_in_step else seen
             present = [one for one in seen if one is not None]
             if present and len(present) < len(seen):
                 partly[name].append(members)
@@ -57,10 +72,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
                 vectors = [vector_of(one) for one in present]
                 largest = max(float((vectors[0] - one).norm()) for one in vectors)
                 distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
-            held = [evidence.records[rank].parameters.get(name) for rank in members]
-            if len({one.after for one in held if one is not None and one.after is not None}) > 1:
+            if len({one.after for one in held if one.after is not None}) > 1:
                 after[name].append(members)
-            if len({tuple(sorted(one.state.items())) for one in held if one is not None}) > 1:
+            if len({tuple(sorted(one.state.items())) for one in held}) > 1:
                 states[name].append(members)
     drifted = {name for name in after if name in gradients or name in partly}
     for alike, names in _by_sets(partly):
@@ -153,25 +167,56 @@ def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
 
 def check_updates(evidence: Evidence) -> Iterator[Finding]:
     """D6 and D7: what has a gradient moves in the step, and gets state where others do."""
-    still, stateless = [], []
+    still: list[str] = []
+    lost: list[str] = []
+    stateless: list[str] = []
+    count = 0
     with_state = {one.optimizer for one in evidence.records[0].parameters.values() if one.state}
     for name in evidence.names:
         held = [(record, record.parameters.get(name)) for record in evidence.records]
         mine = [(record, one) for record, one in held if one is not None and one.optimizer is not None]
         if not mine or not any(_has_gradient(record.at_step.get(name)) for record, _ in mine):
             continue
-        moved = any(one.before != one.after for _, one in mine)
-        if not moved and all(one.lr is None or one.lr > 0 for _, one in mine):
-            still.append(name)
+        count += 1
+        if any(one.before != one.after for _, one in mine):
+            continue  # whatever state its optimizer keeps, and where
+        if all(one.lr is None or one.lr > 0 for _, one in mine):
+            must_move = any(_must_move(one, record.at_step.get(name)) for record, one in mine)
+            (still if must_move else lost).append(name)
         if not any(one.state for _, one in mine) and mine[0][1].optimizer in with_state:
             stateless.append(name)
     if still:
         line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
         lines = [line, *_too_small(evidence, still)]
         yield Finding(("D6",), "S7", evidence.step, "parameters do not move", tuple(lines))
+    dtypes = {name: one.dtype for name, one in evidence.records[0].parameters.items()}
+    # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
+    if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
+        more = "keep parameters in float32, or round stochastically"
+        lines = [
+            f"{listed(narrow)}: the gradient is not zero, and the update is below half of the spacing of "
+            f"{dtypes[narrow[0]]} at the parameter's values, so no bit changes in the step",
+            "meant, as at the start of a warm-up? else "
+            + (more if dtypes[narrow[0]] in NARROW else "the learning rate is too small"),
+        ]
+        yield Finding(("D6",), "S13", evidence.step, "updates are lost to rounding", tuple(lines), is_note=True)
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
         yield Finding(("D7",), "S7", evidence.step, "parameters have no optimizer state", (line,))
+
+
+def _must_move(held: Parameter, gradient: Gradient | None) -> bool:
+    """Whether the step of any optimizer changes a bit of what a rank holds of a parameter that has not moved.
+
+    An optimizer moves by the rate times the gradient, or more, as where it normalizes: times 1. An update of an ulp of
+    the largest element changes each.
+    """
+    if held.largest is None or held.lr is None:
+        return True
+    if gradient is None or not _has_gradient(gradient):
+        return False
+    root = math.sqrt(gradient.fingerprint.squares / gradient.fingerprint.numel)
+    return held.lr * min(root, 1.0) >= ulp(held.largest, getattr(torch, held.dtype))
 
 
 def check_data(evidence: Evidence) -> Iterator[Finding]:
@@ -199,11 +244,97 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                 "as when a sampler is not given the rank, or is seeded alike without a shard for each",
             )
             yield Finding(("D9",), "S11", evidence.step, "ranks read the same data", lines)
-    if twice := [rank for rank, batch in enumerate(batches) if len(set(batch)) < len(batch)]:
-        batch = batches[twice[0]]
-        most = max(collections.Counter(batch).values())
-        line = f"{ranks_of(twice)} read one of {len(batch)} microbatches {most} times in the step"
-        yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
+    yield from _read_twice(evidence.after_drops)
+
+
+def _read_twice(evidence: Evidence) -> Iterator[Finding]:
+    """Find a microbatch that is read again for another backward: several forwards for one backward are meant."""
+    again: dict[int, tuple[int, ...]] = {}
+    most = 0
+    for record in evidence.records:
+        read: dict[int, set[int]] = {}
+        for batch, number in zip(record.batches, record.read, strict=True):
+            if number < record.backwards:  # else nothing was computed from it
+                read.setdefault(batch, set()).add(number)
+        times, numbers = max(((len(own), tuple(sorted(own))) for own in read.values()), default=(0, ()))
+        if times > 1:
+            again[record.rank], most = numbers, max(most, times)
+    if not again:
+        return
+    count = max(evidence.records[rank].backwards for rank in again)
+    lines = [f"{ranks_of(list(again))} read one of {count} microbatches {most} times in the step"]
+    title, is_note = "a microbatch is read twice", not all(_are_alike(evidence, *one) for one in again.items())
+    if is_note:
+        lines.append("its gradients differ: meant, as where a batch has several losses or dropout? else the sampler "
+                     "repeats it")  # fmt: skip
+    yield Finding(("D9",), "S11", evidence.step, title, tuple(lines), is_note)
+
+
+def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
+    """Whether a rank has computed the same gradients, up to a factor, in some backward passes, as far as is seen."""
+    for name in evidence.names:
+        own = evidence.own(name).get(rank)
+        if own is None:
+            continue
+        parts = [own[number] for number in numbers]
+        if any(fit(one, parts[0])[1] > 8 * evidence.tolerance(name) for one in parts[1:]):
+            return False
+    return True
+
+
+def check_leaks(evidence: Evidence) -> Iterator[Finding]:
+    """D11: what was computed for the step of another model's optimizer is dropped before this model's."""
+    if ranks := [record.rank for record in evidence.records if record.leaks]:
+        lines = (
+            f"on {ranks_of(ranks)} they contain what was computed for the step of an optimizer that has none of these "
+            "parameters",
+            "meant? else zero_grad() belongs between the two, as where a generator's loss goes through a discriminator",
+        )
+        title = "gradients for another model's optimizer are never zeroed"
+        yield Finding(("D11",), "S4", evidence.step, title, lines, is_note=True)
+
+
+def are_averaged(before: Evidence, now: Evidence) -> bool:
+    """Whether replicas that a step has left different are equal when the next one begins."""
+    sets = [(name, members) for name, found in before.holders.items() for members in found if len(members) > 1]
+
+    def differ(evidence: Evidence, name: str, members: Sequence[int], what: str) -> bool:
+        held = [evidence.records[rank].parameters.get(name) for rank in members]
+        return len({getattr(one, what) for one in held if one is not None} - {None}) > 1
+
+    apart = [one for one in sets if differ(before, *one, "after")]
+    return bool(apart) and not any(differ(now, *one, "before") for one in apart)
+
+
+def of_averaged(evidence: Evidence) -> Finding:
+    """Make the note of ranks that train apart, and whose parameters become equal between steps."""
+    lines = (
+        "each rank steps by gradients that are not those of all ranks, and parameters are equal again when a later "
+        "step begins",
+        "meant, as in local SGD? else reduce gradients in each step",
+    )
+    return Finding(("D11",), "S2", evidence.step, "parameters are averaged, and gradients are not", lines, is_note=True)
+
+
+def of_dropped(evidence: Evidence) -> Finding:
+    """Make the note of gradients that all ranks have dropped in one of the steps and not in others."""
+    count = evidence.records[0].drops[-1].backwards if evidence.records[0].drops else 0
+    lines = (
+        f"all ranks dropped the gradients of {count} backward{'s' * (count != 1)}, and stepped by those that followed",
+        "meant, as where a step is skipped for its norm? else zero_grad() is called between microbatches",
+    )
+    return Finding(("D11",), "S4", evidence.step, "gradients are dropped without a step", lines, is_note=True)
+
+
+def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
+    """Make the finding of ranks that go on without a step that the others make."""
+    others = [rank for rank in range(count) if rank not in without]
+    lines = (
+        f"{ranks_of(without)} dropped the gradients without a step of the optimizer, and {ranks_of(others)} stepped by "
+        "them: the parameters drift apart, and watching ends",
+        "as when each rank decides by its own norm, loss or overflow: reduce what decides over all ranks first",
+    )
+    return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
 
 
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:
@@ -415,6 +546,16 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         ]
         if not ranks:
             never.append(name)
+    idle = [name for name in never if all(name in one.idle for seen in records for one in seen.records)]
+    if idle:
+        steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
+        lines = (
+            f"{listed(idle)}: no forward on any rank calls the module in {steps}",
+            "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
+            "out; more steps tell (--steps)",
+        )
+        yield Finding(("D5",), "S10", records[-1].step, "modules have no turn", lines, is_note=True)
+    never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
@@ -460,6 +601,6 @@ def _where(evidence: Evidence, members: Sequence[int]) -> str:
 
 def _too_small(evidence: Evidence, names: Sequence[str]) -> list[str]:
     held: list[Parameter] = [evidence.records[0].parameters[name] for name in names]
-    if all(one.dtype in ("bfloat16", "float16") for one in held):
+    if all(one.dtype in NARROW for one in held):
         return [f"in {held[0].dtype} an update below half an ulp of a parameter is lost"]
     return []

@@ -1,17 +1,34 @@
 """Is each gradient reduced exactly once, over all ranks whose data differ, and with one factor? (D11, D12)"""
 
 import dataclasses
+import itertools
+import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
+from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
 
 _SYNCHRONIZED_FIRST = "as when gradients are synchronized in the first backward of a step, and not in the last"
+
+#: The titles of findings of gradients that are not summed over all ranks.
+NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing from the gradients"
+
+#: The title of the note that the optimizer's step may reduce them.
+REDUCED_IN_STEP = "gradients are reduced in the optimizer's step, and not judged"
+
+#: Of gradients that a hook compresses: how much nearer those without a rank must be, and of how many numbers.
+_MUCH_NEARER, _ENOUGH = 0.6, 16
+
+#: The title of the finding of factors that differ; how near two factors are that are one, and in how many layers
+#: a series of them is none by accident.
+DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
 
 #: The title of the finding of gradients that no known mistake makes.
 UNKNOWN = "gradients are not the sum of what ranks computed"
@@ -113,6 +130,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         findings.append(_of_lost(evidence, lost))
     if len(found.factors) > 1:
         findings.append(_of_factors(evidence, found.factors))
+    elif not wrong:
+        findings += _of_scales(evidence, *(values[one] for one in _STAGES))
     return findings, found
 
 
@@ -160,6 +179,7 @@ def _judge(
     """Judge one gradient on one rank, after backward or else at the optimizer's step; None if it is not known."""
     before = [one.sums[name] for one in earlier if name in one.sums]
     outcomes: dict[str, _Outcome] = {}
+    numel = math.prod(evidence.starts[0].shapes.get(name, (_ENOUGH,)))
     for stage in _STAGES:
         fitted = fits.of(evidence, name, rank, stage)
         if fitted is None:
@@ -169,7 +189,9 @@ def _judge(
             return "S1", factor, residual, None
         found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
         outcomes[stage] = ("?", factor, residual, None)
-        if found is not None:
+        # Some weights fit any gradient of as many elements, or of one more, as the bias before a softmax sums to zero.
+        is_by_chance = found is not None and found.weights > 1 and numel <= found.weights + 2
+        if found is not None and not is_by_chance:
             outcomes[stage] = (found.signature, found.factor, found.residual, found)
     if "at_step" in outcomes and (outcomes["at_step"][3] is not None or is_scaled(evidence, name, rank, tolerance)):
         last = outcomes["at_step"]
@@ -235,6 +257,8 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     ranks = [one for one, _, _ in first]
     who = "every rank" if len(ranks) == len(evidence.records) else ranks_of(ranks)
     of = f" ({count})" if everything else f" ({count}: {listed(names)})"
+    if diagnosis is None and evidence.hooks:
+        return _under_hook(evidence, names, residual, of)
     if diagnosis is None:
         lines = [
             f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
@@ -247,8 +271,22 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
     lines = [f"each gradient of {who} {text} ({exactly}){of}"]
+    is_local = diagnosis.signature in ("S2", "S3") and bool(diagnosis.missing)
+    if is_local and evidence.reduces_in_step:
+        lines += [
+            "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
+            "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
+            "(docs/record.md)",
+        ]
+        return Finding(("D11",), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True)
+    is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
+    # Of ranks whose parameters are equal all the same, gradients are lost.
+    if is_local and everything and is_meant and not evidence.ends_equal:
+        lines.append("meant, as where each rank trains by itself, or parameters are averaged later (local SGD)? else "
+                     "nothing reduces them: DDP, fully_shard() or an all_reduce is missing")  # fmt: skip
+        return Finding(("D11",), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True)
     if diagnosis.signature == "S2":
-        title = "gradients are not reduced"
+        title = NOT_REDUCED
         over = _over(evidence)
         if not diagnosis.missing:
             lines[0] += f": these were not reduced over {over}"
@@ -261,7 +299,7 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
                 "which set_requires_gradient_sync(True) is called"
             )
     elif diagnosis.signature == "S3":
-        title = "some ranks are missing from the gradients" if diagnosis.missing else "a rank counts twice"
+        title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
         differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
         lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
     elif diagnosis.signature == "S4":
@@ -280,6 +318,42 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines))
 
 
+def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) -> Finding:
+    """Make the finding of gradients that a communication hook changes: it may, and may lose no rank."""
+    hook = " and ".join(map(repr, evidence.hooks))
+    if (found := _nearer(evidence, names)) is not None:
+        rank, near, whole = found
+        lines = (
+            f"under the communication hook {hook} gradients are nearer to the sum without rank {rank} (a relative "
+            f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
+            "as when the hook drops what a rank has, or reduces over a part of the ranks",
+        )
+        return Finding(("D11",), "S3", evidence.step, SOME_MISSING, lines)
+    lines = (
+        f"{hook}: a relative distance of {residual:.2g} to the sum of what all ranks computed remains{of}",
+        "meant, as where it compresses? then a mistake of that size is not seen: train a few steps without it",
+    )
+    title = "a communication hook changes gradients, which are not judged"
+    return Finding(("D11",), "", evidence.step, title, lines, is_note=True)
+
+
+def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float] | None:
+    """Return the rank without which the sum is much nearer to gradients, all taken together, and both distances."""
+    seen = {name: one for name in names if (one := evidence.assembled(name, 0, "after_backward")) is not None}
+    ranks = sorted({rank for name in seen for rank in evidence.own(name)})
+    if len(ranks) < 2 or len(seen) * K < _ENOUGH:
+        return None
+    nothing = [torch.zeros(K, dtype=torch.float64)]
+    sums = {
+        rank: torch.cat([torch.stack(list(evidence.own(name).get(rank, nothing))).sum(0) for name in seen])
+        for rank in ranks
+    }
+    gradient, whole = torch.cat(list(seen.values())), torch.stack(list(sums.values())).sum(0)
+    near, rank = min((fit(gradient, whole - own)[1], rank) for rank, own in sums.items())
+    distance = fit(gradient, whole)[1]
+    return (rank, near, distance) if near < _MUCH_NEARER * distance else None
+
+
 def _over(evidence: Evidence) -> str:
     named = {name: members for name, members in evidence.groups_of(0).items() if name in evidence.data_names}
     everyone = ranks_of(range(len(evidence.records)))
@@ -293,11 +367,11 @@ def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
         f"({len(names)} of {len(evidence.names)} parameters)",
         "as with set_requires_gradient_sync(False) that is never True again, or zero_grad() before the step",
     )
-    return Finding(("D11",), "S2", evidence.step, "gradients are not reduced", lines)
+    return Finding(("D11",), "S2", evidence.step, NOT_REDUCED, lines)
 
 
 def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
-    """Make the finding of parameters with different factors; of experts, which fewer ranks hold, it is a note."""
+    """Make the finding of parameters with different factors; of whole classes of modules, as in muP, it is a note."""
     most = factors[0]
     lines = [f"{len(most.names)} of {sum(len(one.names) for one in factors)} parameters: {most.render()}"]
     sizes = {"the number of ranks": float(len(evidence.records))}
@@ -309,5 +383,60 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
         name = name_of_factor(ratio, sizes, spread=1e-3)
         times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
         lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
+    is_note = _are_of_classes(evidence, {name: one.value for one in factors for name in one.names})
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
-    return Finding(("D12",), "S1", evidence.step, "parameters have different factors", tuple(lines))
+    if is_note:
+        lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
+    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note)
+
+
+def _of_scales(
+    evidence: Evidence, before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]
+) -> list[Finding]:
+    """Make the note of parameters that user code scales otherwise than others of their class before the step.
+
+    Clipping of each parameter by its own norm gives each a factor of its own.
+    """
+    scales = {name: (after[name][0] / before[name][0], max(after[name][1], before[name][1]))
+              for name in after if name in before and before[name][0] != 0}  # fmt: skip
+    factors = _factors(scales, 1, 1)
+    if not 1 < len(factors) <= max(2, len(scales) // 4):
+        return []
+    most = max(factors, key=lambda one: len(one.names))
+    if _are_of_classes(evidence, {name: value for name, (value, _) in scales.items()}):
+        return []
+    lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
+    lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]
+    lines.append("meant? others of the same class of modules have another factor")
+    return [Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
+
+
+def _are_of_classes(evidence: Evidence, values: dict[str, float]) -> bool:
+    """Whether all parameters of a class of modules have one factor, or one that grows from layer to layer by a ratio.
+
+    Those of a class have one shape, and one name but for the number of the layer.
+    """
+    classes: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for name in values:
+        key = re.sub(r"\d+", "*", name, count=1), evidence.starts[0].shapes.get(name, ())
+        classes.setdefault(key, []).append(name)
+    for names in classes.values():
+        layers = [int(found[0]) if (found := re.search(r"\d+", name)) else 0 for name in names]
+        mine = sorted(zip(layers, (values[name] for name in names), strict=True))
+        if not all(_are_near(one, mine[0][1]) for _, one in mine) and not _is_series(mine):
+            return False
+    return True
+
+
+def _is_series(values: Sequence[tuple[int, float]]) -> bool:
+    """Whether the factors of at least three layers grow by one ratio from each to the next, as in layer-wise decay."""
+    if len(values) < _LAYERS or len({layer for layer, _ in values}) < len(values):
+        return False
+    if min(value for _, value in values) <= 0:
+        return False
+    ratios = [(b / a) ** (1 / (j - i)) for (i, a), (j, b) in itertools.pairwise(values)]
+    return all(_are_near(one, ratios[0]) for one in ratios)
+
+
+def _are_near(one: float, other: float) -> bool:
+    return abs(one - other) <= _NEAR * abs(other)

@@ -68,6 +68,15 @@ def replicated_ranks(models: Sequence[nn.Module]) -> tuple[int, ...]:
     return ()
 
 
+def hooks_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the names of the communication hooks that user code has registered with DDP or FSDP1."""
+    found = []
+    for module in _wrappers(models):
+        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())] or [getattr(module, "_comm_hook", None)]
+        found += [getattr(hook, "__name__", type(hook).__name__) for hook in hooks if hook is not None]
+    return tuple(dict.fromkeys(found))
+
+
 def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Return how many elements of each original parameter in a flat one this rank holds, and the ranks that share it.
 

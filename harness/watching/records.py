@@ -36,6 +36,7 @@ class Parameter:
     lr: float | None = None  # the learning rate of its group, or None
     before: Bits | None = None  # its bits before the optimizer's step; None if no optimizer that has it has stepped
     after: Bits | None = None  # its bits after it
+    largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)
 
@@ -69,6 +70,17 @@ class NotFinite:
     what: str  # "output of 'layers.0'", "gradient before its reduction of 'layers.0.weight'"
 
 
+@dataclasses.dataclass(frozen=True)
+class Drop:
+    """Gradients that were gone when a forward began, and that no optimizer had stepped by."""
+
+    backwards: int  # how many backward passes of the step they are of: the first ones
+    # Whether these were no microbatches: parameters were written in between (SAM), it was for the gradient of the
+    # input, for the step of another model's optimizer, or for one of several evaluations of a closure; or something of
+    # it was not finite.
+    is_meant: bool
+
+
 @dataclasses.dataclass
 class StepRecord:
     """What one rank has seen of one step."""
@@ -79,6 +91,10 @@ class StepRecord:
     backwards: int = 0  # how many backward passes gave a parameter a gradient
     # For each of these forwards what stands for its inputs; equal for equal inputs.
     batches: list[int] = dataclasses.field(default_factory=list)
+    # Of each, how many backward passes there had been before.
+    read: list[int] = dataclasses.field(default_factory=list)
+    drops: list[Drop] = dataclasses.field(default_factory=list)
+    leaks: bool = False  # whether gradients that were computed for another model's optimizer are in those of the step
     # The number of rows (the size of the first dimension of the first tensor) of each.
     rows: list[int] = dataclasses.field(default_factory=list)
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name
@@ -88,6 +104,8 @@ class StepRecord:
     after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     # By canonical name, ``.grad`` as the optimizer's step finds it.
     at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    # Parameters of modules that no forward of the step has called.
+    idle: list[str] = dataclasses.field(default_factory=list)
     # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order

@@ -41,6 +41,7 @@ from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import (
+    Drop,
     Gradient,
     NormCall,
     NotFinite,
@@ -56,8 +57,15 @@ LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 #: The most elements of own gradients that are kept until others can be read with them.
 _MOST_WAITING = 1 << 22
 
+#: The parameters that are read to see whether any has been written: so many, of so many elements at most.
+_MOST_VALUES, _FEW = 64, 1 << 12
+
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
+
+
+#: The class of attention's output projection.
+_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +135,8 @@ class Watch:
         sink: takes each tensor of a watched step; see ``events``.
         modules: whether it takes the outputs of modules and their gradients as well.
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
+        on_drop: is called where a rank goes on without the gradients of a backward, of which no optimizer has stepped:
+            before a forward, or where a scaler skips the optimizer's step.
     """
 
     def __init__(
@@ -141,7 +151,9 @@ class Watch:
         sink: Sink | None = None,
         modules: bool = False,
         digests: bool = True,
+        on_drop: Callable[[], None] | None = None,
     ) -> None:
+        self._on_drop = on_drop
         self._on_error, self._passes = on_error, passes
         self._sink, self._sees_modules, self._makes_digests = sink, modules and sink is not None, digests
         self._on_end, self._steps, self._layout = on_end, frozenset(steps), layout
@@ -150,6 +162,7 @@ class Watch:
         self.roots: list[nn.Module] = []
         self.flat_places: dict[str, tuple[int, int]] = {}
         self._names: dict[int, str] = {}  # canonical names of modules
+        self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
         self._handles: list[Any] = []
         self._on_tensors: list[Any] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -160,6 +173,11 @@ class Watch:
         self._depth = 0
         #: The optimizers in whose step we are, and how many had stepped when it began.
         self._stepping: list[tuple[int, int]] = []
+        #: How often the closure was called that the step of an optimizer was given.
+        self._evaluations = 0
+        self._is_in_closure = self._is_training = False
+        #: Those that have ended inside of another's step.
+        self._ended: list[torch.optim.Optimizer] = []
         self._late = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
@@ -168,13 +186,18 @@ class Watch:
 
     # Attaching ------------------------------------------------------------------------------
 
-    def attach(self, root: nn.Module) -> None:
-        """Add a root: hooks on all its modules; the first root's also begin steps."""
-        if not self.roots:
+    def watch_optimizers(self) -> None:
+        """See the steps of optimizers, also before there is a root: the first forward may be in a closure of one."""
+        if not self._handles:
             self._handles += [
                 register_optimizer_step_pre_hook(self._before_optimizer),
                 register_optimizer_step_post_hook(self._after_optimizer),
             ]
+
+    def attach(self, root: nn.Module) -> None:
+        """Add a root: hooks on all its modules; the first root's also begin steps."""
+        if not self.roots:
+            self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
         self.roots.append(root)
         if is_engine(root):
@@ -187,6 +210,8 @@ class Watch:
         once: set[int] = set()
         for name, module in modules_of(root):
             self._names.setdefault(id(module), name)
+            if id(module) in compiled:
+                self._uncertain.add(id(module))
             if id(module) in compiled - {id(root)} or id(module) in once:
                 continue
             once.add(id(module))
@@ -209,8 +234,8 @@ class Watch:
 
     @property
     def is_attached(self) -> bool:
-        """Whether there are hooks."""
-        return bool(self._handles)
+        """Whether there are hooks of a root."""
+        return bool(self._handles and self.roots)
 
     @property
     def is_watching(self) -> bool:
@@ -259,10 +284,17 @@ class Watch:
         self._norm_calls = 0
         self._calls: collections.Counter[str] = collections.Counter()
         self._batches: list[list[torch.Tensor]] = []
+        self._read: list[int] = []
         self._rows: list[int] = []
+        self._drops: list[Drop] = []
+        self._values: list[torch.Tensor] = []
+        self._called: set[int] = set()
+        self._asks: list[bool] = []
+        self._is_for_others = self._leaks = False
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
+        self._dropped_outputs = 0
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
@@ -276,6 +308,7 @@ class Watch:
         record = self._record() if self.is_watching else None
         self.step += 1
         self._begin()
+        self._stepping = [(one, 0) for one, _ in self._stepping]  # the closure of an optimizer has begun the next step
         if record is not None:
             self._on_end(record)
         if self.step > max(self._steps):
@@ -283,8 +316,12 @@ class Watch:
 
     def forget(self) -> None:
         """Begin the step anew: what was seen of it counts for nothing, as when a scaler skips the optimizer's step."""
-        if not self._stepped:
-            self._begin()
+        if self._stepped:
+            return
+        has_gradients = bool(self._backwards) and self.is_watching
+        self._begin()
+        if has_gradients and self._on_drop is not None:
+            self._on_drop()
 
     # Hooks ----------------------------------------------------------------------------------
 
@@ -292,7 +329,9 @@ class Watch:
     def _before_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_root:
             self._depth += 1
-            if self._depth == 1 and torch.is_grad_enabled():
+            if self._depth == 1:
+                self._is_training = torch.is_grad_enabled()
+            if self._depth == 1 and self._is_training:
                 if self._stepped:
                     self.end_step()
                 if not self.is_attached:
@@ -302,9 +341,14 @@ class Watch:
                         # Before the step computes anything, because what is copied to a device is waited for.
                         for _, parameter in self.parameters():
                             fingerprints.prepare(parameter.shape, local_of(parameter).device)
+                    self._note_drop()
+                    if not self.is_attached:  # another rank has stepped where this one has not
+                        return
                     self._forwards += 1
                     self._calls.clear()
                     self._take_batch((args, kwargs))
+        if self._is_training and self.is_watching:
+            self._called.add(id(module))
         if not self.is_watching or not torch.is_grad_enabled():
             return
         if is_root and self._late:
@@ -334,6 +378,44 @@ class Watch:
             # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
             if self._sees_modules and (is_root or self._depth) and inner_of(module) is None:
                 self._emit_outputs(name, output)
+
+    @torch.no_grad()
+    def _note_drop(self) -> None:
+        """Before a forward or a backward: note whether the gradients of earlier ones are gone, and what they were for.
+
+        Of a loop that clears them between the two, the second sees it.
+        """
+        if not self._makes_digests or self._engine is not None:
+            return
+        if not self._values:
+            self._values = self._few_values()
+        if not self._after_backward or not self._is_zeroed():
+            return
+        before, self._values = self._values, self._few_values()
+        has_moved = any(not torch.equal(one, other) for one, other in zip(before, self._values, strict=True))
+        is_of_input = any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < self._backwards)
+        is_meant = has_moved or is_of_input or self._is_for_others or self._evaluations > 1
+        self._drops.append(Drop(self._backwards, is_meant))
+        self._is_for_others = self._leaks = False
+        self._dropped_outputs = len(self._finite)
+        for seen in (self._after_backward, self._norms, self._tokens):
+            seen.clear()
+        if not is_meant and self._on_drop is not None:
+            self._on_drop()
+
+    def _is_zeroed(self) -> bool:
+        gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
+        if any(bool(local_of(one).any()) for one in gradients):
+            return False
+        # They may have been zero before.
+        return not gradients or any(float(_last_number(one)) for one in self._after_backward.values())
+
+    def _few_values(self) -> list[torch.Tensor]:
+        """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
+        small = [
+            own for _, one in self.parameters() if one.requires_grad and 0 < (own := local_of(one)).numel() <= _FEW
+        ]
+        return bits_of_all(small[:_MOST_VALUES])
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
@@ -425,7 +507,11 @@ class Watch:
 
     @_guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if not self._counts(optimizer):
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not self._counts(optimizer) or not (self.roots or callable(closure)):
+            return None
+        if not callable(closure) and self._is_of_others(optimizer):
+            self._is_for_others = bool(self._backwards)
             return None
         # One in another's step is what steps: torchtitan, for one, has a container of optimizers that is an Optimizer
         # itself. One that is here already has raised in its last step.
@@ -434,16 +520,23 @@ class Watch:
         self._stepping.append((id(optimizer), len(self._stepped)))
         if not self.is_watching:
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._take_step(optimizer, is_nested)
             return None
 
         # As Lightning calls it: forward, backward and clipping are in the closure, and end with it.
+        self._evaluations = 0
+
         @functools.wraps(closure)
         def watched(*inputs: Any) -> Any:
-            value = closure(*inputs)
-            self._take_step(optimizer, is_nested)
+            self._evaluations += 1
+            self._is_in_closure = True
+            try:
+                value = closure(*inputs)
+            finally:
+                self._is_in_closure = False
+            if self.roots:
+                self._take_step(optimizer, is_nested)
             return value
 
         if len(args) > 1:
@@ -463,15 +556,30 @@ class Watch:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
             return
-        *self._stepping, (_, stepped_before) = self._stepping or [(0, len(self._stepped))]
+        stepped_before = dict(self._stepping).get(id(optimizer))
+        self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
+        self._evaluations = 0
+        if stepped_before is None or not self.roots:
+            return
         with torch.no_grad():
             if len(self._stepped) == stepped_before:  # else others have stepped for it
-                if self.is_watching:
-                    mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
-                    self._release(mine, lambda parameter: optimizer.state.get(parameter, {}))
                 self._stepped.append(self._seen(optimizer))
-            if self.is_watching and not self._stepping and self._is_complete():
-                self.end_step()
+            self._ended.append(optimizer)
+            if self._stepping:
+                return  # what the outer one does after it belongs to the step, as ZeroRedundancyOptimizer broadcasts
+            ended, self._ended = self._ended, []
+            if self.is_watching:
+                self._release_all(ended)
+                if self._is_complete():
+                    self.end_step()
+
+    def _release_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Read what a step has left: an inner optimizer's parameters and states, and the outer one's that are left."""
+        done: set[int] = set()
+        for optimizer in optimizers:
+            mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
+            self._release(mine, lambda parameter, state=optimizer.state: state.get(parameter, {}))  # type: ignore[misc]
+            done |= mine
 
     @_guarded
     def on_engine_step(self, engine: nn.Module) -> None:
@@ -503,8 +611,14 @@ class Watch:
         with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
+    def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer steps parameters of another model alone, as a generator's does."""
+        mine = [one for group in optimizer.param_groups for one in group["params"]]
+        live = {id(one) for _, one in self.parameters()}
+        return not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
+
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not self.roots or self._engine is not None:
+        if self._engine is not None:
             return False
         return not self._optimizers or bool(self._stepping) or any(one() is optimizer for one in self._optimizers)
 
@@ -527,6 +641,8 @@ class Watch:
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
+            self._note_drop()
+            self._leaks = self._leaks or self._is_for_others
             for index, tensor in enumerate(scalars):
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
                 self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
@@ -541,8 +657,10 @@ class Watch:
 
     @_guarded
     def on_collective(self, collective: Collective) -> None:
-        if self.is_watching and not self._stepped:
+        if self.is_watching and (self._stepping or not self._stepped):
+            is_in_step = self._stepping and not self._is_in_closure
             phase = "backward" if self._is_backward else "forward" if self._depth else "between"
+            phase = "step" if is_in_step else phase
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded
@@ -685,6 +803,8 @@ class Watch:
         if not found:
             return
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
+        self._read.append(self._backwards)
+        self._asks.append(any(tensor.is_leaf and tensor.requires_grad for tensor in found))
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
@@ -710,11 +830,18 @@ class Watch:
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
+        record.idle = sorted(self._idle())
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
         values = host_rows([_last_number(one) for _, one in self._finite])
-        found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]
+        is_wrong = [not math.isfinite(value) for value in values]
+        # What is not finite is dropped for that reason, and is no gradient of this step.
+        is_skipped = any(is_wrong[: self._dropped_outputs])
+        record.read, record.leaks = self._read, self._leaks
+        record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._drops]
+        found = [what for (what, _), bad in zip(self._finite, is_wrong, strict=True) if bad]
+        found = found[sum(is_wrong[: self._dropped_outputs]) :]
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
@@ -726,6 +853,18 @@ class Watch:
         record.clipped_scaled = self._clipped_scaled
         record.autocast = self._autocast
         return record
+
+    def _idle(self) -> Iterator[str]:
+        """Yield the parameters of modules that could have been seen in a forward, and were in none."""
+        for root in self.roots:
+            parents = {id(child): module for _, module in modules_of(root) for child in module.children()}
+            for name, module in modules_of(root):
+                mine = [f"{name}.{last}" if name else last for last in module._parameters]
+                # Lists of parameters have no forward, and attention uses its projection without calling it.
+                while id(module) in parents and not _is_called(module):
+                    module = parents[id(module)]
+                if id(module) in self._names and id(module) not in self._called | self._uncertain:
+                    yield from mine
 
     def _parameters_held(self) -> dict[str, Parameter]:
         live = dict(self.parameters())
@@ -741,11 +880,14 @@ class Watch:
             place = self.place(name, parameter)
             held = self._held.get(name, {})
             rate = held.get("lr")
+            before, after = bits.get((name, "before")), bits.get((name, "after"))
+            own = local_of(parameter)
+            is_still = before is not None and before == after and own.is_floating_point() and own.numel() > 0
             found[name] = Parameter(
                 box=None if place is None else place.box, mesh=() if place is None else place.mesh,
                 trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
-                lr=float(rate) if rate is not None else None, before=bits.get((name, "before")),
-                after=bits.get((name, "after")),
+                lr=float(rate) if rate is not None else None, before=before, after=after,
+                largest=float(own.detach().abs().max()) if is_still else None,
                 state={key: bits[name, key] for key in held.get("state", {})},
             )  # fmt: skip
         return found
@@ -761,6 +903,10 @@ class Watch:
 
 def _device_of(inputs: Any) -> str:
     return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
 
 
 def _is_view(value: torch.Tensor) -> bool:
@@ -832,6 +978,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         """Attach to models or, without any, to the first root module of which something trains."""
         if not models:
             self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._watch.watch_optimizers()
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise NotWatchable(

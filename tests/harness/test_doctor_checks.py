@@ -35,7 +35,9 @@ class Made:
         parts = [[{n: torch.randn(s).double() for n, s in SHAPES.items()} for _ in range(2)] for _ in EVERY]
         readers = [rank // 2 if tensors_over else rank for rank in EVERY]
         self.parts = [parts[reader] for reader in readers]
-        self.records = [StepRecord(n, 0, 2, 2, batches=[reader, reader + 10]) for n, reader in enumerate(readers)]
+        self.records = [
+            StepRecord(n, 0, 2, 2, batches=[reader, reader + 10], read=[0, 1]) for n, reader in enumerate(readers)
+        ]
         self.starts, self.memory = [], {number: [0] * 4 for number in range(3)}
         for rank, record in enumerate(self.records):
             members = {names[0]: (rank % 2, rank % 2 + 2), names[1]: (rank // 2 * 2, rank // 2 * 2 + 1)}
@@ -141,33 +143,53 @@ FOUND = {
         "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ..."),
     "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
-    "D2": ("replicas", lambda m: m.at_step(2, "w", 2), "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 "
-        "(replicate) hold the same elements and have different bits (relative distance 1; 1 of 2 parameters)|"
-        "each rank has its own part: the sum over replicate is missing"),
-    "D2-noise": ("replicas", lambda m: m.at_step(2, "w", 1 + 3e-7), "note: step 0: replicas differ [D2, S9]|"
-        "gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; 1 of 2 parameters)|by no more than ..."),
-    "D2-none": ("replicas", lambda m: m.records[3].at_step.pop("b"), "step 0: replicas differ: some have no gradient "
-        "[D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 has no gradient"),
-    "D3": ("replicas", lambda m: m.put("b", [1], state={"exp_avg": (9,)}), "step 0: optimizer states of replicas "
-        "differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same elements and have different states"),
+    "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
+        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
+        "different bits (relative distance 1; 1 of 2 parameters)|each rank has its own part: the sum over replicate is "
+        "missing|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
+        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|each rank has its own part: ..."),
+    "D2-noise": ("replicas", lambda m: (m.at_step(2, "w", 1 + 3e-7), m.put("w", [2], after=(9,))),
+        "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
+        "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-none": ("replicas", lambda m: (m.records[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
+        "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 "
+        "has no gradient"),
+    "D3": ("replicas", lambda m: (m.put("b", before=(1,), after=(1,)), m.put("b", [1], state={"exp_avg": (9,)})),
+        "step 0: optimizer states of replicas differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same "
+        "elements and have different states"),
     "D4-dead": ("optimizers", lambda m: m.put_all(optimizers=[Optimizer("AdamW", 2, 0, True)]),
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|..."),
+    "D5-idle": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "idle", ["b"]))
+        for one in m.records], "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
+        "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else the forward ..."),
     "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
         "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and ..."),
     "D6": ("updates", lambda m: m.put("w", before=(1,), after=(1,), dtype="bfloat16"), "step 0: parameters do not move "
         "[D6, S7]|'w': the gradient is not zero, and no bit changes in the step|in bfloat16 ..."),
-    "D7": ("updates", lambda m: m.put("b", state={}), "step 0: parameters have no optimizer state [D7, S7]|"
+    "D6-lost": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0, dtype="bfloat16", lr=1e-3),
+        "note: step 0: updates are lost to rounding [D6, S13]|'w': the gradient is not zero, and ...|meant, as at the "
+        "start of a warm-up? else keep parameters in float32, or round stochastically"),
+    "D6-rate": ("updates", lambda m: [m.put(n, before=(1,), after=(1,), largest=4.0, lr=1e-9) for n in SHAPES],
+        "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
+    "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
+        "step 0: parameters do not move [D6, S7]|'w': the gradient is not zero, and no bit changes in the step"),
+    "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0),
+        "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
     "D9": ("data", lambda m: setattr(m.records[3], "batches", [1, 11]), "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
-    "D9-twice": ("data", lambda m: setattr(m.records[3], "batches", [3, 3]),
+    "D9-twice": ("data", lambda m: (setattr(m.records[3], "batches", [3, 3]), m.records[3].own.clear()),
         "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
+    "D9-losses": ("data", lambda m: [setattr(one, "batches", [n, n]) for n, one in enumerate(m.records)],
+        "note: step 0: a microbatch is read twice [D9, S11]|ranks 0-3 read one of 2 microbatches 2 times in the step|"
+        "its gradients differ: meant, as where a batch has several losses or dropout? else the sampler repeats it"),
     "D10-scale": ("norm", lambda m: m.reduce(m.mean, lambda rank: 1 / m.local_norm(rank)), "step 0: ranks scale "
         "gradients differently [D10, S6]|the norm is the norm of what rank 0 alone holds, ~, ...; that of all "
         "gradients is ~|the scale differs between ranks: ~, ~, ~, ~ on ranks 0-3|..."),
@@ -195,8 +217,9 @@ FOUND = {
         "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains "
         "(1 of 2 parameters: 'w')|and they match no known mistake"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
-        "step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 x the "
-        "sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|..."),
+        "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 x "
+        "the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
+        "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
     "D14": ("gathered", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay gathered [D14]|"
@@ -227,6 +250,120 @@ def test_one_change_is_one_finding(name):
     made = Made(sharded="replicated" not in name)
     change(made)
     assert_is(render(made, check), expected)
+
+
+def of_layers(factors, *, stage="after_backward"):
+    """Return the findings of a step whose parameter ``b`` is one of several layers, with a factor for each."""
+    made, names = Made(sharded=False), [f"h.{number}.b" for number in range(len(factors))]
+    for name, factor in zip(names, factors, strict=True):
+        other = Made(sharded=False)
+        if stage == "at_step":
+            other.reduce(other.mean, lambda rank, factor=factor: factor / 2, names="b")
+        else:
+            other.reduce(lambda name, rank, other=other, factor=factor: factor * other.mean(name, rank), names="b")
+        for mine, its in zip(made.records, other.records, strict=True):
+            for field in ("own", "after_backward", "at_step", "parameters"):
+                getattr(mine, field)[name] = getattr(its, field)["b"]
+    made.starts = [dataclasses.replace(one, shapes=SHAPES | dict.fromkeys(names, (5,))) for one in made.starts]
+    return check_reduction(made.evidence(), [])[0]
+
+
+@pytest.mark.parametrize("factors", [[2, 2, 2], [0.8, 0.64, 0.512], [4, 2]], ids=["class", "series", "two"])
+def test_a_factor_of_a_class_of_modules_is_a_note_and_one_of_a_layer_a_finding(factors):
+    (found,) = of_layers(factors)
+    assert found.title == "parameters have different factors" and found.is_note == (len(factors) > 2)
+    (found,) = of_layers([*factors[:-1], 3 * factors[-1]])
+    assert not found.is_note
+
+
+def test_a_factor_that_user_code_gives_to_a_layer_before_the_step_is_a_note():
+    assert of_layers([2, 2, 2], stage="at_step") == of_layers([1, 1, 1], stage="at_step") == []
+    (found,) = of_layers([1, 1, 3], stage="at_step")
+    assert found.is_note and found.lines[1] == "'h.2.b': by 1.5"
+
+
+@pytest.mark.parametrize("differs", ["gradients", "states", "some have none"])
+def test_what_the_step_gathers_may_differ_before_it(differs):
+    """As the states of ZeroRedundancyOptimizer do; a step that moves nothing gathers nothing."""
+    made = Made()
+    {
+        "gradients": lambda: made.at_step(2, "w", 2),
+        "states": lambda: made.put("w", [2], state={}),
+        "some have none": lambda: made.records[2].at_step.pop("w"),
+    }[differs]()
+    assert render(made, "replicas") == []
+    made.put("w", before=(1,), after=(1,))
+    assert len(render(made, "replicas")) == 1
+
+
+def summed_in_step(made):
+    made.put_all(collectives=Trace([Collective("step", "reduce_scatter", "float32", 4 * 29, tuple(EVERY))]))
+
+
+def test_an_optimizer_that_reduces_by_itself_is_not_judged_and_the_note_says_so():
+    made = Made(sharded=False)
+    made.reduce(lambda name, rank: made.sum(name, [rank]))
+    summed_in_step(made)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert found.is_note and found.title == "gradients are reduced in the optimizer's step, and not judged"
+    assert render(made, "replicas") == []
+    made.put("w", [3], after=(9,))
+    (text,) = render(made, "replicas")
+    assert text.startswith("step 0: replicas differ after the step [D1, S9]")
+
+
+@pytest.mark.parametrize("is_equal", [False, True], ids=["apart", "equal"])
+def test_ranks_that_nothing_reduces_may_train_apart(is_equal):
+    """As in local SGD; of ranks whose parameters are equal all the same, gradients are lost."""
+    made = Made(sharded=False)
+    made.starts = [dataclasses.replace(one, groups=Groups({}, "", ())) for one in made.starts]
+    made.put_all(collectives=Trace())
+    made.reduce(lambda name, rank: made.sum(name, [rank]))
+    if not is_equal:
+        made.put("w", [1], after=(9,))
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert (found.title, found.is_note) == ("gradients are not reduced", not is_equal)
+
+
+def test_a_hook_that_compresses_is_a_note_and_one_that_loses_a_rank_a_finding():
+    made = Made(sharded=False)
+    made.starts = [dataclasses.replace(one, hooks=("my_hook",)) for one in made.starts]
+    torch.manual_seed(1)
+    noise = {name: torch.randn(shape).double() for name, shape in SHAPES.items()}
+    made.reduce(lambda name, rank: made.mean(name, rank) + noise[name] / 4)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert found.is_note and found.title == "a communication hook changes gradients, which are not judged"
+    made.reduce(lambda name, rank: made.sum(name, [0, 1, 3]) / 4 + noise[name] / 40)
+    (found,) = check_reduction(made.evidence(), [])[0]
+    assert not found.is_note and "without rank 2" in found.lines[0], found
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gradients_are_rounded_to_the_dtype_in_which_they_are_reduced(dtype):
+    """As DDP's fp16_compress_hook and fully_shard's reduce_dtype do."""
+    made = Made(sharded=False)
+    nbytes = 2 * 29 if dtype == "float16" else 4 * 29
+    made.put_all(collectives=Trace([Collective("backward", "all_reduce", dtype, nbytes, tuple(EVERY))]))
+    made.reduce(lambda name, rank: made.mean(name, rank).half().double())
+    assert [one.title for one in check_reduction(made.evidence(), [])[0]] == (
+        [] if dtype == "float16" else ["gradients are not the sum of what ranks computed"]
+    )
+
+
+def test_a_bias_before_a_normalization_need_not_move():
+    """Its gradient is rounding noise, and so is an update that SGD makes of it."""
+    made = Made()
+    made.reduce(lambda name, rank: made.mean(name, rank) * 1e-9, names="b")
+    made.put("b", before=(1,), after=(1,), largest=0.3)
+    assert render(made, "updates") == []
+
+
+def test_several_forwards_of_a_batch_for_one_backward_are_meant():
+    """As in R-Drop; of a forward without a backward nothing is computed."""
+    made = Made()
+    for rank, record in enumerate(made.records):
+        record.batches, record.read = [rank, rank, rank + 10, rank + 10], [0, 0, 1, 2]
+    assert render(made, "data") == []
 
 
 def test_an_optimizer_may_have_parameters_that_get_gradients_elsewhere():
