@@ -10,7 +10,7 @@ from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.records import Parameter
+from shardproof.harness.watching.records import Optimizer, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
@@ -136,10 +136,19 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
         what = f"none of the {one.size} parameters of {one.kind} is the model's"
         if one.live:
             what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
-        why = "(shapes agree): it was made before sharding, or from another model" if one.shapes_agree else ""
-        lines = (f"{what} {why}".strip(), "its step does not move the model's own")
+        lines = (f"{what}{_why_dead(one)}", "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
         yield Finding(("D4",), "S7", evidence.step, title, lines)
+
+
+def _why_dead(optimizer: Optimizer) -> str:
+    """Say where the parameters of an optimizer come from that are not the model's."""
+    if optimizer.gathered:
+        return (
+            " but gathered ones, which a unit of FSDP2 has for a time: make the optimizer right after fully_shard(), "
+            "before any forward or unshard()"
+        )
+    return " (shapes agree): it was made before sharding, or from another model" if optimizer.shapes_agree else ""
 
 
 def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof.harness.watching.names import modules_of
+from shardproof.harness.watching.names import modules_of, parameters_of
 from shardproof.harness.watching.records import Groups, NotWatchable
 
 #: The names of mesh dimensions over which ranks have different data, as trainers call them.
@@ -102,7 +102,7 @@ def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
 def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:
     once = []
     for model in models:
-        for parameter in model.parameters():
+        for _, parameter in parameters_of(model):
             if isinstance(parameter, DTensor) and parameter.device_mesh not in once:
                 once.append(parameter.device_mesh)
     # Those with most dimensions first: they name what the others are parts of.

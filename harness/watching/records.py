@@ -49,6 +49,7 @@ class Optimizer:
     live: int  # how many of them are the model's
     shapes_agree: bool  # whether those that are not have the shapes of full or local parameters of the model
     outside: int = 0  # how many of those that are not have a gradient: they are of modules that are not watched
+    gathered: int = 0  # how many of those that are not are what units of FSDP2 have while they are gathered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,15 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
-from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import (
+    inner_of,
+    is_compiled,
+    modules_of,
+    name_of,
+    parameters_of,
+    sharded_by_gathered,
+    unwrapped,
+)
 from shardproof.harness.watching.records import (
     Gradient,
     NormCall,
@@ -668,7 +676,9 @@ class Watch:
             self._unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
         shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
-        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside)
+        known = {key for root in self.roots for key in sharded_by_gathered(root)} if dead else set()
+        gathered = sum(id(one) in known for one in dead)
+        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside, gathered)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
