@@ -191,7 +191,9 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     apart = [
         ranks
         for ranks in evidence.readers
-        if len({batches[rank] for rank in ranks}) > 1 and all(batches[rank] for rank in ranks)
+        if len({batches[rank] for rank in ranks}) > 1
+        and all(batches[rank] for rank in ranks)
+        and not _divide_inputs(evidence, ranks)
     ]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
@@ -213,6 +215,12 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
         most = max(collections.Counter(batch).values())
         line = f"{ranks_of(twice)} read one of {len(batch)} microbatches {most} times in the step"
         yield Finding(("D9",), "S11", evidence.step, "a microbatch is read twice", (line,))
+
+
+def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
+    """Whether ranks read parts of one input: their modules compute with DTensors that ranks divide, or all have."""
+    marks = [tuple(map(str, evidence.records[rank].divided)) for rank in ranks]
+    return all(marks) and len(set(marks)) == 1
 
 
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.harness.tensors import private
@@ -65,20 +66,29 @@ def parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def sharded_by_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters of FSDP2's units, by the id of what modules have in place of each for a time."""
     found: dict[int, nn.Parameter] = {}
-    if private.find("torch.distributed.fsdp.FSDPModule._get_fsdp_state") is None:
-        return found
-    for unit in root.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        state: Any = unit._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # as torch 2.11 has it
-            groups = [one for one in [state._fsdp_param_group] if one is not None]
-        for one in (parameter for group in groups for parameter in group.fsdp_params):
+    for group in _units_of(root):
+        for one in group.fsdp_params:
             for gathered in ("_unsharded_param", "_sharded_post_forward_param"):
                 if (value := getattr(one, gathered, None)) is not None:
                     found[id(value)] = one.sharded_param
     return found
+
+
+def meshes_of_units(root: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes over which units of FSDP2 shard their parameters, or replicate them."""
+    return list(dict.fromkeys(group.mesh_info.mesh for group in _units_of(root)))
+
+
+def _units_of(root: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps of its units: groups of parameters that are gathered together."""
+    if private.find("torch.distributed.fsdp.FSDPModule._get_fsdp_state") is None:
+        return
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            # torch 2.11 has one at most.
+            yield from (state._fsdp_param_group,) * (state._fsdp_param_group is not None) if groups is None else groups
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -80,6 +80,9 @@ class StepRecord:
     backwards: int = 0  # how many backward passes gave a parameter a gradient
     # For each of these forwards what stands for its inputs; equal for equal inputs.
     batches: list[int] = dataclasses.field(default_factory=list)
+    # For each of them what stands for the first DTensor that a module is given: None for one that ranks divide. Empty
+    # where there is none.
+    divided: list[int | None] = dataclasses.field(default_factory=list)
     # The number of rows (the size of the first dimension of the first tensor) of each.
     rows: list[int] = dataclasses.field(default_factory=list)
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name

@@ -268,6 +268,7 @@ class Watch:
         self._calls: collections.Counter[str] = collections.Counter()
         self._batches: list[list[torch.Tensor]] = []
         self._rows: list[int] = []
+        self._divided: list[torch.Tensor | None] = []
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
@@ -323,6 +324,8 @@ class Watch:
                 self._watch_parameters("", root)
         if self._wants_batch and not is_root:
             self._take_batch((args, kwargs))
+        if len(self._divided) < self._forwards:
+            self._take_divided((args, kwargs))
         if self._sink is not None and torch.is_autocast_enabled(device := _device_of(args)):
             self._autocast = name_of(torch.get_autocast_dtype(device))
         self._last = f"forward of {name or 'the model'!r}"
@@ -700,6 +703,13 @@ class Watch:
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             self._emit(Event(Stage.INPUT, "", "", self._forwards - 1, 0, index, place), tensor)
 
+    def _take_divided(self, inputs: Any) -> None:
+        """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
+        first = next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)
+        if first is not None:
+            is_copy = all(placement.is_replicate() for placement in first.placements)
+            self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
+
     def _record(self) -> StepRecord:
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows,
@@ -708,6 +718,8 @@ class Watch:
         )  # fmt: skip
         hashes = iter(host_rows([one for batch in self._batches for one in batch]))
         record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
+        of_parts = iter(host_rows([one for one in self._divided if one is not None]))
+        record.divided = [None if one is None else next(of_parts) for one in self._divided]
         pending = [(name, number, one) for name, parts in self._own.items() for number, one in parts]
         every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from shardproof.harness.parity.rank import Rank
@@ -145,6 +148,47 @@ def optimizer_of_gathered(rank: Rank, is_wrong: bool) -> None:
     train(rank, model, optimizer)
 
 
+# Meshes whose dimensions have no name, or one that says nothing.
+
+
+def tensor_parallel(layout, names=None):
+    """Both ranks must read the same, or each a part where the plan divides inputs; one seeds by its rank."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        inner = ColwiseParallel(input_layouts=layout)
+        parallelize_module(model, mesh, {"0": inner, "2": RowwiseParallel(output_layouts=layout)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            made = torch.Generator().manual_seed(step + 100 * rank.index * (is_wrong or layout == Shard(0)))
+            model(torch.randn(4, 8, generator=made)).square().sum().backward()
+            if is_wrong and layout == Shard(0):
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, torch.tensor(1.0 + rank.index))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def units_on(name: str):
+    """Units of FSDP2 on a mesh of any name are of data-parallel ranks; both read the same."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        model = sharded(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            made = torch.Generator().manual_seed(step + 100 * rank.index * (not is_wrong))
+            model(torch.randn(4, 8, generator=made)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
+
 #: By name the loop, and what is said of it with its mistake.
 LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     **{
@@ -158,6 +202,12 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
         sum_missing_after_a_validation, "each gradient of every rank is this rank's own gradient (c = 1.0000",
     ),
     "never-resharded": (never_resharded, "gradients are not reduced [D11, S2]"),
+    "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
+    "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
+    "sequence-parallel-without-names": (
+        tensor_parallel(Shard(0)), "gradient of '2.bias': ranks 0-1 (mesh) hold the same elements",
+    ),
+    **{f"fsdp2-on-{one}": (units_on(one), "read the same data in the step") for one in ("world", "data")},
     "optimizer-of-gathered-parameters": (
         optimizer_of_gathered, "5 of the 9 parameters of AdamW are not the model's but gathered ones, which a unit of "
         "FSDP2 has for a time: make the optimizer right after fully_shard(), before any forward or unshard()",
