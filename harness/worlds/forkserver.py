@@ -179,7 +179,7 @@ _DEAF = ("-E", "-I")
 
 def run_rank(connection: Connection, spec: RankSpec) -> None:
     """Run this process as a rank until its connection closes."""
-    _leave_with_the_controller()
+    leave_with_the_controller()
     if spec.hash_seed is not None:
         _start_anew(connection, spec)
     _run(connection, spec)
@@ -191,7 +191,8 @@ def _run(connection: Connection, spec: RankSpec) -> None:
     loop.main(connection, spec)
 
 
-def _leave_with_the_controller() -> None:
+def leave_with_the_controller() -> None:
+    """Make this process, which the forkserver has forked, end with the forkserver, and that with the controller."""
     # The controller decides how to react to an interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The forkserver must exit when the controller does, and its children when the forkserver does. But it runs as long

@@ -110,6 +110,7 @@ def run(
 def _rank(
     folder: str, rank: int, is_watched: bool, given: Sequence[str], environment: dict[str, str], double: bool
 ) -> None:
+    forkserver.leave_with_the_controller()
     os.environ.update(environment)
     working = pathlib.Path(folder) / f"work{rank}"
     working.mkdir()
