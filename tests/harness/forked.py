@@ -13,6 +13,7 @@ import faulthandler
 import os
 import pathlib
 import re
+import runpy
 import statistics
 import sys
 import tempfile
@@ -26,6 +27,9 @@ from shardproof.harness.worlds import forkserver, gloo
 
 #: Seconds after which a run is ended: a script of a few steps takes one or two.
 PATIENCE = 100.0
+
+#: In a rank, what the script has left.
+_kept: list[object] = []
 
 
 @dataclasses.dataclass
@@ -61,6 +65,7 @@ def run(
     *arguments: str,
     command: Sequence[str] = (),
     double: bool = False,
+    mended: bool = True,
     **variables: str,
 ) -> Ran:
     """Run a script on so many ranks, under a command of shardproof if one is given.
@@ -71,6 +76,7 @@ def run(
         arguments: those of the script.
         command: ``("doctor", "--strict")``, for example.
         double: whether float64 is the default dtype.
+        mended: whether gloo's groups have one worker thread each; two may crash (F-270).
         variables: of the environment.
     """
     import torch.distributed as dist
@@ -89,7 +95,7 @@ def run(
         for rank in range(ranks):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             given = [*command, str(script.resolve()), *arguments]
-            target = (str(folder), rank, bool(command), given, environment, double)
+            target = (str(folder), rank, bool(command), given, environment, double, mended)
             process = forkserver.context().Process(target=_rank, args=target)
             forkserver.spawn(process, f"rank {rank} of {script.name}")
             processes.append(process)
@@ -108,7 +114,13 @@ def run(
 
 
 def _rank(
-    folder: str, rank: int, is_watched: bool, given: Sequence[str], environment: dict[str, str], double: bool
+    folder: str,
+    rank: int,
+    is_watched: bool,
+    given: Sequence[str],
+    environment: dict[str, str],
+    double: bool,
+    mended: bool,
 ) -> None:
     forkserver.leave_with_the_controller()
     os.environ.update(environment)
@@ -119,7 +131,11 @@ def _rank(
         with (pathlib.Path(folder) / f"{rank}.{kind}").open("wb") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", 1) for number in (1, 2))
-    gloo.mend_groups()  # a worker thread each: two may crash or hang (F-270)
+    if mended:
+        gloo.mend_groups()
+    run_path = runpy.run_path
+    # With its objects a script would free groups whose threads may wait for the interpreter that frees them.
+    runpy.run_path = lambda *given, **named: _kept.append(run_path(*given, **named))  # type: ignore[assignment]
     if double:
         import torch
 
