@@ -178,7 +178,7 @@ class Doctor(Watching):
 
     def _judge(self, record: StepRecord) -> None:
         records = self._meet(record)
-        if records is None:
+        if not records:
             return
         self._memory[record.step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
@@ -212,21 +212,31 @@ class Doctor(Watching):
                 f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
             )
 
-    def _meet(self, record: StepRecord | None) -> list[StepRecord] | None:
-        """Exchange the records of a step, or that it is skipped, which is None; a rank alone does neither."""
-        assert self._exchange is not None
-        if record is not None:
-            record.rank = self._exchange.rank
-        told = self._exchange.all(record)
-        without = [rank for rank, one in enumerate(told) if one is None]
-        if without and len(without) < len(told):
-            step = next(one.step for one in told if one is not None)
-            self._add([invariants.of_skip(step, without, len(told))])
-            self._finish()
-        return None if without else told
+    def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
+        """Exchange the records of a step and return them.
 
-    def _skip(self) -> None:
-        self._meet(None)
+        Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
+        neither.
+        """
+        assert self._exchange is not None
+        if isinstance(seen, StepRecord):
+            seen.rank = self._exchange.rank
+        while True:
+            told = self._exchange.all(seen)
+            records = [one for one in told if isinstance(one, StepRecord)]
+            dropped = {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
+            if not records or not dropped:
+                return records
+            if any(one.backwards <= max(dropped.values()) for one in records):
+                self._add([invariants.of_skip(records[0].step, list(dropped), len(told))])
+                self._finish()
+                return []
+            # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
+            if not isinstance(seen, StepRecord):
+                return []
+
+    def _skip(self, backwards: int) -> None:
+        self._meet(backwards)
 
     def _settle(self, *, is_last: bool = False) -> None:
         """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
@@ -250,7 +260,7 @@ class Doctor(Watching):
         if evidence.drops and found:
             # Gradients that are gone count where the rest is not all that the optimizer has.
             after = check_reduction(evidence.after_drops, self._reduced)
-            if not any("D11" in one.checks for one in after[0]):
+            if evidence.are_drops_meant or not any("D11" in one.checks for one in after[0]):
                 if not evidence.are_drops_meant:
                     self._doubts.append((evidence, found))
                 found, reduced = after

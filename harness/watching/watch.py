@@ -143,8 +143,8 @@ class Watch:
         sink: takes each tensor of a watched step; see ``events``.
         modules: whether it takes the outputs of modules and their gradients as well.
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
-        on_drop: is called where a rank goes on without the gradients of a backward, of which no optimizer has stepped:
-            before a forward, or where a scaler skips the optimizer's step.
+        on_drop: is called where a rank goes on without the gradients of backward passes, of which no optimizer has
+            stepped, with their number: before a forward or a backward, or where a scaler skips the optimizer's step.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Watch:
         sink: Sink | None = None,
         modules: bool = False,
         digests: bool = True,
-        on_drop: Callable[[], None] | None = None,
+        on_drop: Callable[[int], None] | None = None,
     ) -> None:
         self._on_drop = on_drop
         self._on_error, self._passes = on_error, passes
@@ -327,10 +327,10 @@ class Watch:
         """Begin the step anew: what was seen of it counts for nothing, as when a scaler skips the optimizer's step."""
         if self._stepped:
             return
-        has_gradients = bool(self._backwards) and self.is_watching
+        count = self._backwards if self.is_watching else 0
         self._begin()
-        if has_gradients and self._on_drop is not None:
-            self._on_drop()
+        if count and self._on_drop is not None:
+            self._on_drop(count)
 
     # Hooks ----------------------------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class Watch:
         for seen in (self._after_backward, self._norms, self._tokens):
             seen.clear()
         if not is_meant and self._on_drop is not None:
-            self._on_drop()
+            self._on_drop(self._backwards)
 
     def _is_zeroed(self) -> bool:
         gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
@@ -817,7 +817,7 @@ class Watch:
             return
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._read.append(self._backwards)
-        self._asks.append(any(tensor.is_leaf and tensor.requires_grad for tensor in found))
+        self._asks.append(any(tensor.requires_grad for tensor in found))
         self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None

@@ -166,7 +166,7 @@ FOUND = {
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|..."),
     "D5-idle": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "idle", ["b"]))
         for one in m.records], "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
-        "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else the forward ..."),
+        "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else ..."),
     "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
         "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and ..."),
     "D6": ("updates", lambda m: m.put("w", before=(1,), after=(1,), dtype="bfloat16"), "step 0: parameters do not move "
@@ -217,8 +217,8 @@ FOUND = {
         "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains "
         "(1 of 2 parameters: 'w')|and they match no known mistake"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
-        "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 x "
-        "the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
+        "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 "
+        "x the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
         "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),

@@ -1,237 +1,491 @@
-"""The doctor around loops of two ranks, each right as it stands and then with one mistake: no finding, and one."""
+"""Ordinary loops under the doctor, each beside the mistake that it is easily taken for.
+
+A healthy loop has no finding, and of what may be meant a note at most; its broken twin has the finding that is named.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import copy
+import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.training.doctor import Doctor
+from shardproof.harness.training.doctor import doctor
 from shardproof.testing import world
 
 STEPS = 4
 
 
-class Net(nn.Module):
-    """Its root has parameters of its own, which no inner unit has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.scale = nn.Linear(8, 16), nn.Parameter(torch.ones(16))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
-        self.down = nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.up(x) * self.scale
-        for block in self.blocks:
-            x = x + block(x)
-        return self.down(x)
-
-    def generate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(x).argmax(-1)
-
-
-def sharded(**options) -> nn.Module:
+def perceptron(norm=None):
     torch.manual_seed(0)
-    model = Net()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    first = [nn.Linear(6, 8), *([norm(8)] if norm else []), nn.Tanh()]
+    return nn.Sequential(*first, nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def batch(rank: Rank, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + 10 * rank.index + microbatch)
-    return torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
-def train(rank: Rank, model, optimizer, *, before=lambda step: None, microbatches: int = 1) -> None:
-    """Train for some steps; ``before`` is called before each."""
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+class Data:
+    """Batches of a rank: inputs and labels."""
+
+    def __init__(self, rank):
+        self.rank, self.generator = rank, torch.Generator().manual_seed(100 + rank)
+
+    def noise(self, *shape):
+        return torch.randn(*shape, generator=self.generator)
+
+    def batch(self):
+        return self.noise(8, 6), torch.randint(3, (8,), generator=self.generator)
+
+    def batches(self):
+        return (self.batch() for _ in range(STEPS))
+
+
+def train(model, optimizer, data, *, before=None, after=None, draw=Data.batch):
+    """The plain loop; ``before`` and ``after`` are called with the step's number around the optimizer's."""
     for step in range(STEPS):
-        before(step)
-        for microbatch in range(microbatches):
-            inputs, labels = batch(rank, step, microbatch)
-            (F.cross_entropy(model(inputs), labels) / microbatches).backward()
-        optimizer.step()
+        inputs, labels = draw(data)
         optimizer.zero_grad()
-
-
-# What a loop does before its first step, and between steps, that gathers parameters or reads them.
-
-
-def validate(rank: Rank, model) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(batch(rank, 99)[0])
-    model.train()
-
-
-def roll_out(rank: Rank, model) -> None:
-    register_fsdp_forward_method(model, "generate")
-    with torch.no_grad():
-        for step in (7, 8):
-            model.generate(batch(rank, step)[0])
-
-
-def unshard(rank: Rank, model) -> None:
-    for module in model.modules():
-        if hasattr(module, "unshard"):
-            module.unshard()
-
-
-def save(rank: Rank, model) -> None:
-    validate(rank, model)
-    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    for parameter in model.parameters():
-        parameter.full_tensor()
-
-
-READS = {one.__name__: one for one in (validate, roll_out, unshard, save)}
-
-
-def gathered_before(read: Callable[[Rank, nn.Module], None], **options):
-    """Parameters are gathered when watching begins; then no gradient of the last unit is reduced any more."""
-
-    def loop(rank: Rank, is_wrong: bool) -> None:
-        model = sharded(**options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        read(rank, model)
-        model.set_requires_gradient_sync(not is_wrong)
-        train(rank, model, optimizer, before=lambda step: read(rank, model))
-
-    return loop
-
-
-def sum_missing_after_a_validation(rank: Rank, is_wrong: bool) -> None:
-    """One parameter is no unit's, and its gradients are summed by hand, until the first validation."""
-    torch.manual_seed(0)
-    model = Net()
-    fully_shard(model, ignored_params={model.scale})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    validate(rank, model)
-    for step in range(STEPS):
-        inputs, labels = batch(rank, step)
         F.cross_entropy(model(inputs), labels).backward()
-        if not is_wrong:
-            torch.distributed.all_reduce(model.scale.grad)
-            model.scale.grad /= 2
+        if before is not None:
+            before(step)
+        optimizer.step()
+        if after is not None:
+            after(step)
+
+
+# Closures
+
+
+def closures(data, make=sgd, *, microbatches=1, zeroes="first"):
+    """Train by ``step(closure)``; the closure clears gradients first, in each microbatch, or never."""
+    model = DDP(perceptron())
+    optimizer = make(model)
+    for _ in range(STEPS):
+        batches = [data.batch() for _ in range(microbatches)]
+
+        def closure(batches=batches):
+            total = torch.zeros(())
+            for number, (inputs, labels) in enumerate(batches):
+                loss = F.cross_entropy(model(inputs), labels) / len(batches)
+                if zeroes == "each" or (zeroes == "first" and number == 0):
+                    optimizer.zero_grad()
+                loss.backward()
+                total += loss.detach()
+            dist.all_reduce(total)  # or ranks would search along other lines
+            return total
+
+        optimizer.step(closure)
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+
+def sharpness_aware(data, *, synchronizes=True):
+    """Two passes over each batch, the second at parameters that are moved; by the second alone the optimizer steps."""
+    model = DDP(perceptron())
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        F.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            kept = [one.clone() for one in model.parameters()]
+            for one in model.parameters():
+                one += 0.05 * one.grad / one.grad.norm()
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if synchronizes else model.no_sync():
+            F.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            for one, before in zip(model.parameters(), kept, strict=True):
+                one.copy_(before)
         optimizer.step()
         optimizer.zero_grad()
-        validate(rank, model)
 
 
-def never_resharded(rank: Rank, is_wrong: bool) -> None:
-    model = sharded(reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def before(step: int) -> None:
-        if is_wrong:
-            model.set_requires_gradient_sync(False)
-
-    train(rank, model, optimizer, before=before, microbatches=2)
-
-
-def optimizer_of_gathered(rank: Rank, is_wrong: bool) -> None:
-    model = sharded()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    validate(rank, model)
-    if is_wrong:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(rank, model, optimizer)
+def adversarial(data):
+    """The first pass is for the gradient of the inputs."""
+    model = DDP(perceptron())
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        inputs.requires_grad_()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.zero_grad()
+        F.cross_entropy(model((inputs + 0.1 * inputs.grad.sign()).detach()), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-# Meshes whose dimensions have no name, or one that says nothing.
+# Steps that are skipped
 
 
-def tensor_parallel(layout, names=None):
-    """Both ranks must read the same, or each a part where the plan divides inputs; one seeds by its rank."""
+def skips(data, steps, *, alone=False, make=perceptron, factor=1.0):
+    """Skip steps by a norm that the loop computes itself, or after a loss that is not finite."""
+    model = DDP(make())
+    optimizer = sgd(model)
+    for step in range(STEPS + len(steps)):
+        inputs, labels = data.batch()
+        optimizer.zero_grad()
+        is_skipped = step in steps and (data.rank == 1 or not alone)
+        (F.cross_entropy(model(inputs), labels) * (factor if is_skipped else 1)).backward()
+        if not is_skipped:
+            optimizer.step()
 
-    def loop(rank: Rank, is_wrong: bool) -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+
+def clears_each(data):
+    model = DDP(perceptron())
+    optimizer = adamw(model)
+    for _ in range(STEPS):
+        for inputs, labels in (data.batch(), data.batch()):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+# One batch several times
+
+
+def consistency(data):
+    """R-Drop: two forwards of a batch, and one backward."""
+    model = DDP(nn.Sequential(perceptron(), nn.Dropout(0.3)))
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        one, other = model(inputs), model(inputs)
+        apart = F.kl_div(one.log_softmax(-1), other.softmax(-1), reduction="batchmean")
+        optimizer.zero_grad()
+        (F.cross_entropy(one, labels) + F.cross_entropy(other, labels) + apart).backward()
+        optimizer.step()
+
+
+def repeats(data, *, losses=1):
+    """Two backward passes of one batch: by a sampler that repeats it, or of two losses."""
+    model = DDP(perceptron())
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        with model.no_sync():
+            F.cross_entropy(model(inputs), labels).backward()
+        outputs = model(inputs)
+        (F.cross_entropy(outputs, labels) if losses == 1 else outputs.square().mean()).backward()
+        optimizer.step()
+
+
+# Gradients of rounding noise
+
+
+def left_out(data):
+    model = DDP(perceptron(nn.BatchNorm1d))
+    held = [one for name, one in model.module.named_parameters() if name != "0.bias"]
+    train(model, torch.optim.SGD(held, lr=0.01), data)
+
+
+class HoldsOne(torch.optim.SGD):
+    """Forgets the first parameter that it has."""
+
+    @torch.no_grad()
+    def step(self):
+        for one in self.param_groups[0]["params"][1:]:
+            one -= 0.1 * one.grad
+
+
+# Reductions
+
+
+def hooked(data, hook, state=None):
+    model = DDP(perceptron())
+    model.register_comm_hook(state, hook)
+    train(model, sgd(model), data)
+
+
+def rounds_to(dtype, lost=()):
+    """Return a hook that reduces in a dtype, to which some ranks contribute nothing."""
+
+    def rounding(_, bucket):
+        part = bucket.buffer().to(dtype) * (dist.get_rank() not in lost)
+        future = dist.all_reduce(part, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0].float() / dist.get_world_size())
+
+    return rounding
+
+
+def largest_of(share, lost=()):
+    """Return a hook that reduces the largest elements alone."""
+
+    def sparse(_, bucket):
+        own = bucket.buffer()
+        limit = own.abs().quantile(1 - share)
+        part = torch.where(own.abs() >= limit, own, 0.0) * (dist.get_rank() not in lost)
+        future = dist.all_reduce(part, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0] / dist.get_world_size())
+
+    return sparse
+
+
+def reduces_in_bfloat16(data):
+    model = perceptron()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    train(model, sgd(model), data)
+
+
+def averages(data, *, every=2, wraps=True):
+    """Local SGD: ranks train apart, and their parameters are averaged now and then."""
+    model = perceptron()
+    wrapper = DDP(model) if wraps else model
+
+    def average(step):
+        if step % every == every - 1:
+            for one in model.parameters():
+                dist.all_reduce(one.data)
+                one.data /= dist.get_world_size()
+
+    with wrapper.no_sync() if wraps else contextlib.nullcontext():
+        train(wrapper, sgd(model), data, after=average)
+
+
+def redundancy_free(data, hook=None, *, synchronizes=True):
+    model = DDP(perceptron())
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    with contextlib.nullcontext() if synchronizes else model.no_sync():
+        train(model, optimizer, data)
+
+
+class Sharded(torch.optim.Optimizer):
+    """Momentum whose states are sharded: reduces gradients by itself, updates a part, and gathers parameters."""
+
+    def __init__(self, model, *, reduces=True, gathers=True):
+        super().__init__(list(model.parameters()), {"lr": 0.1})
+        self.reduces, self.gathers = reduces, gathers
+
+    @torch.no_grad()
+    def step(self):
+        count, rank = dist.get_world_size(), dist.get_rank()
+        for parameter in self.param_groups[0]["params"]:
+            size = math.ceil(parameter.numel() / count)
+            padding = (0, size * count - parameter.numel())
+            parts = list(F.pad(parameter.grad.flatten(), padding).chunk(count))
+            gradient = parts[rank].clone()
+            if self.reduces:
+                dist.reduce_scatter(gradient, parts)
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(gradient))
+            momentum.lerp_(gradient / count, 0.1)
+            mine = list(F.pad(parameter.flatten(), padding).chunk(count))
+            mine[rank] = mine[rank] - 0.1 * momentum
+            if self.gathers:
+                dist.all_gather(mine, mine[rank].clone())
+            parameter.copy_(torch.cat(mine)[: parameter.numel()].view_as(parameter))
+
+
+def sharded(data, **options):
+    model = perceptron()
+    train(model, Sharded(model, **options), data)
+
+
+# Factors and layers
+
+
+class Layers(nn.Module):
+    """Layers of which some have no turn, or are detached."""
+
+    def __init__(self, *, idle=(), detached=()):
+        super().__init__()
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-        inner = ColwiseParallel(input_layouts=layout)
-        parallelize_module(model, mesh, {"0": inner, "2": RowwiseParallel(output_layouts=layout)})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(STEPS):
-            made = torch.Generator().manual_seed(step + 100 * rank.index * (is_wrong or layout == Shard(0)))
-            model(torch.randn(4, 8, generator=made)).square().sum().backward()
-            if is_wrong and layout == Shard(0):
-                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, torch.tensor(1.0 + rank.index))
-            optimizer.step()
-            optimizer.zero_grad()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.idle, self.detached = idle, detached
 
-    return loop
+    def forward(self, inputs):
+        values = self.first(inputs)
+        for number, layer in enumerate(self.layers):
+            if number not in self.idle:
+                new = layer(values).tanh()
+                values = values + (new.detach() if number in self.detached else new)
+        return self.last(values)
 
 
-def units_on(name: str):
-    """Units of FSDP2 on a mesh of any name are of data-parallel ranks; both read the same."""
-
-    def loop(rank: Rank, is_wrong: bool) -> None:
-        model = sharded(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(STEPS):
-            made = torch.Generator().manual_seed(step + 100 * rank.index * (not is_wrong))
-            model(torch.randn(4, 8, generator=made)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return loop
+def layered(data, **options):
+    model = DDP(Layers(**options), find_unused_parameters=True)
+    train(model, adamw(model), data)
 
 
-APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
+def scaled(data, factors):
+    """Gradients of layers are multiplied by a factor each, as muP does."""
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for layer, factor in zip(model.layers, factors, strict=True):
 
-#: By name the loop, and what is said of it with its mistake.
-LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
-    **{
-        f"{name}-before-the-first-step": (gathered_before(read), "gradients are not reduced [D11, S2]")
-        for name, read in READS.items()
-    },
-    "validate-without-resharding": (
-        gathered_before(validate, reshard_after_forward=False), "gradients are not reduced [D11, S2]",
-    ),
-    "sum-missing-after-a-validation": (
-        sum_missing_after_a_validation, "each gradient of every rank is this rank's own gradient (c = 1.0000",
-    ),
-    "never-resharded": (never_resharded, "gradients are not reduced [D11, S2]"),
-    "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
-    "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
-    "sequence-parallel-without-names": (
-        tensor_parallel(Shard(0)), "gradient of '2.bias': ranks 0-1 (mesh) hold the same elements",
-    ),
-    **{f"fsdp2-on-{one}": (units_on(one), "read the same data in the step") for one in ("world", "data")},
-    "optimizer-of-gathered-parameters": (
-        optimizer_of_gathered, "5 of the 9 parameters of AdamW are not the model's but gathered ones, which a unit of "
-        "FSDP2 has for a time: make the optimizer right after fully_shard(), before any forward or unshard()",
-    ),
+        def scale(one, factor=factor):
+            one.grad *= factor
+
+        for one in layer.parameters():
+            one.register_post_accumulate_grad_hook(scale)
+    train(model, adamw(model), data)
+
+
+# Several models
+
+
+def adversaries(data, *, zeroes="before"):
+    """As the DCGAN of PyTorch's examples: the generator's loss leaves gradients in the discriminator."""
+    torch.manual_seed(0)
+    generator, critic = DDP(nn.Linear(4, 6)), DDP(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+    of_generator, of_critic = adamw(generator), adamw(critic)
+    for real, _ in data.batches():
+        if zeroes == "before":
+            of_critic.zero_grad()
+        F.softplus(-critic(real)).mean().backward()
+        fake = generator(data.noise(8, 4))
+        F.softplus(critic(fake.detach())).mean().backward()
+        of_critic.step()
+        if zeroes == "after":
+            of_critic.zero_grad()
+        of_generator.zero_grad()
+        F.softplus(-critic(fake)).mean().backward()
+        of_generator.step()
+
+
+def distilled(data):
+    model = DDP(perceptron(nn.LayerNorm))
+    teacher = copy.deepcopy(model.module)
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        (F.cross_entropy(outputs, labels) + F.mse_loss(outputs, teacher(inputs).detach() + 1)).backward()
+        optimizer.step()
+
+
+def normalized(data, norm, lr=0.01, dtype=None):
+    def draw(data):
+        inputs, labels = data.batch()
+        return inputs.to(dtype), labels
+
+    model = DDP(perceptron(norm).to(dtype))
+    train(model, sgd(model, lr), data, draw=draw)
+
+
+def held_back(data):
+    model = DDP(perceptron())
+    train(model, HoldsOne(model.parameters(), lr=0.1), data)
+
+
+#: Healthy loops: the notes that are printed, by check.
+HEALTHY = {
+    "closure": (closures, ""),
+    "closure of microbatches": (lambda data: closures(data, microbatches=2), ""),
+    "closure of AdamW": (lambda data: closures(data, adamw), ""),
+    "LBFGS": (lambda data: closures(data, lbfgs), ""),
+    "SAM": (sharpness_aware, ""),
+    "adversarial": (adversarial, ""),
+    "skipped step": (lambda data: skips(data, [1]), "gradients are dropped without a step [D11, S4]"),
+    "skipped first step": (lambda data: skips(data, [0]), "gradients are dropped without a step [D11, S4]"),
+    "skipped infinity": (lambda data: skips(data, [0, 2], factor=math.inf), ""),
+    "R-Drop": (consistency, ""),
+    "two losses": (lambda data: repeats(data, losses=2), "a microbatch is read twice [D9, S11]"),
+    "BatchNorm": (lambda data: normalized(data, nn.BatchNorm1d), ""),
+    "GroupNorm": (lambda data: normalized(data, lambda width: nn.GroupNorm(width, width)), ""),
+    "bfloat16": (lambda data: normalized(data, nn.LayerNorm, 1e-3, torch.bfloat16),
+                 "updates are lost to rounding [D6, S13]"),
+    "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
+    "fp16_compress_hook": (lambda data: hooked(data, default_hooks.fp16_compress_hook), ""),
+    "bfloat16 hook": (lambda data: hooked(data, rounds_to(torch.bfloat16)), ""),
+    "sparse hook": (lambda data: hooked(data, largest_of(0.3)),
+                    "a communication hook changes gradients, which are not judged [D11]"),
+    "reduce_dtype": (reduces_in_bfloat16, ""),
+    "local SGD": (averages, "parameters are averaged, and gradients are not [D11, S2]"),
+    "local SGD without a wrapper": (lambda data: averages(data, wraps=False), "gradients are not reduced [D11, S2]"),
+    "ZeRO": (redundancy_free, ""),
+    "ZeRO with a hook": (lambda data: redundancy_free(data, rounds_to(torch.bfloat16)), ""),
+    "sharded optimizer": (sharded, "gradients are reduced in the optimizer's step, and not judged [D11, S2]"),
+    "muP": (lambda data: scaled(data, [0.5, 0.5, 0.5]), "parameters have different factors [D12, S1]"),
+    "layer-wise decay": (lambda data: scaled(data, [0.64, 0.8, 1]), "parameters have different factors [D12, S1]"),
+    "layer drop": (lambda data: layered(data, idle=[1]), "modules have no turn [D5, S10]"),
+    "GAN": (adversaries, ""),
+    "distillation": (distilled, ""),
+}  # fmt: skip
+
+#: Loops with a mistake, and the finding.
+BROKEN = {
+    "closure loses a microbatch": (lambda data: closures(data, microbatches=2, zeroes="each"),
+                                   "gradients lack microbatches [D11, S4]"),
+    "LBFGS loses a microbatch": (lambda data: closures(data, lbfgs, microbatches=2, zeroes="each"),
+                                 "gradients lack microbatches [D11, S4]"),
+    "LBFGS never zeroes": (lambda data: closures(data, lbfgs, zeroes="never"), "gradients are never zeroed [D11, S4]"),
+    "SAM without a reduction": (lambda data: sharpness_aware(data, synchronizes=False),
+                                "gradients are not reduced [D11, S2]"),
+    "zero_grad in each": (clears_each, "gradients lack microbatches [D11, S4]"),
+    "one rank skips": (lambda data: skips(data, [1], alone=True), "some ranks skip a step [D1, S9]"),
+    "one rank skips first": (lambda data: skips(data, [0], alone=True), "some ranks skip a step [D1, S9]"),
+    "sampler repeats": (repeats, "a microbatch is read twice [D9, S11]"),
+    "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
+    "parameter held back": (held_back, "parameters do not move [D6, S7]"),
+    "hook loses a rank": (lambda data: hooked(data, rounds_to(torch.bfloat16, lost=[1])),
+                          "gradients are not reduced [D11, S2]"),
+    "sparse hook loses a rank": (lambda data: hooked(data, largest_of(0.5, lost=[1])),
+                                 "some ranks are missing from the gradients [D11, S3]"),
+    "never averaged": (lambda data: averages(data, every=9), "gradients are not reduced [D11, S2]"),
+    "ZeRO without a reduction": (lambda data: redundancy_free(data, synchronizes=False),
+                                 "gradients are not reduced [D11, S2]"),
+    "sharded without a gather": (lambda data: sharded(data, gathers=False), "replicas differ after the step [D1, S9]"),
+    "sharded without a reduction": (lambda data: sharded(data, reduces=False), "gradients are not reduced [D11, S2]"),
+    "wrong factor": (lambda data: scaled(data, [0.5, 0.25, 0.5]), "parameters have different factors [D12, S1]"),
+    "detached layer": (lambda data: layered(data, detached=[1]), "parameters get no gradient [D5, S10]"),
+    "GAN never zeroed": (lambda data: adversaries(data, zeroes="never"), "gradients are never zeroed [D11, S4]"),
+}  # fmt: skip
+
+#: Of each class one pair is trained by day.
+BY_DAY = {
+    "closure", "closure loses a microbatch", "skipped step", "one rank skips", "R-Drop", "sampler repeats", "BatchNorm",
+    "parameter held back", "fp16_compress_hook", "hook loses a rank", "ZeRO", "sharded without a gather", "muP",
+    "wrong factor", "layer drop", "detached layer", "GAN", "GAN never zeroed",
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[Doctor]:
-    """A doctor that attaches by itself, as under the command."""
-    with Doctor(on_finding="collect") as watching:
-        yield watching
+def titles(loop, rank: Rank) -> tuple[set[str], set[str]]:
+    """The findings and the notes of a loop, each with its checks, without the number of the step."""
+    with doctor(on_finding="collect", patience=20) as watching:
+        loop(Data(rank.index))
+    told = [(one.is_note, one.render().splitlines()[0].rpartition(": ")[2]) for one in watching.findings]
+    return {head for is_note, head in told if not is_note}, {head for is_note, head in told if is_note}
+
+
+def rows(table):
+    return [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in table]
 
 
 @pytest.mark.sampled
 @world(2)
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_has_no_finding_and_its_twin_has(rank: Rank, name: str) -> None:
-    loop, said = LOOPS[name]
-    with watched() as watching:
-        loop(rank, False)
-    assert [one.render() for one in watching.findings if not one.is_note] == []
-    assert "no finding" in watching.summary()
-    with watched() as watching:
-        loop(rank, True)
-    found = "\n".join(one.render() for one in watching.findings if not one.is_note)
-    assert said in found, found
+@pytest.mark.parametrize("name", rows(HEALTHY))
+def test_a_healthy_loop_has_no_finding(rank: Rank, name):
+    loop, note = HEALTHY[name]
+    findings, notes = titles(loop, rank)
+    assert not findings and notes == ({note} if note else set())
+
+
+@pytest.mark.sampled
+@world(2)
+@pytest.mark.parametrize("name", rows(BROKEN))
+def test_its_broken_twin_is_found(rank: Rank, name):
+    loop, finding = BROKEN[name]
+    findings, _ = titles(loop, rank)
+    assert finding in findings
+
+
+def test_each_loop_by_day_is_in_a_table():
+    assert not BY_DAY - {*HEALTHY, *BROKEN}
