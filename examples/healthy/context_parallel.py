@@ -2,10 +2,25 @@
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as distributed
 from common import LENGTH, VOCABULARY, finish, log, setup, text
 from torch import nn
 from torch.nn import functional as F
+
+
+class GatherSequence(torch.autograd.Function):
+    """The parts of all ranks along the sequence; its backward sums the gradients that all ranks have of this part."""
+
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient.chunk(dist.get_world_size(), 2)[dist.get_rank()]
 
 
 class Attention(nn.Module):
@@ -15,7 +30,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        k, v = (torch.cat(distributed.all_gather(part.contiguous()), 2) for part in (k, v))
+        k, v = (GatherSequence.apply(part.contiguous()) for part in (k, v))
         start, length = dist.get_rank() * q.shape[2], q.shape[2]
         mask = torch.arange(k.shape[2]) <= torch.arange(start, start + length)[:, None]
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
