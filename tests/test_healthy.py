@@ -45,7 +45,8 @@ TWINS = {
         "loss = F.cross_entropy(model(inputs)", "loss = F.cross_entropy(model.module(inputs)", "D11",
     ),
     "fsdp2_validate_first": (
-        "the gradients of what is outside of the blocks are not reduced", "\nfully_shard(model)\n", "\n", "D11",
+        "no gradient is reduced after a validation",
+        "    model.train()\n", "    model.train()\n    model.set_requires_gradient_sync(False)\n", "D11",
     ),
     "ddp_batchnorm_small": (
         "the optimizer lacks a parameter behind BatchNorm",
