@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
 def _index() -> dict[str, Row]:
     rows = re.findall(r"^\| \[(\w+)\]\(\1\.py\) \|(.*)\|$", (HEALTHY / "README.md").read_text(), re.MULTILINE)
-    return {name: Row(name, *(cell.strip(" –") for cell in cells.split(" | "))) for name, cells in rows}
+    return {name: Row(name, *(cell.strip(" -") for cell in cells.split(" | "))) for name, cells in rows}
 
 
 INDEX = _index()
