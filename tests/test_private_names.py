@@ -28,7 +28,8 @@ OF_MODULES = "what subclasses of nn.Module are written against"
 OF_OBJECTS = {
     OF_MODULES: {"_apply", "_buffers", "_metadata", "_parameters", "_version"},
     "marks that torch and spmd_types leave on objects": {
-        "_checkpoint_wrapped_module", "_compiled_call_impl", "_in_backward_optimizers", "_local_type",
+        "_checkpoint_wrapped_module", "_comm_hook", "_comm_hooks", "_compiled_call_impl", "_in_backward_optimizers",
+        "_local_type",
     },
     "our own marks on parameters": {"_fsdp_flat_managed", "_fsdp_impl_changes", "_fsdp_impl_serial"},
     "options of gloo, which are read before they are set": {"_devices", "_options", "_threads", "_timeout"},

@@ -193,7 +193,8 @@ class Doctor(Watching):
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        if not any("D16" in one.checks or one.title in (invariants.DEAD, invariants.APART) for one in found):
+        causes = (invariants.NOT_FINITE, invariants.DEAD, invariants.APART)
+        if not any(one.title in causes and not one.is_note for one in found):
             found += self._check_gradients(evidence)
         else:
             self._reduced.insert(0, Reduced(is_skipped=True))

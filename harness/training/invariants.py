@@ -14,10 +14,13 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
+from shardproof.harness.watching.records import Gradient, Optimizer, Parameter, StepRecord
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
+
+#: The title of the finding of a NaN or an infinity.
+NOT_FINITE = "a tensor is not finite"
 
 #: The title of the finding that replicas differ before the first step.
 APART_AT_THE_START = "replicas differ when training begins"
@@ -499,8 +502,17 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         ranks = [one for _, one in found]
         lines = [f"first: {what} on rank {rank}"]
         lines += [f"{what} on rank {rank}" for what, rank in found[1:3]]
+        # An output that has no part in any gradient is a mask, or of a batch that the loop leaves out.
+        gradients = [one for record in evidence.records for one in _gradients(record)]
+        is_note = all(one.fingerprint.is_finite for one in gradients)
+        if is_note:
+            lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
-        yield Finding(("D16",), "", evidence.step, "a tensor is not finite", (*lines, on))
+        yield Finding(("D16",), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
+
+
+def _gradients(record: StepRecord) -> list[Gradient]:
+    return [*record.at_step.values(), *(one for parts in record.own.values() for _, one in parts)]
 
 
 def check_gathered(evidence: Evidence) -> Iterator[Finding]:

@@ -522,7 +522,6 @@ class Watch:
         if not self._counts(optimizer) or not (self.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):
-            self._is_for_others = bool(self._backwards)
             return None
         # One in another's step is what steps: torchtitan, for one, has a container of optimizers that is an Optimizer
         # itself. One that is here already has raised in its last step.
@@ -546,7 +545,7 @@ class Watch:
                 value = closure(*inputs)
             finally:
                 self._is_in_closure = False
-            if self.roots:
+            if self.roots and not self._is_of_others(optimizer):
                 self._take_step(optimizer, is_nested)
             return value
 
@@ -567,10 +566,10 @@ class Watch:
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
             return
-        stepped_before = dict(self._stepping).get(id(optimizer))
+        stepped_before, is_with_closure = dict(self._stepping).get(id(optimizer)), self._evaluations > 0
         self._stepping = [one for one in self._stepping if one[0] != id(optimizer)]
         self._evaluations = 0
-        if stepped_before is None or not self.roots:
+        if stepped_before is None or not self.roots or (is_with_closure and self._is_of_others(optimizer)):
             return
         with torch.no_grad():
             if len(self._stepped) == stepped_before:  # else others have stepped for it
@@ -623,10 +622,12 @@ class Watch:
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
     def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer steps parameters of another model alone, as a generator's does."""
+        """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(one) for _, one in self.parameters()}
-        return not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
+        is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
+        self._is_for_others = self._is_for_others or (is_it and bool(self._backwards))
+        return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._engine is not None:

@@ -16,6 +16,7 @@ from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotF
 
 SHAPES = {"w": (8, 3), "b": (5,)}
 EVERY = range(4)
+OUTPUT = NotFinite(0, "output of '0'")
 
 
 def gradient(tensor, box=None, pending=()):
@@ -226,8 +227,10 @@ FOUND = {
         "'b': 1 parameter is still gathered after the optimizer's step|..."),
     "D15": ("memory", lambda m: m.memory.update({2: [0, 9 << 20, 0, 0]}),
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
-    "D16": ("finite", lambda m: setattr(m.records[2], "not_finite", [NotFinite(0, "output of '0'")]),
+    "D16": ("finite", lambda m: (m.at_step(2, "w", math.nan), setattr(m.records[2], "not_finite", [OUTPUT])),
         "step 0: a tensor is not finite [D16]|first: output of '0' on rank 2|seen on rank 2 of 4"),
+    "D16-unused": ("finite", lambda m: setattr(m.records[2], "not_finite", [OUTPUT]), "note: step 0: a tensor is not "
+        "finite [D16]|first: output of '0' on rank 2|all gradients are finite: meant, ...?|seen on rank 2 of 4"),
     "D17": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / 8), (2 + n, 1 / (2 + n))]) for n in EVERY],
         "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]|"
         "8, 2, 8, 3, 8, 4, 8, 5 tokens: a token of the microbatch with 2 counts 4 x one of that with 8|..."),
