@@ -34,6 +34,7 @@ OF_OBJECTS = {
     "our own marks on parameters": {"_fsdp_flat_managed", "_fsdp_impl_changes", "_fsdp_impl_serial"},
     "options of gloo, which are read before they are set": {"_devices", "_options", "_threads", "_timeout"},
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
+    "of the state of FSDP2's units, which the table has": {"_fsdp_param_group", "_fsdp_param_groups"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
     "not torch's: of Python, pytest, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",

@@ -245,7 +245,9 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
             if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
                 text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
                 return Diagnosis("S2", text, found[0][0], found[1], weights=2)
-    if len(seen) > count and (found := _weights(seen, by_number)) is not None and found[1] <= tolerance:
+    found = _weights(seen, by_number) if len(seen) > count else None
+    # Of a gradient of few elements any sum is one of its parts, with weights that no loop makes.
+    if found is not None and found[1] <= tolerance and min(found[0]) > 0:
         listed = ", ".join(f"{weight:.4g}" for weight in found[0])
         text = f"has microbatches of different weights: {listed}"
         return Diagnosis("S5", text, found[0][0], found[1], weights=count)

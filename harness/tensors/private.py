@@ -71,6 +71,8 @@ NAMES = tuple(
         # watching a training loop
         ("autograd.Variable._execution_engine", "reading gradients when a backward pass has ended",
          "the doctor does not run"),
+        ("distributed.fsdp.FSDPModule._get_fsdp_state", "the sharded parameters of units that are gathered",
+         "gathered ones are taken for the model's own"),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),

@@ -376,7 +376,37 @@ class _Pair:
                 notes.append(f"step {self.step}: {listed(names)} differ before the reduction, and the gradients agree")
             for one in meant:
                 one.allowed = math.inf
+        elif self._scaled_since is not None:
+            # The optimizer's step decides: what is scaled since backward is told of gradients as it gets them.
+            for one in flat:
+                if one.seen.stage in (Stage.GRADIENT, Stage.TOTAL_NORM):
+                    one.allowed = math.inf
         return notes
+
+    @functools.cached_property
+    def _scaled_since(self) -> tuple[float, float] | None:
+        """The factors that all gradients have after backward and at the step, if user code scales in between by more.
+
+        Where a norm is known, clipping may be what scales: then they are told of gradients after backward.
+        """
+        factors: dict[str, list[float]] = {"after_backward": [], "at_step": []}
+        if any(seen.stage is Stage.TOTAL_NORM for seen in self.run.seen[0]):
+            return None
+        for field, found in factors.items():
+            for name in self._names(field):
+                mine, other = self.run.vector(0, field, name), self.expected(0, field, name)
+                factor, rest = fit(mine, other) if mine is not None and other is not None else (0.0, 1.0)
+                if self.is_noise(name):
+                    continue
+                if rest > 4 * self.allowed:
+                    return None
+                found.append(factor)
+        middles = [statistics.median(found) if found else 0.0 for found in factors.values()]
+        near = max(1e-5, 4 * self.allowed)
+        for middle, found in zip(middles, factors.values(), strict=True):
+            if not middle or any(abs(one - middle) > near * abs(middle) for one in found):
+                return None
+        return (middles[0], middles[1]) if abs(middles[0] - middles[1]) > near * abs(middles[0]) else None
 
     def cause(self, rank: int, far: Sequence[Judged]) -> Judged:
         """Return the first that is too far; of gradients at the step, what is not only scaled, as by a wrong norm."""
@@ -464,7 +494,13 @@ class _Pair:
         who = f"every {what} is" if len(same) == count else f"{listed(same)} are"
         named = name_of_factor(factor, self._sizes(rank), spread=spread)
         text = f"{who} exactly {factor:.4f} x the reference's ({len(same)} of {count})"
-        return [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
+        lines = [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
+        if field == "at_step" and self._scaled_since is not None:
+            back, last = self._scaled_since
+            lines.append(
+                f"after backward it is {back:.4g} x: multiply it by {1 / last:.4g} before the optimizer's step"
+            )
+        return lines
 
     def _explain_update(self, rank: int, name: str) -> list[str]:
         """Say if updates by equal gradients have a factor, or differ by a part of the parameter."""

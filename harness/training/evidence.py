@@ -354,7 +354,8 @@ def _tensor_parallel(start: Start) -> tuple[int, ...]:
     """The ranks among which DTensors divide a tensor-parallel model: what is no DTensor, each of them holds."""
     if "DTensors" not in start.groups.source:
         return ()
-    return tuple(rank for name, members in start.groups.named.items() if name.startswith("tp") for rank in members)
+    others = (members for name, members in start.groups.named.items() if name not in start.groups.data)
+    return tuple(rank for members in others for rank in members)
 
 
 def flat_places(flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> dict[str, tuple[int, int]]:

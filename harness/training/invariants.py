@@ -14,7 +14,7 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
+from shardproof.harness.watching.records import Gradient, Optimizer, Parameter, StepRecord
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
@@ -153,10 +153,19 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
         what = f"none of the {one.size} parameters of {one.kind} is the model's"
         if one.live:
             what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
-        why = "(shapes agree): it was made before sharding, or from another model" if one.shapes_agree else ""
-        lines = (f"{what} {why}".strip(), "its step does not move the model's own")
+        lines = (f"{what}{_why_dead(one)}", "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
         yield Finding(("D4",), "S7", evidence.step, title, lines)
+
+
+def _why_dead(optimizer: Optimizer) -> str:
+    """Say where the parameters of an optimizer come from that are not the model's."""
+    if optimizer.gathered:
+        return (
+            " but gathered ones, which a unit of FSDP2 has for a time: make the optimizer right after fully_shard(), "
+            "before any forward or unshard()"
+        )
+    return " (shapes agree): it was made before sharding, or from another model" if optimizer.shapes_agree else ""
 
 
 def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -230,7 +239,9 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     apart = [
         ranks
         for ranks in evidence.readers
-        if len({batches[rank] for rank in ranks}) > 1 and all(batches[rank] for rank in ranks)
+        if len({batches[rank] for rank in ranks}) > 1
+        and all(batches[rank] for rank in ranks)
+        and not _divide_inputs(evidence, ranks)
     ]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
@@ -338,6 +349,12 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
         "as when each rank decides by its own norm, loss or overflow: reduce what decides over all ranks first",
     )
     return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
+
+
+def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
+    """Whether ranks read parts of one input: their modules compute with DTensors that ranks divide, or all have."""
+    marks = [tuple(map(str, evidence.records[rank].divided)) for rank in ranks]
+    return all(marks) and len(set(marks)) == 1
 
 
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:

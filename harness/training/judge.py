@@ -49,6 +49,8 @@ _SKETCH_EPS = 64.0
 #: The most that a factor may be off its name, and a gradient off what it is said to be, however narrow the dtypes.
 _NEAR, _LIKE = 2.0**-8, 2.0**-4
 
+_SCALED = "gradients after backward, which user code reduces or scales before the optimizer's step"
+
 
 @dataclasses.dataclass(frozen=True)
 class OfRank:
@@ -214,6 +216,8 @@ class Judge:
         #: Whether a gradient before its reduction could be compared.
         self._has_own = False
         self._agrees_after_backward = False
+        #: The factors of gradients after backward and at the optimizer's step, where user code scales in between.
+        self._since: tuple[float, float] | None = None
         self.outcome = Outcome(step)
 
     def judge(self) -> Outcome:
@@ -411,20 +415,51 @@ class Judge:
             self._agrees_after_backward = any(key[0] == Stage.GRADIENT for key in self._oracle.tensors)
             return
         if self.outcome.factor is not None:
-            self.outcome.note("gradients after backward, which user code reduces or scales before the optimizer's step")
+            self.outcome.note(_SCALED)
             for key in [key for key in self.outcome.measured if key[1] == Stage.GRADIENT]:
                 del self.outcome.measured[key]
             return
-        made = self._diagnosed(Stage.GRADIENT)
+        made, at_step = self._diagnosed(Stage.GRADIENT), self._diagnosed(Stage.CLIPPED_GRADIENT)
         if any(one.signature != "S1" for _, one in made.values()):
             # What is reduced by hand after backward is judged as the optimizer gets it.
-            at_step = self._diagnosed(Stage.CLIPPED_GRADIENT)
             if at_step and all(one.signature == "S1" for _, one in at_step.values()):
                 found, made = clipped or found, at_step
+        else:
+            back, last = self._common(Stage.GRADIENT), self._at_step()
+            if back is not None and last is not None and abs(last - back) > self._near * abs(back):
+                # User code scales gradients after backward, as a loop does that divides by counts of all ranks.
+                if abs(last - 1) <= self._near:
+                    self.outcome.note(_SCALED)
+                    return
+                found, self._since = list(self._norms()) or clipped, (back, last)
+                self.outcome.signature, self.outcome.lines = "", []
+                made = {name: (ranks, dataclasses.replace(one, factor=last)) for name, (ranks, one) in made.items()}
         self._say(made)
         if not self.outcome.signature:
             self._say_of_sums(found)
         yield from found
+
+    def _common(self, stage: Stage) -> float | None:
+        """Return by what all gradients of a stage are the reference's on the first rank; None without one factor."""
+        found = []
+        for key, exact in self._oracle.tensors.items():
+            if key[0] == stage:
+                mine, whole = self._assembled(key, self._ranks[0]), digest(exact, Box(tuple(exact.shape))).numbers[:K]
+                factor, rest = (0.0, 1.0) if mine is None else fit(mine.double(), whole.double())
+                if rest > min(64 * self._eps, _LIKE):
+                    return None
+                found.append(factor)
+        factors = torch.tensor(found, dtype=torch.float64)
+        middle = float(factors.median()) if found else 0.0
+        return middle if middle and bool(((factors - middle).abs() <= self._near * abs(middle)).all()) else None
+
+    def _at_step(self) -> float | None:
+        """Return the factor of gradients as the optimizer gets them, of which clipping is no part."""
+        for key, (_, tensor) in self._ranks[0].events.items():
+            if key[0] == Stage.TOTAL_NORM and tensor.numel() == 1 and (pair := self._pair(key)) is not None:
+                exact = float(pair[1])
+                return float(tensor) / exact if exact else None
+        return self._common(Stage.CLIPPED_GRADIENT)
 
     def _norms(self) -> Iterator[Divergent]:
         for rank, (key, (event, tensor)) in self._events(Stage.TOTAL_NORM):
@@ -670,16 +705,23 @@ class Judge:
             told = f": 1/{1 / exact:.4g} is {name}"
         everything = len(wrong) == len(factors)
         which = "every gradient is" if everything else f"the gradients of {listed(list(wrong))} are"
-        lines = [f"{which} exactly {factor:.4f} x the reference's ({len(wrong)} of {count} parameters, spread "
+        at = " at the optimizer's step, before clipping" if self._since is not None else ""
+        lines = [f"{which} exactly {factor:.4f} x the reference's{at} ({len(wrong)} of {count} parameters, spread "
                  f"{spread:.0e}){told} [S1]"]  # fmt: skip
-        loss = self.outcome.loss_factor
-        if loss is not None:
+        loss, size = self.outcome.loss_factor, self._request.data_size
+        if self._since is not None:
+            back, last = self._since
+            lines.append(f"after backward it is {back:.4g} x, and user code multiplies it by {last / back:.4g} x what "
+                         f"the reference's is multiplied by: {1 / back:.4g} x is right")  # fmt: skip
+            lines.append(f"multiply gradients by {1 / last:.4g} more before the step")
+        elif loss is not None:
             told, since = ("losses and own gradients", "backward") if self._has_own else ("losses", "the loss")
             lines.append(f"{told} agree (factor {loss:.4g}): the mistake lies between {since} and the gradients")
-        size = self._request.data_size
-        if loss == 1 and everything and abs(factor * size - 1) < self._near:
-            lines.append(f"as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
-                         f"multiply it by {size}, or set_gradient_divide_factor(1)")  # fmt: skip
+        if self._since is None and everything and loss == 1 and abs(factor * size - 1) < self._near:
+            lines.append("as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
+                         f"multiply it by {size}, or set_gradient_divide_factor(1) of fully_shard")  # fmt: skip
+        elif self._since is None and everything:
+            lines.append(f"multiply the loss of each microbatch by {1 / exact:.4g}")
         self.outcome.lines += lines + (self._hidden() if everything else [])
 
     def _hidden(self) -> list[str]:

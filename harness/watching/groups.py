@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import ParametrizationList
 
-from shardproof.harness.watching.names import modules_of
+from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
 from shardproof.harness.watching.records import Groups, NotWatchable
 
 #: The names of mesh dimensions over which ranks have different data, as trainers call them.
@@ -18,6 +19,9 @@ DATA = (
     "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "replicate", "shard", "batch", "cp",
     "data_parallel",
 )  # fmt: skip
+
+#: How names of dimensions begin over which ranks compute parts of one model.
+_OF_MODELS = ("tp", "sp", "pp", "ep", "mp", "model", "tensor", "expert", "pipe", "stage")
 
 
 def groups_of(
@@ -36,11 +40,17 @@ def groups_of(
     named: dict[str, tuple[int, ...]] = {}
     over_data: list[str] = []
     sources = []
+    units, divided = _used(models)
     for one in [mesh] if mesh is not None else list(_meshes(models)):
         sources.append("mesh" if mesh is not None else "DTensors")
         for number, name in enumerate(_dimensions(one)):
-            named.setdefault(name, tuple(dist.get_process_group_ranks(one.get_group(number))))
-            if name in data or name.startswith(("dp", "mesh") if "dp" in data else "mesh"):
+            members = tuple(dist.get_process_group_ranks(one.get_group(number)))
+            named.setdefault(name, members)
+            is_named = name in data or (name.startswith("dp") and "dp" in data)
+            # A name that says nothing is judged by what the dimension is for: FSDP's units, or parts of one model.
+            is_of_units = tuple(data) == DATA and any(set(members) <= unit for unit in units)
+            is_of_copies = tuple(data) == DATA and members not in divided and not name.startswith(_OF_MODELS)
+            if is_named or is_of_units or is_of_copies:
                 over_data.append(name)
     for name, group in groups.items():
         sources.append("groups")
@@ -111,11 +121,29 @@ def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
 def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:
     once = []
     for model in models:
-        for parameter in model.parameters():
+        for _, parameter in parameters_of(model):
             if isinstance(parameter, DTensor) and parameter.device_mesh not in once:
                 once.append(parameter.device_mesh)
     # Those with most dimensions first: they name what the others are parts of.
     yield from sorted(once, key=lambda one: -one.ndim)
+
+
+def _used(models: Sequence[nn.Module]) -> tuple[list[set[int]], set[tuple[int, ...]]]:
+    """Return the groups over which units of FSDP2 shard or replicate, and those over which others divide parameters."""
+    units: list[set[int]] = []
+    divided: set[tuple[int, ...]] = set()
+    for model in models:
+        units += [set(one.mesh.flatten().tolist()) for one in meshes_of_units(model)]
+        for module in model.modules():
+            if isinstance(module, ParametrizationList):
+                continue  # gathered by the parametrization before anything is computed with it
+            for parameter in module._parameters.values():
+                if not isinstance(parameter, DTensor):
+                    continue
+                for number, placement in enumerate(parameter.placements):
+                    if not placement.is_replicate():
+                        divided.add(tuple(dist.get_process_group_ranks(parameter.device_mesh.get_group(number))))
+    return units, divided
 
 
 def _dimensions(mesh: DeviceMesh) -> list[str]:

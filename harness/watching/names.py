@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardproof.harness.tensors import private
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
@@ -47,11 +51,44 @@ def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter that modules have, under each of its canonical names."""
+    """Yield each parameter that modules have, under each of its canonical names.
+
+    Of units of FSDP2 these are the sharded ones, which optimizers have, even while modules have gathered ones: after
+    ``unshard()``, between forward and backward, and of the root from a forward without gradients on.
+    """
+    sharded = sharded_by_gathered(root)
     for name, module in modules_of(root):
         for last, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{name}.{last}" if name else last, parameter
+                yield f"{name}.{last}" if name else last, sharded.get(id(parameter), parameter)
+
+
+def sharded_by_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the sharded parameters of FSDP2's units, by the id of what modules have in place of each for a time."""
+    found: dict[int, nn.Parameter] = {}
+    for group in _units_of(root):
+        for one in group.fsdp_params:
+            for gathered in ("_unsharded_param", "_sharded_post_forward_param"):
+                if (value := getattr(one, gathered, None)) is not None:
+                    found[id(value)] = one.sharded_param
+    return found
+
+
+def meshes_of_units(root: nn.Module) -> list[DeviceMesh]:
+    """Return the meshes over which units of FSDP2 shard their parameters, or replicate them."""
+    return list(dict.fromkeys(group.mesh_info.mesh for group in _units_of(root)))
+
+
+def _units_of(root: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 keeps of its units: groups of parameters that are gathered together."""
+    if private.find("torch.distributed.fsdp.FSDPModule._get_fsdp_state") is None:
+        return
+    for unit in root.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            # torch 2.11 has one at most.
+            yield from (state._fsdp_param_group,) * (state._fsdp_param_group is not None) if groups is None else groups
 
 
 def is_compiled(module: nn.Module) -> bool:

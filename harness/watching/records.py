@@ -50,6 +50,7 @@ class Optimizer:
     live: int  # how many of them are the model's
     shapes_agree: bool  # whether those that are not have the shapes of full or local parameters of the model
     outside: int = 0  # how many of those that are not have a gradient: they are of modules that are not watched
+    gathered: int = 0  # how many of those that are not are what units of FSDP2 have while they are gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,9 @@ class StepRecord:
     read: list[int] = dataclasses.field(default_factory=list)
     drops: list[Drop] = dataclasses.field(default_factory=list)
     leaks: bool = False  # whether gradients that were computed for another model's optimizer are in those of the step
+    # For each of them what stands for the first DTensor that a module is given: None for one that ranks divide. Empty
+    # where there is none.
+    divided: list[int | None] = dataclasses.field(default_factory=list)
     # The number of rows (the size of the first dimension of the first tensor) of each.
     rows: list[int] = dataclasses.field(default_factory=list)
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name

@@ -39,7 +39,15 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
-from shardproof.harness.watching.names import inner_of, is_compiled, modules_of, name_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import (
+    inner_of,
+    is_compiled,
+    modules_of,
+    name_of,
+    parameters_of,
+    sharded_by_gathered,
+    unwrapped,
+)
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
@@ -291,6 +299,7 @@ class Watch:
         self._called: set[int] = set()
         self._asks: list[bool] = []
         self._is_for_others = self._leaks = False
+        self._divided: list[torch.Tensor | None] = []
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
@@ -359,6 +368,8 @@ class Watch:
                 self._watch_parameters("", root)
         if self._wants_batch and not is_root:
             self._take_batch((args, kwargs))
+        if len(self._divided) < self._forwards:
+            self._take_divided((args, kwargs))
         if self._sink is not None and torch.is_autocast_enabled(device := _device_of(args)):
             self._autocast = name_of(torch.get_autocast_dtype(device))
         self._last = f"forward of {name or 'the model'!r}"
@@ -787,7 +798,9 @@ class Watch:
             self._unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
         shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
-        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside)
+        known = {key for root in self.roots for key in sharded_by_gathered(root)} if dead else set()
+        gathered = sum(id(one) in known for one in dead)
+        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside, gathered)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
@@ -811,6 +824,13 @@ class Watch:
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             self._emit(Event(Stage.INPUT, "", "", self._forwards - 1, 0, index, place), tensor)
 
+    def _take_divided(self, inputs: Any) -> None:
+        """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
+        first = next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)
+        if first is not None:
+            is_copy = all(placement.is_replicate() for placement in first.placements)
+            self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
+
     def _record(self) -> StepRecord:
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows,
@@ -819,6 +839,8 @@ class Watch:
         )  # fmt: skip
         hashes = iter(host_rows([one for batch in self._batches for one in batch]))
         record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
+        of_parts = iter(host_rows([one for one in self._divided if one is not None]))
+        record.divided = [None if one is None else next(of_parts) for one in self._divided]
         pending = [(name, number, one) for name, parts in self._own.items() for number, one in parts]
         every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [

@@ -192,7 +192,7 @@ _DEAF = ("-E", "-I")
 
 def run_rank(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     """Run this process as a rank until its connection closes."""
-    _leave_with_the_controller()
+    leave_with_the_controller()
     if spec.hash_seed is not None:
         assert isinstance(connection, Connection), "in a job of torchrun a rank keeps the seed of its process"
         _start_anew(connection, spec)
@@ -205,7 +205,8 @@ def _run(connection: Connection | meeting.Channel, spec: RankSpec) -> None:
     loop.main(connection, spec)
 
 
-def _leave_with_the_controller() -> None:
+def leave_with_the_controller() -> None:
+    """Make this process, which the forkserver has forked, end with the forkserver, and that with the controller."""
     # The controller decides how to react to an interrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # for what the rank itself starts

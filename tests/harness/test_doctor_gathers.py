@@ -1,0 +1,237 @@
+"""The doctor around loops of two ranks, each right as it stands and then with one mistake: no finding, and one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.training.doctor import Doctor
+from shardproof.testing import world
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Its root has parameters of its own, which no inner unit has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 16), nn.Parameter(torch.ones(16))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.down = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.down(x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x).argmax(-1)
+
+
+def sharded(**options) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def batch(rank: Rank, step: int, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + 10 * rank.index + microbatch)
+    return torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)
+
+
+def train(rank: Rank, model, optimizer, *, before=lambda step: None, microbatches: int = 1) -> None:
+    """Train for some steps; ``before`` is called before each."""
+    for step in range(STEPS):
+        before(step)
+        for microbatch in range(microbatches):
+            inputs, labels = batch(rank, step, microbatch)
+            (F.cross_entropy(model(inputs), labels) / microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# What a loop does before its first step, and between steps, that gathers parameters or reads them.
+
+
+def validate(rank: Rank, model) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch(rank, 99)[0])
+    model.train()
+
+
+def roll_out(rank: Rank, model) -> None:
+    register_fsdp_forward_method(model, "generate")
+    with torch.no_grad():
+        for step in (7, 8):
+            model.generate(batch(rank, step)[0])
+
+
+def unshard(rank: Rank, model) -> None:
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+
+
+def save(rank: Rank, model) -> None:
+    validate(rank, model)
+    get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    for parameter in model.parameters():
+        parameter.full_tensor()
+
+
+READS = {one.__name__: one for one in (validate, roll_out, unshard, save)}
+
+
+def gathered_before(read: Callable[[Rank, nn.Module], None], **options):
+    """Parameters are gathered when watching begins; then no gradient of the last unit is reduced any more."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        model = sharded(**options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        read(rank, model)
+        model.set_requires_gradient_sync(not is_wrong)
+        train(rank, model, optimizer, before=lambda step: read(rank, model))
+
+    return loop
+
+
+def sum_missing_after_a_validation(rank: Rank, is_wrong: bool) -> None:
+    """One parameter is no unit's, and its gradients are summed by hand, until the first validation."""
+    torch.manual_seed(0)
+    model = Net()
+    fully_shard(model, ignored_params={model.scale})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    validate(rank, model)
+    for step in range(STEPS):
+        inputs, labels = batch(rank, step)
+        F.cross_entropy(model(inputs), labels).backward()
+        if not is_wrong:
+            torch.distributed.all_reduce(model.scale.grad)
+            model.scale.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+        validate(rank, model)
+
+
+def never_resharded(rank: Rank, is_wrong: bool) -> None:
+    model = sharded(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def before(step: int) -> None:
+        if is_wrong:
+            model.set_requires_gradient_sync(False)
+
+    train(rank, model, optimizer, before=before, microbatches=2)
+
+
+def optimizer_of_gathered(rank: Rank, is_wrong: bool) -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    validate(rank, model)
+    if is_wrong:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(rank, model, optimizer)
+
+
+# Meshes whose dimensions have no name, or one that says nothing.
+
+
+def tensor_parallel(layout, names=None):
+    """Both ranks must read the same, or each a part where the plan divides inputs; one seeds by its rank."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        inner = ColwiseParallel(input_layouts=layout)
+        parallelize_module(model, mesh, {"0": inner, "2": RowwiseParallel(output_layouts=layout)})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            made = torch.Generator().manual_seed(step + 100 * rank.index * (is_wrong or layout == Shard(0)))
+            model(torch.randn(4, 8, generator=made)).square().sum().backward()
+            if is_wrong and layout == Shard(0):
+                nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, torch.tensor(1.0 + rank.index))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def units_on(name: str):
+    """Units of FSDP2 on a mesh of any name are of data-parallel ranks; both read the same."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        model = sharded(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(STEPS):
+            made = torch.Generator().manual_seed(step + 100 * rank.index * (not is_wrong))
+            model(torch.randn(4, 8, generator=made)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
+
+#: By name the loop, and what is said of it with its mistake.
+LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
+    **{
+        f"{name}-before-the-first-step": (gathered_before(read), "gradients are not reduced [D11, S2]")
+        for name, read in READS.items()
+    },
+    "validate-without-resharding": (
+        gathered_before(validate, reshard_after_forward=False), "gradients are not reduced [D11, S2]",
+    ),
+    "sum-missing-after-a-validation": (
+        sum_missing_after_a_validation, "each gradient of every rank is this rank's own gradient (c = 1.0000",
+    ),
+    "never-resharded": (never_resharded, "gradients are not reduced [D11, S2]"),
+    "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
+    "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
+    "sequence-parallel-without-names": (
+        tensor_parallel(Shard(0)), "gradient of '2.bias': ranks 0-1 (mesh) hold the same elements",
+    ),
+    **{f"fsdp2-on-{one}": (units_on(one), "read the same data in the step") for one in ("world", "data")},
+    "optimizer-of-gathered-parameters": (
+        optimizer_of_gathered, "5 of the 9 parameters of AdamW are not the model's but gathered ones, which a unit of "
+        "FSDP2 has for a time: make the optimizer right after fully_shard(), before any forward or unshard()",
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Doctor]:
+    """A doctor that attaches by itself, as under the command."""
+    with Doctor(on_finding="collect") as watching:
+        yield watching
+
+
+@pytest.mark.sampled
+@world(2)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_has_no_finding_and_its_twin_has(rank: Rank, name: str) -> None:
+    loop, said = LOOPS[name]
+    with watched() as watching:
+        loop(rank, False)
+    assert [one.render() for one in watching.findings if not one.is_note] == []
+    assert "no finding" in watching.summary()
+    with watched() as watching:
+        loop(rank, True)
+    found = "\n".join(one.render() for one in watching.findings if not one.is_note)
+    assert said in found, found
