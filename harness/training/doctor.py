@@ -1,8 +1,8 @@
 """Watches the first steps of a training on every rank, and reports what no right training does."""
 
 import contextlib
+import dataclasses
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -16,10 +16,10 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
 from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import DATA, groups_of, replicated_ranks, samplers, sizes_of_flat, wrappers_of
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
@@ -158,7 +158,7 @@ class Doctor(Watching):
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models),
+            flat=sizes_of_flat(models), wrappers=wrappers_of(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -186,6 +186,10 @@ class Doctor(Watching):
             *invariants.check_optimizers(evidence),
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
+        if any(one.title == invariants.SAME for one in found):
+            # All ranks have the same findings, so all come here.
+            seen = self._exchange.all(samplers())
+            found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
         if not any("D16" in one.checks or one.title in (invariants.DEAD, invariants.APART) for one in found):
             found += self._check_gradients(evidence)
@@ -199,11 +203,6 @@ class Doctor(Watching):
         self._add(found)
         if record.step >= self._steps[-1]:
             self._finish()
-        elif sys.stderr.isatty() and self._exchange.rank == 0 and self._on_finding != "collect":
-            left = sum(step > record.step for step in self._steps)
-            print(
-                f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
-            )
 
     def _check_gradients(self, evidence: Evidence) -> list[Finding]:
         """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
@@ -222,7 +221,7 @@ class Doctor(Watching):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
         if any("D11" in one.checks for one in self.findings):
-            found = [one for one in found if one.title != reduction.UNKNOWN]
+            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
         return found
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
@@ -231,6 +230,8 @@ class Doctor(Watching):
     def _add(self, found: Sequence[Finding]) -> None:
         known = {one.key for one in self.findings}
         new = [one for one in found if one.key not in known and set(one.checks) & self._checks]
+        more = next_lines(len(self._starts))
+        new = [dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in new]
         self.findings += new
         for one in new:
             if self._on_finding != "collect":

@@ -26,6 +26,7 @@ class Start:
         model: the name of the model's class.
         shapes: of its parameters by canonical name, as torch reports them.
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
+        wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
     """
 
     groups: Groups
@@ -34,6 +35,7 @@ class Start:
     model: str
     shapes: dict[str, tuple[int, ...]]
     flat: dict[str, tuple[int, tuple[int, ...]]]
+    wrappers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -59,6 +61,12 @@ class Evidence:
     def names(self) -> list[str]:
         """All parameters, in the order of the model."""
         return list(dict.fromkeys(name for record in self.records for name in record.parameters))
+
+    @functools.cached_property
+    def trained(self) -> list[str]:
+        """Those that require a gradient on some rank."""
+        held = [record.parameters for record in self.records]
+        return [name for name in self.names if any(name in one and one[name].trains for one in held)]
 
     @functools.cached_property
     def left(self) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
 
@@ -77,6 +78,18 @@ def sharded_by_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
 def meshes_of_units(root: nn.Module) -> list[DeviceMesh]:
     """Return the meshes over which units of FSDP2 shard their parameters, or replicate them."""
     return list(dict.fromkeys(group.mesh_info.mesh for group in _units_of(root)))
+
+
+def switched_off(root: nn.Module) -> tuple[str, ...]:
+    """Return the calls that keep a backward pass from reducing gradients now, as user code writes them."""
+    found = {"no_sync()": False, "set_requires_gradient_sync(False)": False, "set_requires_all_reduce(False)": False}
+    for _, module in modules_of(root):
+        if isinstance(module, DistributedDataParallel):
+            found["no_sync()"] |= not module.require_backward_grad_sync
+    for group in _units_of(root):
+        found["set_requires_gradient_sync(False)"] |= not group.reduce_grads
+        found["set_requires_all_reduce(False)"] |= group.reduce_grads and not group.all_reduce_grads
+    return tuple(name for name, is_off in found.items() if is_off)
 
 
 def _units_of(root: nn.Module) -> Iterator[Any]:

@@ -36,7 +36,7 @@ from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of_all,
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.verdicts.finding import Stage
-from shardproof.harness.watching import calls
+from shardproof.harness.watching import calls, script
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import (
@@ -46,6 +46,7 @@ from shardproof.harness.watching.names import (
     name_of,
     parameters_of,
     sharded_by_gathered,
+    switched_off,
     unwrapped,
 )
 from shardproof.harness.watching.records import (
@@ -172,6 +173,8 @@ class Watch:
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
+        self._zeroed: list[int] = []
+        self._zeroed_since: list[int] = []
         self._begin()
 
     # Attaching ------------------------------------------------------------------------------
@@ -269,6 +272,7 @@ class Watch:
         self._batches: list[list[torch.Tensor]] = []
         self._rows: list[int] = []
         self._divided: list[torch.Tensor | None] = []
+        self._off: list[tuple[str, ...]] = []
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
@@ -284,6 +288,7 @@ class Watch:
             return
         record = self._record() if self.is_watching else None
         self.step += 1
+        self._zeroed, self._zeroed_since = self._zeroed_since, []
         self._begin()
         if record is not None:
             self._on_end(record)
@@ -314,6 +319,7 @@ class Watch:
                     self._forwards += 1
                     self._calls.clear()
                     self._take_batch((args, kwargs))
+                    self._off.append(tuple(name for root in self.roots for name in switched_off(root)))
         if not self.is_watching or not torch.is_grad_enabled():
             return
         if is_root and self._late:
@@ -557,6 +563,13 @@ class Watch:
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded
+    def on_zero_grad(self) -> None:
+        if self._stepped:
+            self._zeroed_since.append(0)  # of the next step, which has no backward pass yet
+        else:
+            self._zeroed.append(self._backwards)
+
+    @_guarded
     def on_unscale(self) -> None:
         self._clipped_scaled = self._clipped_scaled or any(limit is not None for _, _, limit, _ in self._norms)
 
@@ -712,7 +725,8 @@ class Watch:
 
     def _record(self) -> StepRecord:
         record = StepRecord(
-            0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows,
+            0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
+            zeroed=self._zeroed,
             optimizers=self._stepped, unseen=sorted(self._unseen), last=self._last,
             seconds=time.monotonic() - self._started,
         )  # fmt: skip
@@ -732,6 +746,8 @@ class Watch:
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
+        dropped = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
+        record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
@@ -837,6 +853,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         if error is None:
             self.close()
             return
+        error.__traceback__ = script.without_own_frames(error.__traceback__)
         if self._watch.is_attached and self._watch.last:
             # The user's exception passes as it is, with what the step had reached.
             error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
@@ -895,7 +912,10 @@ class Watching(contextlib.AbstractContextManager[Any]):
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:
-        print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
+        # A progress bar that is being drawn is moved below the message.
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr):
+            print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
 
     def _detach(self) -> None:
         self._is_over = True

@@ -143,7 +143,7 @@ FOUND = {
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: m.at_step(2, "w", 2), "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 "
         "(replicate) hold the same elements and have different bits (relative distance 1; 1 of 2 parameters)|"
-        "each rank has its own part: the sum over replicate is missing"),
+        "they are 1, 2 x those of rank 0: each rank scales them by itself"),
     "D2-noise": ("replicas", lambda m: m.at_step(2, "w", 1 + 3e-7), "note: step 0: replicas differ [D2, S9]|"
         "gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; 1 of 2 parameters)|by no more than ..."),
     "D2-none": ("replicas", lambda m: m.records[3].at_step.pop("b"), "step 0: replicas differ: some have no gradient "
