@@ -275,8 +275,8 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
         replicated(loader=True), "seen: SequentialSampler on each rank, which knows no rank: use DistributedSampler",
     ),
     "group-of-one-rank": (
-        group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the mesh "
-        "of all data-parallel ranks",
+        group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the "
+        "mesh of all data-parallel ranks",
     ),
     "not-wrapped": (
         not_wrapped, "seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls",
