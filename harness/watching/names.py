@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
@@ -119,3 +121,24 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def device_of(inputs: Any) -> str:
+    """Return the type of the device of the first tensor of inputs; "cpu" without one."""
+    return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+
+
+def is_view(value: torch.Tensor) -> bool:
+    """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
+    try:
+        return not value.is_leaf
+    except RuntimeError:
+        return False
+
+
+def is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
+    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
+    if value is None or live is None or live is value or isinstance(value, DTensor):
+        return False
+    held, own = value.untyped_storage(), local_of(live).untyped_storage()
+    return held.size() > own.size() and held.data_ptr() != own.data_ptr()

@@ -40,8 +40,11 @@ from shardproof.harness.watching import calls, script
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import (
+    device_of,
     inner_of,
     is_compiled,
+    is_gathered,
+    is_view,
     modules_of,
     name_of,
     parameters_of,
@@ -332,7 +335,7 @@ class Watch:
             self._take_batch((args, kwargs))
         if len(self._divided) < self._forwards:
             self._take_divided((args, kwargs))
-        if self._sink is not None and torch.is_autocast_enabled(device := _device_of(args)):
+        if self._sink is not None and torch.is_autocast_enabled(device := device_of(args)):
             self._autocast = name_of(torch.get_autocast_dtype(device))
         self._last = f"forward of {name or 'the model'!r}"
         self._watch_parameters(name, module)
@@ -379,7 +382,7 @@ class Watch:
         found |= {
             last: value
             for last, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.requires_grad and _is_view(value)
+            if isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
         }
         for last, value in found.items():
             if value is None or not value.requires_grad:
@@ -756,7 +759,7 @@ class Watch:
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
-        record.gathered = [name for name, ref in self._gathered.items() if _is_gathered(ref(), live.get(name))]
+        record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
         record.ties = self.tied()
@@ -795,26 +798,6 @@ class Watch:
             for name, parameter in parameters_of(root):
                 by_tensor.setdefault(id(parameter), []).append(name)
         return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
-
-
-def _device_of(inputs: Any) -> str:
-    return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
-
-
-def _is_view(value: torch.Tensor) -> bool:
-    """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
-    try:
-        return not value.is_leaf
-    except RuntimeError:
-        return False
-
-
-def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
-    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-    if value is None or live is None or live is value or isinstance(value, DTensor):
-        return False
-    held, own = value.untyped_storage(), local_of(live).untyped_storage()
-    return held.size() > own.size() and held.data_ptr() != own.data_ptr()
 
 
 def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
