@@ -142,3 +142,10 @@ def is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
         return False
     held, own = value.untyped_storage(), local_of(live).untyped_storage()
     return held.size() > own.size() and held.data_ptr() != own.data_ptr()
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, or what this rank has of one that is a tensor."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return None if value is None else float(value)

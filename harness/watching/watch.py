@@ -47,6 +47,7 @@ from shardproof.harness.watching.names import (
     is_view,
     modules_of,
     name_of,
+    number_of,
     parameters_of,
     sharded_by_gathered,
     switched_off,
@@ -753,7 +754,7 @@ class Watch:
         record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
-        record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
+        record.norms = [NormCall(name, number_of(value), limit, kind) for name, value, limit, kind in self._norms]
         values = host_rows([_last_number(one) for _, one in self._finite])
         found = [what for (what, _), value in zip(self._finite, values, strict=True) if not math.isfinite(value)]
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
@@ -803,12 +804,6 @@ class Watch:
 def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
     """Return what is finite if all of an output or of a gradient is."""
     return value if isinstance(value, torch.Tensor) else value.digest.numbers[K]  # type: ignore[union-attr]
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return None if value is None else float(value)
 
 
 class Watching(contextlib.AbstractContextManager[Any]):
