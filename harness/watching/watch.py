@@ -177,8 +177,7 @@ class Watch:
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
-        self._zeroed: list[int] = []
-        self._zeroed_since: list[int] = []
+        self._zeroed, self._zeroed_since = list[int](), list[int]()
         self._begin()
 
     # Attaching ------------------------------------------------------------------------------
@@ -697,8 +696,8 @@ class Watch:
         shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
         known = {key for root in self.roots for key in sharded_by_gathered(root)} if dead else set()
-        gathered = sum(id(one) in known for one in dead)
-        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside, gathered)
+        counts = len(mine), len(mine) - len(others), agree, outside, sum(id(one) in known for one in dead)
+        return Optimizer(type(optimizer).__name__, *counts)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
@@ -722,8 +721,7 @@ class Watch:
 
     def _take_divided(self, inputs: Any) -> None:
         """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
-        first = next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)
-        if first is not None:
+        if (first := next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)) is not None:
             is_copy = all(placement.is_replicate() for placement in first.placements)
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
