@@ -47,6 +47,9 @@ from shardproof.harness.watching.records import Gradient
 SLACK = 32.0
 NOISE_FACTOR = 4.0
 
+#: What is allowed by a narrow dtype, above which a comparison says what it did not judge.
+_WIDE = 0.01
+
 #: By how much the distance of parameters before a step may grow in it.
 _GROWTH = 16.0
 
@@ -684,6 +687,7 @@ class Comparison:
     Attributes:
         compared: how many tensors.
         divergent: the first event of each rank that diverges, in the order of steps, stages and ranks.
+        slack: what is allowed by the narrowest dtype alone.
         distances: the largest by step and tensor.
     """
 
@@ -696,6 +700,7 @@ class Comparison:
     rows: tuple[int, int] = (0, 0)
     largest: float = 0.0
     factor: float = 1.0
+    slack: float = 0.0
     distances: dict[tuple[int, Key], float] = dataclasses.field(default_factory=dict)
 
 
@@ -780,6 +785,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     rows = {row for own in pairs[-1].run.rows.values() for row in own}
     found.rows = (len(rows), len({row for own in pairs[-1].ref.rows.values() for row in own}))
     found.largest, found.factor = max(largest), pairs[0].factor
+    found.slack = max(pair.slack() for pair in pairs) if distances is None else 0.0
     found.notes += [f"not compared: {reason} ({listed(sorted(names))})" for reason, names in skipped.items()]
     found.divergent.sort(key=lambda one: (one.step, one.stage, one.number, one.rank))
     return found
@@ -832,6 +838,10 @@ def render(found: Comparison) -> str:
         lines.append(f"losses and gradients before their reduction are compared as {found.factor:.4g} x the run's")
     if not found.divergent:
         lines.append(f"no divergence (largest distance {found.largest:.1g})")
+        if found.slack > _WIDE:
+            wide = f"{found.slack:.0%} ({SLACK:g} eps of the narrowest dtype of the steps)"
+            lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
+            lines.append("not judged: whether ranks that hold the same elements have equal bits; the doctor does [D1]")
     groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[Divergent]] = {}
     for one in found.divergent:
         groups.setdefault((one.step, one.stage, one.name, tuple(one.lines)), []).append(one)

@@ -1,8 +1,8 @@
 """Watches the first steps of a training on every rank, and reports what no right training does."""
 
 import contextlib
+import dataclasses
 import os
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
@@ -12,20 +12,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import folders
+from shardproof.door import PARTIAL
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
 from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
-from shardproof.harness.watching.groups import DATA, groups_of, hooks_of, replicated_ranks, sizes_of_flat
+from shardproof.harness.watching.groups import (
+    DATA,
+    groups_of,
+    hooks_of,
+    replicated_ranks,
+    samplers,
+    sizes_of_flat,
+    wrappers_of,
+)
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
-from shardproof.jsonfiles import PARTIAL
 
 CHECKS = tuple(f"D{number}" for number in range(1, 18))
 
@@ -166,7 +174,7 @@ class Doctor(Watching):
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models), hooks=hooks_of(models),
+            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -195,6 +203,11 @@ class Doctor(Watching):
             *invariants.check_optimizers(evidence),
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
+        if any(one.title == invariants.SAME for one in found):
+            # All ranks have the same findings, so all come here.
+            assert self._exchange is not None
+            seen = self._exchange.all(samplers())
+            found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
         causes = (invariants.NOT_FINITE, invariants.DEAD, invariants.APART)
         if not any(one.title in causes and not one.is_note for one in found):
@@ -210,11 +223,6 @@ class Doctor(Watching):
         self._settle()
         if evidence.step >= self._steps[-1]:
             self._finish()
-        elif sys.stderr.isatty() and record.rank == 0 and self._on_finding != "collect":
-            left = sum(step > record.step for step in self._steps)
-            print(
-                f"\rshardproof doctor: watched step {record.step}, {left} to go ", end="", file=sys.stderr, flush=True
-            )
 
     def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
         """Exchange the records of a step and return them.
@@ -299,7 +307,7 @@ class Doctor(Watching):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
         if any("D11" in one.checks for one in known):
-            found = [one for one in found if one.title != reduction.UNKNOWN]
+            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
         # Whoever wants an exception has it at the end of the step.
         if self._on_finding != "raise":
             apart = [one for one in found if _is_of_apart(one)]
@@ -312,9 +320,10 @@ class Doctor(Watching):
 
     def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
         new: list[Finding] = []
+        more = next_lines(len(self._starts))
         for one in found:
             if set(one.checks) & self._checks and not any(one.key == known.key for known in (*self.findings, *new)):
-                new.append(one)
+                new.append(dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one)
         self.findings += new
         for one in new:
             if self._on_finding != "collect":

@@ -27,6 +27,7 @@ class Start:
         shapes: of its parameters by canonical name, as torch reports them.
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
         hooks: the names of functions that reduce gradients in the place of the wrapper's own.
+        wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
     """
 
     groups: Groups
@@ -36,6 +37,7 @@ class Start:
     shapes: dict[str, tuple[int, ...]]
     flat: dict[str, tuple[int, tuple[int, ...]]]
     hooks: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -61,6 +63,12 @@ class Evidence:
     def names(self) -> list[str]:
         """All parameters, in the order of the model."""
         return list(dict.fromkeys(name for record in self.records for name in record.parameters))
+
+    @functools.cached_property
+    def trained(self) -> list[str]:
+        """Those that require a gradient on some rank."""
+        held = [record.parameters for record in self.records]
+        return [name for name in self.names if any(name in one and one[name].trains for one in held)]
 
     @functools.cached_property
     def left(self) -> list[str]:

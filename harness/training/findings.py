@@ -1,6 +1,8 @@
 """A finding of the doctor, and what a check returns besides."""
 
 import dataclasses
+import shlex
+import sys
 
 from shardproof.door import printable
 
@@ -16,6 +18,7 @@ class Finding:
         title: what is wrong, in a few words.
         lines: what was seen, one line each.
         is_note: whether it may be meant; notes are no failure.
+        is_open: whether its cause is not known: then a comparison with one rank shows where it begins.
     """
 
     checks: tuple[str, ...]
@@ -24,6 +27,7 @@ class Finding:
     title: str
     lines: tuple[str, ...]
     is_note: bool = False
+    is_open: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -42,3 +46,20 @@ def listed(names: list[str], most: int = 3) -> str:
     """Return names for a message, with the number of those that are left out."""
     shown = ", ".join(map(repr, names[:most]))
     return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def count_of(number: int, one: str, more: str) -> str:
+    """Return a number with its noun: "1 backward pass", "2 backward passes"."""
+    return f"{number} {one if number == 1 else more}"
+
+
+def next_lines(ranks: int) -> tuple[str, ...]:
+    """Return what to run where a finding does not show its cause: the script of this process, recorded and compared."""
+    words = [word for word in sys.argv if word != "-c"] or ["train.py"]
+    record = "torchrun --nproc-per-node {0} -m shardproof record --out {1} " + shlex.join(words)
+    return (
+        "next: record the same data in each step on one rank and on these, and see where the runs first part",
+        f"  {record.format(1, 'ref')}",
+        f"  {record.format(ranks, 'run')}",
+        "  shardproof compare ref run",
+    )

@@ -30,6 +30,8 @@ APART = "model-parallel ranks read different data"
 
 #: The dtypes in which an update is easily less than half of the spacing of a parameter's values.
 NARROW = ("bfloat16", "float16")
+#: The title of the finding that data-parallel ranks read the same data.
+SAME = "ranks read the same data"
 
 #: Relative difference up to which microbatches count alike.
 _SAME = 1e-3
@@ -100,7 +102,7 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
             if check == "D1" and has_gradient and not set(names) & set(states):
                 lines.append("from equal gradients and optimizer states: another learning rate, or a write to it after "
                              "the step before")  # fmt: skip
-            yield Finding((check,), "S9", evidence.step, title, tuple(lines))
+            yield Finding((check,), "S9", evidence.step, title, tuple(lines), is_open=True)
         drifted |= set(found)
 
 
@@ -113,14 +115,39 @@ def _of_gradients(
         f"gradient of {listed(names)}: {_sets(evidence, members)} hold the same elements and have different bits "
         f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
     ]
-    over = _where(evidence, members[0]).strip(" ()")
     if is_noise:
-        lines.append("by no more than rounding: their kernels, or the order of their sums, differ")
+        lines.append(
+            "by no more than rounding all of it: kernels, or the order of sums, differ; or else few elements do"
+        )
     else:
-        lines.append(f"each rank has its own part: the sum over {over or 'these ranks'} is missing")
+        lines += _why_replicas_differ(evidence, members[0], names)
     if drift := [name for name in names if name in drifted]:
         lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [D1]")
-    return Finding(("D2",), "S9", evidence.step, DIFFER, tuple(lines), is_note=is_noise)
+    return Finding(("D2",), "S9", evidence.step, DIFFER, tuple(lines), is_note=is_noise, is_open=not is_noise)
+
+
+def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
+    """Say what the gradients of ranks that hold the same elements are: by a factor one another's, or each its own."""
+    over = _where(evidence, members).strip(" ()") or "these ranks"
+    ratios, are_own, are_seen = set(), True, True
+    for name in names:
+        seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
+        for rank, vector in seen.items():
+            factor, rest = fit(vector, seen[members[0]])
+            ratios.add(f"{factor:.4g}" if rest < _SAME else "")
+            parts = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
+            are_seen &= bool(parts)
+            are_own &= bool(parts) and fit(vector, torch.stack(parts).sum(0))[1] < _SAME
+    if "" not in ratios and len(ratios) <= len(members):
+        return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
+    if not are_seen:
+        return [f"the sum over {over} is missing, or something changes them on each rank after it"]
+    if not are_own:
+        return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
+    lines = [f"each rank has what it computed itself: if ranks compute parts of it, the sum over {over} is missing"]
+    if evidence.records[members[0]].has_dropout:
+        lines.append(f"dropout is on: if ranks compute the same, their random numbers must be equal over {over}")
+    return lines
 
 
 def _by_sets(found: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[list[tuple[int, ...]], list[str]]]:
@@ -255,9 +282,9 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
             over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
             lines = (
                 f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
-                "as when a sampler is not given the rank, or is seeded alike without a shard for each",
+                "each must read its own part: give the sampler the number of ranks and this rank",
             )
-            yield Finding(("D9",), "S11", evidence.step, "ranks read the same data", lines)
+            yield Finding(("D9",), "S11", evidence.step, SAME, lines)
     yield from _read_twice(evidence.after_drops)
 
 
@@ -351,6 +378,19 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
     return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
 
 
+def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
+    """Return the finding that ranks read the same data with the samplers that ranks have, which give it to them."""
+    if not any(seen):
+        told = "no DataLoader was seen: each rank must read its own part of the data"
+    elif len({*map(tuple, seen)}) > 1:
+        told = f"seen: {', '.join(seen[0][:3])} on rank 0, and others on other ranks: the data have the same rows twice"
+    elif any(one.startswith("DistributedSampler") for one in seen[0]):
+        told = f"seen: {', '.join(seen[0][:3])} on each rank: give it num_replicas and rank of the process group"
+    else:
+        told = f"seen: {', '.join(seen[0][:3])} on each rank, which knows no rank: use DistributedSampler"
+    return dataclasses.replace(finding, lines=(finding.lines[0], told))
+
+
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
     """Whether ranks read parts of one input: their modules compute with DTensors that ranks divide, or all have."""
     marks = [tuple(map(str, evidence.records[rank].divided)) for rank in ranks]
@@ -386,9 +426,9 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
                 f"rank holds; that of all gradients is {true[0]:.4g}",
             )
-        lines.append(
-            "as when each rank clips by the norm of its own part: FSDP1 has clip_grad_norm_(), DTensors full_tensor()"
-        )
+            lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
+        else:
+            lines.append(_why_scaled(evidence, known))
         yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
         return
     for rank, record in enumerate(evidence.records):
@@ -411,6 +451,16 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
             )
             yield Finding(("D10",), "S6", evidence.step, "the norm is not the norm of all gradients", told)
             return
+
+
+def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
+    """Say by what ranks scale gradients differently, if it is what they count in the loss."""
+    counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
+    products = [scale * count for scale, count in zip(scales, counts, strict=True)]
+    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= 1e-3 * max(products):
+        told = ", ".join(map(str, counts[:8]))
+        return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
+    return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
 
 
 def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:

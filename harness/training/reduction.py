@@ -15,8 +15,6 @@ from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
 
-_SYNCHRONIZED_FIRST = "as when gradients are synchronized in the first backward of a step, and not in the last"
-
 #: The titles of findings of gradients that are not summed over all ranks.
 NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing from the gradients"
 
@@ -86,10 +84,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
             continue
         own = evidence.own(name)
         if not own:
-            if any(name in record.at_step for record in evidence.records):
-                found.unseen[name] = "no module's forward found it, so its own gradient was not seen"
-            elif any(name in record.unplaced for record in evidence.records):
-                found.unseen[name] = "no module's forward found it, so where the part of a rank belongs is not known"
+            if any(name in one for record in evidence.records for one in (record.at_step, record.unplaced)):
+                found.unseen[name] = _why_unseen(evidence, name)
             continue
         found.sums[name] = total(own)
         if not any(name in getattr(record, stage) for record in evidence.records for stage in _STAGES):
@@ -136,6 +132,17 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
 
 
 _STAGES = ("after_backward", "at_step")
+
+
+def _why_unseen(evidence: Evidence, name: str) -> str:
+    """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
+    record = evidence.records[0]
+    ties = next((names for names in record.ties if name in names), ())
+    if others := [one for one in ties if one != name and one in record.own]:
+        return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
+    if any(text.endswith("it is compiled") for text in record.unseen):
+        return "not judged, as its own gradient is computed inside of a compiled module"
+    return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
 
 
 class _Fit(NamedTuple):
@@ -250,8 +257,8 @@ def _is_drift(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | N
 def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> Finding:
     """Make one finding of the parameters whose gradients have the same signature."""
     names = list(wrong)
-    everything = len(names) == len(evidence.names)
-    count = f"{len(names)} of {len(evidence.names)} parameters"
+    everything = len(names) == len(evidence.trained)
+    count = f"{len(names)} of {len(evidence.trained)} parameters"
     first = wrong[names[0]]
     _, diagnosis, residual = first[0]
     ranks = [one for one, _, _ in first]
@@ -265,7 +272,7 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             f"of {residual:.2g} remains{of}",
             "and they match no known mistake",
         ]
-        return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines))
+        return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
     texts = [one.text for _, one, _ in first if one is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
@@ -288,16 +295,8 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     if diagnosis.signature == "S2":
         title = NOT_REDUCED
         over = _over(evidence)
-        if not diagnosis.missing:
-            lines[0] += f": these were not reduced over {over}"
-            if "first" in diagnosis.text:
-                lines.append(_SYNCHRONIZED_FIRST)
-        else:
-            lines[0] += f": nothing was reduced over {over}"
-            lines.append(
-                "DDP reduces what its own forward has computed, in a backward outside no_sync(), FSDP2 in one before "
-                "which set_requires_gradient_sync(True) is called"
-            )
+        lines[0] += f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {over}"
+        lines += _why_not_reduced(evidence, names)
     elif diagnosis.signature == "S3":
         title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
         differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
@@ -305,17 +304,70 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
     elif diagnosis.signature == "S4":
         title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
         if "only" in diagnosis.text and "last" in diagnosis.text:
-            lines.append("as when zero_grad() is called for each microbatch, or each backward writes its gradient anew")
+            lines.append(_why_last(evidence))
         elif "only" in diagnosis.text and "first" in diagnosis.text:
-            lines.append(_SYNCHRONIZED_FIRST)
+            lines += _why_not_reduced(evidence, names)
         elif "zeroed" in diagnosis.text:
             title = "gradients are never zeroed"
-            lines.append("as when zero_grad() is missing, or is that of an optimizer without these parameters")
+            lines.append(_why_never_zeroed(evidence))
     elif diagnosis.signature == "S5":
         title = "microbatches have different weights"
     else:
         title = "gradients are of an earlier step"
-    return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines))
+    is_open = diagnosis.signature in ("S5", "S12")
+    return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
+
+
+def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
+    """Say what was seen to keep gradients from their reduction, and what mends it."""
+    record, found = evidence.records[0], []
+    off = [set(one) for one in record.off]
+    always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
+    groups = {name: ranks for name, ranks in evidence.groups_of(0).items() if name in evidence.data_names}
+    if groups and all(len(ranks) == 1 for ranks in groups.values()):
+        found.append(f"seen: the group {next(iter(groups))!r} over which gradients are reduced has one rank: give the "
+                     "wrapper the mesh of all data-parallel ranks")  # fmt: skip
+    if name := next(iter(always & last), ""):
+        found.append(f"seen: each backward of the step ran under {name}; the last one must not")
+    elif name := next(iter(last), ""):
+        found.append(f"seen: the last backward of the step ran under {name}, and one before it did not: "
+                     "the last one must reduce, and only that")  # fmt: skip
+    if any(one for one in record.zeroed) and not found:
+        found.append("seen: zero_grad() was called after a backward of the step and before the optimizer's step")
+    if (
+        not found
+        and evidence.starts[0].wrappers == ("fully_shard",)
+        and not any(record.parameters[name].mesh for name in names if name in record.parameters)
+    ):
+        found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
+    if not found and not any(evidence.starts[0].wrappers):
+        found.append("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
+                     "call the wrapped module, or reduce gradients by hand")  # fmt: skip
+    return found or [
+        f"seen: {' and '.join(evidence.starts[0].wrappers)}, and nothing that switches the reduction off: it reduces "
+        "what its own forward has computed"
+    ]
+
+
+def _why_last(evidence: Evidence) -> str:
+    """Say why gradients have the last microbatch only, by the calls of ``zero_grad()`` that were seen."""
+    record = evidence.records[0]
+    if between := sum(0 < one < record.backwards for one in record.zeroed):
+        often = "once" if between == 1 else f"{between} times"
+        return (
+            f"seen: zero_grad() was called {often} between the backward passes of the step: call it after the step only"
+        )
+    return (
+        "no zero_grad() was seen between the backward passes: something else empties the gradients, or each backward "
+        "writes its own"
+    )
+
+
+def _why_never_zeroed(evidence: Evidence) -> str:
+    """Say why gradients of earlier steps are still there, by the calls of ``zero_grad()`` that were seen."""
+    if not any(record.zeroed for record in evidence.records):
+        return "no call of zero_grad() was seen since the step before: call it once a step"
+    return "zero_grad() was called, of an optimizer or a module without these parameters: zero these as well"
 
 
 def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) -> Finding:
@@ -364,8 +416,8 @@ def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
     """Make the finding of parameters whose own gradients were computed and are in no ``.grad``."""
     lines = (
         f"{listed(names)}: ranks computed gradients, and no .grad has one when the optimizer steps "
-        f"({len(names)} of {len(evidence.names)} parameters)",
-        "as with set_requires_gradient_sync(False) that is never True again, or zero_grad() before the step",
+        f"({len(names)} of {len(evidence.trained)} parameters)",
+        *_why_not_reduced(evidence, names),
     )
     return Finding(("D11",), "S2", evidence.step, NOT_REDUCED, lines)
 
@@ -387,7 +439,7 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
     if is_note:
         lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
-    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note)
+    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note)
 
 
 def _of_scales(

@@ -18,7 +18,7 @@ from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import Finding, count_of, listed
 from shardproof.harness.training.reduction import Reduced
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.jsonfiles import encode
@@ -80,12 +80,18 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
     batches = {batch for record in last.records for batch in record.batches}
     forwards = max(record.forwards for record in last.records)
     inferred = "" if last.are_readers_known else ", inferred from what ranks read"
-    yield "groups", f"{text}; data: {len(batches)} different microbatches, {forwards} a step on a rank{inferred}"
+    backwards = max(record.backwards for record in last.records)
+    # Of each backward pass the gradients are one part, whatever forwards are in it.
+    inside = f" in {count_of(backwards, 'backward pass', 'backward passes')}" if backwards not in (0, forwards) else ""
+    yield (
+        "groups",
+        f"{text}; data: {len(batches)} different microbatches, {forwards} a step on a rank{inside}{inferred}",
+    )
     factors = reduced[0].factors
-    if factors and len(factors[0].names) == len(last.names):
+    if factors and len(factors[0].names) == len(last.trained):
         yield "reduced", f"every gradient is {factors[0].render()}"
     elif factors:
-        yield "reduced", f"{len(factors[0].names)} of {len(last.names)} gradients are {factors[0].render()}"
+        yield "reduced", f"{_share(factors[0].names, last)} {factors[0].render()}"
     yield "norm", _norms(seen)
     memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
@@ -94,13 +100,26 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
         yield "not seen", text
 
 
+def _share(names: Sequence[str], evidence: Evidence) -> str:
+    """Return how many of the gradients of parameters that are not frozen these are."""
+    frozen = len(evidence.names) - len(evidence.trained)
+    text = f"{len(names)} of {len(evidence.trained)} gradients are"
+    return f"{text} ({frozen} parameters are frozen)" if frozen else text
+
+
 def _norms(seen: Sequence[Evidence]) -> str:
     """Return the norms of all gradients, and what becomes of them before the step."""
     norms = [math.sqrt(one.squares(0, "after_backward", local=False)) for one in seen]
     applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
+    at_step = f"{' '.join(f'{one:.4g}' for one in applied)}, recomputed from all gradients at the optimizer's step"
+    if not any(applied):
+        has_some = any(one.records[0].at_step for one in seen)
+        return f"{at_step}: all gradients are zero" if has_some else "no gradient was seen"
+    if any(b and not a for a, b in zip(norms, applied, strict=True)):
+        return f"{at_step}; not seen before it, so whether they were scaled is not known"
+    if any(a and invariants.scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
+        return f"{at_step}; from backward to the step they change by more than one factor"
     text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
-    if any(invariants.scale_of(one, 0) is None for one in seen if one.records[0].at_step):
-        return f"{text} after backward; user code rewrites them before the step"
     scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
     if not scales:
         return f"{text}; not scaled before the step"
@@ -117,7 +136,7 @@ def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[st
     for name, reason in reduced[0].unseen.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        yield f"the reduction of {len(names)} parameters ({names[0]!r}, ...): {reason}"
+        yield f"the reduction of {listed(names)}: {reason}"
     if not reduced[0].sums and not reasons and not reduced[0].is_skipped:
         yield "gradients and their reduction, as where the optimizer steps in backward"
     yield "whether the factor is right for this loss; mistakes that are the same on all ranks"

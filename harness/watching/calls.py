@@ -34,6 +34,9 @@ class Observer(Protocol):
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a backward pass begins on these tensors; not before one within another, as of recomputation."""
 
+    def on_zero_grad(self) -> None:
+        """Before gradients are zeroed by an optimizer or a module."""
+
     def on_unscale(self) -> None:
         """Before a loss scaler unscales the gradients of an optimizer."""
 
@@ -92,6 +95,8 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield path, _before_clip(clip)
     yield "torch.nn.functional.cross_entropy", _after_cross_entropy(nn.functional.cross_entropy)
     yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
+    yield "torch.optim.Optimizer.zero_grad", _before_zero_grad(torch.optim.Optimizer.zero_grad)
+    yield "torch.nn.Module.zero_grad", _before_zero_grad(nn.Module.zero_grad)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
     if (engine := sys.modules.get(engines.MODULE)) is not None:
@@ -167,6 +172,16 @@ def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return update
+
+
+def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in list(_observers):
+            one.on_zero_grad()
+        return function(self, *args, **kwargs)
+
+    return zero_grad
 
 
 def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:

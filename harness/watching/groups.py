@@ -1,5 +1,6 @@
 """Which groups of ranks does a model tell of? Its DTensors, the user's mesh, and the wrappers that reduce."""
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
 from shardproof.harness.watching.records import Groups, NotWatchable
@@ -85,6 +88,23 @@ def hooks_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
         hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())] or [getattr(module, "_comm_hook", None)]
         found += [getattr(hook, "__name__", type(hook).__name__) for hook in hooks if hook is not None]
     return tuple(dict.fromkeys(found))
+
+
+def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the names of what reduces the gradients of models in backward."""
+    found = dict.fromkeys(type(module).__name__ for module in _wrappers(models))
+    return (*found, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
+
+
+def samplers() -> list[str]:
+    """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)"."""
+    found = []
+    for one in gc.get_objects():
+        if issubclass(type(one), DataLoader):
+            sampler, kind = one.sampler, type(one.sampler).__name__
+            is_of_ranks = isinstance(sampler, DistributedSampler)
+            found.append(f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})" if is_of_ranks else kind)
+    return list(dict.fromkeys(found))
 
 
 def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int, ...]]]:

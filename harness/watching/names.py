@@ -7,8 +7,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.trees import local_of, tensors_of
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
@@ -79,6 +82,18 @@ def meshes_of_units(root: nn.Module) -> list[DeviceMesh]:
     return list(dict.fromkeys(group.mesh_info.mesh for group in _units_of(root)))
 
 
+def switched_off(root: nn.Module) -> tuple[str, ...]:
+    """Return the calls that keep a backward pass from reducing gradients now, as user code writes them."""
+    found = {"no_sync()": False, "set_requires_gradient_sync(False)": False, "set_requires_all_reduce(False)": False}
+    for _, module in modules_of(root):
+        if isinstance(module, DistributedDataParallel):
+            found["no_sync()"] |= not module.require_backward_grad_sync
+    for group in _units_of(root):
+        found["set_requires_gradient_sync(False)"] |= not group.reduce_grads
+        found["set_requires_all_reduce(False)"] |= group.reduce_grads and not group.all_reduce_grads
+    return tuple(name for name, is_off in found.items() if is_off)
+
+
 def _units_of(root: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 keeps of its units: groups of parameters that are gathered together."""
     if private.find("torch.distributed.fsdp.FSDPModule._get_fsdp_state") is None:
@@ -106,3 +121,31 @@ def as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def device_of(inputs: Any) -> str:
+    """Return the type of the device of the first tensor of inputs; "cpu" without one."""
+    return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+
+
+def is_view(value: torch.Tensor) -> bool:
+    """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
+    try:
+        return not value.is_leaf
+    except RuntimeError:
+        return False
+
+
+def is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
+    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
+    if value is None or live is None or live is value or isinstance(value, DTensor):
+        return False
+    held, own = value.untyped_storage(), local_of(live).untyped_storage()
+    return held.size() > own.size() and held.data_ptr() != own.data_ptr()
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, or what this rank has of one that is a tensor."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return None if value is None else float(value)

@@ -104,6 +104,10 @@ class StepRecord:
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name
     # By canonical name, for each backward the gradient before its reduction, in the order of backward.
     own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
+    # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
+    off: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    # How many backward passes of the step had ended at each call of ``zero_grad()`` since the step before.
+    zeroed: list[int] = dataclasses.field(default_factory=list)
     # By canonical name, ``.grad`` after the last backward.
     after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     # By canonical name, ``.grad`` as the optimizer's step finds it.
@@ -116,6 +120,7 @@ class StepRecord:
     norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
     # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    has_dropout: bool = False  # whether a module of the model drops elements at random in this step
     clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
     # The first tensors with a NaN or an infinity, in execution order.
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)

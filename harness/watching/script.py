@@ -3,11 +3,27 @@
 import contextlib
 import importlib.util
 import os
+import pathlib
 import runpy
 import sys
+import types
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from shardproof.harness.watching.records import NotWatchable
+
+#: The folders of this package, under the names by which its files are imported.
+_OWN = tuple({str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(__file__).resolve().parents[1])})
+
+
+def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Return a traceback of user code's exception without the frames of what watches it, and of how it was started."""
+    if trace is None:
+        return None
+    rest, file = without_own_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
+    if file.startswith(_OWN) or file in ("<frozen runpy>", runpy.__file__):
+        return rest
+    return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -18,6 +34,7 @@ def run(arguments: Sequence[str]) -> None:
     """
     if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
         raise NotWatchable(f"{arguments[0] if arguments else 'nothing'}: name a script, or -m and a module")
+    sys.excepthook = _ExceptHook(sys.excepthook)
     if arguments[0] == "-m":
         if len(arguments) < 2:
             raise NotWatchable("-m: name a module")
@@ -46,6 +63,16 @@ def _to_its_end() -> Iterator[None]:
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
+
+
+class _ExceptHook:
+    """Prints the exception of a script as if ``python`` had run it."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        self._before(kind, error.with_traceback(without_own_frames(trace)), error.__traceback__)
 
 
 def _is_there(module: str) -> bool:

@@ -36,16 +36,21 @@ from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of_all,
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.verdicts.finding import Stage
-from shardproof.harness.watching import calls
+from shardproof.harness.watching import calls, script
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
 from shardproof.harness.watching.names import (
+    device_of,
     inner_of,
     is_compiled,
+    is_gathered,
+    is_view,
     modules_of,
     name_of,
+    number_of,
     parameters_of,
     sharded_by_gathered,
+    switched_off,
     unwrapped,
 )
 from shardproof.harness.watching.records import (
@@ -190,6 +195,7 @@ class Watch:
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
+        self._zeroed, self._zeroed_since = list[int](), list[int]()
         self._begin()
 
     # Attaching ------------------------------------------------------------------------------
@@ -300,6 +306,7 @@ class Watch:
         self._asks: list[bool] = []
         self._is_for_others = self._leaks = False
         self._divided: list[torch.Tensor | None] = []
+        self._off: list[tuple[str, ...]] = []
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
@@ -316,6 +323,7 @@ class Watch:
             return
         record = self._record() if self.is_watching else None
         self.step += 1
+        self._zeroed, self._zeroed_since = self._zeroed_since, []
         self._begin()
         self._stepping = [(one, 0) for one, _ in self._stepping]  # the closure of an optimizer has begun the next step
         if record is not None:
@@ -356,6 +364,7 @@ class Watch:
                     self._forwards += 1
                     self._calls.clear()
                     self._take_batch((args, kwargs))
+                    self._off.append(tuple(name for root in self.roots for name in switched_off(root)))
         if self._is_training and self.is_watching:
             self._called.add(id(module))
         if not self.is_watching or not torch.is_grad_enabled():
@@ -370,7 +379,7 @@ class Watch:
             self._take_batch((args, kwargs))
         if len(self._divided) < self._forwards:
             self._take_divided((args, kwargs))
-        if self._sink is not None and torch.is_autocast_enabled(device := _device_of(args)):
+        if self._sink is not None and torch.is_autocast_enabled(device := device_of(args)):
             self._autocast = name_of(torch.get_autocast_dtype(device))
         self._last = f"forward of {name or 'the model'!r}"
         self._watch_parameters(name, module)
@@ -455,7 +464,7 @@ class Watch:
         found |= {
             last: value
             for last, value in vars(module).items()
-            if isinstance(value, torch.Tensor) and value.requires_grad and _is_view(value)
+            if isinstance(value, torch.Tensor) and value.requires_grad and is_view(value)
         }
         for last, value in found.items():
             if value is None or not value.requires_grad:
@@ -676,6 +685,13 @@ class Watch:
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
     @_guarded
+    def on_zero_grad(self) -> None:
+        if self._stepped:
+            self._zeroed_since.append(0)  # of the next step, which has no backward pass yet
+        else:
+            self._zeroed.append(self._backwards)
+
+    @_guarded
     def on_unscale(self) -> None:
         self._clipped_scaled = self._clipped_scaled or any(limit is not None for _, _, limit, _ in self._norms)
 
@@ -799,8 +815,8 @@ class Watch:
         shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
         agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
         known = {key for root in self.roots for key in sharded_by_gathered(root)} if dead else set()
-        gathered = sum(id(one) in known for one in dead)
-        return Optimizer(type(optimizer).__name__, len(mine), len(mine) - len(others), agree, outside, gathered)
+        counts = len(mine), len(mine) - len(others), agree, outside, sum(id(one) in known for one in dead)
+        return Optimizer(type(optimizer).__name__, *counts)
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
@@ -826,14 +842,14 @@ class Watch:
 
     def _take_divided(self, inputs: Any) -> None:
         """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
-        first = next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)
-        if first is not None:
+        if (first := next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)) is not None:
             is_copy = all(placement.is_replicate() for placement in first.placements)
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
     def _record(self) -> StepRecord:
         record = StepRecord(
-            0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows,
+            0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
+            zeroed=self._zeroed,
             optimizers=self._stepped, unseen=sorted(self._unseen), last=self._last,
             seconds=time.monotonic() - self._started,
         )  # fmt: skip
@@ -854,9 +870,11 @@ class Watch:
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
         record.idle = sorted(self._idle())
+        dropped = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
+        record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
-        record.norms = [NormCall(name, _number(value), limit, kind) for name, value, limit, kind in self._norms]
+        record.norms = [NormCall(name, number_of(value), limit, kind) for name, value, limit, kind in self._norms]
         values = host_rows([_last_number(one) for _, one in self._finite])
         is_wrong = [not math.isfinite(value) for value in values]
         # What is not finite is dropped for that reason, and is no gradient of this step.
@@ -868,7 +886,7 @@ class Watch:
         wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
-        record.gathered = [name for name, ref in self._gathered.items() if _is_gathered(ref(), live.get(name))]
+        record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
         record.ties = self.tied()
@@ -924,39 +942,13 @@ class Watch:
         return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
 
 
-def _device_of(inputs: Any) -> str:
-    return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
-
-
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
-
-
-def _is_view(value: torch.Tensor) -> bool:
-    """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
-    try:
-        return not value.is_leaf
-    except RuntimeError:
-        return False
-
-
-def _is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
-    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-    if value is None or live is None or live is value or isinstance(value, DTensor):
-        return False
-    held, own = value.untyped_storage(), local_of(live).untyped_storage()
-    return held.size() > own.size() and held.data_ptr() != own.data_ptr()
 
 
 def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
     """Return what is finite if all of an output or of a gradient is."""
     return value if isinstance(value, torch.Tensor) else value.digest.numbers[K]  # type: ignore[union-attr]
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, DTensor):
-        value = value.to_local()
-    return None if value is None else float(value)
 
 
 class Watching(contextlib.AbstractContextManager[Any]):
@@ -985,6 +977,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         if error is None:
             self.close()
             return
+        error.__traceback__ = script.without_own_frames(error.__traceback__)
         if self._watch.is_attached and self._watch.last:
             # The user's exception passes as it is, with what the step had reached.
             error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
@@ -1053,7 +1046,10 @@ class Watching(contextlib.AbstractContextManager[Any]):
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:
-        print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
+        # A progress bar that is being drawn is moved below the message.
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr):
+            print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
 
     def _detach(self) -> None:
         self._is_over = True

@@ -6,9 +6,9 @@ from itertools import groupby
 
 from markupsafe import Markup
 
+from shardproof.door import printable
 from shardproof.reports.page import assets
 from shardproof.reports.results import INDEX, newest, rows_of
-from shardproof.reports.texts import printable
 
 
 def render_results(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, str]:

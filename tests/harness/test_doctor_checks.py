@@ -146,10 +146,11 @@ FOUND = {
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
-        "different bits (relative distance 1; 1 of 2 parameters)|each rank has its own part: the sum over replicate is "
-        "missing|so the parameters drift apart: after the step 1 differ [D1]"),
+        "different bits (relative distance 1; 1 of 2 parameters)|they are 1, 2 x "
+        "those of rank 0: each rank scales them by itself|so the parameters drift apart: after the step 1 differ [D1]"),
     "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
-        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|each rank has its own part: ..."),
+        "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|they are 1, 2 x those of rank 0: "
+        "..."),
     "D2-noise": ("replicas", lambda m: (m.at_step(2, "w", 1 + 3e-7), m.put("w", [2], after=(9,))),
         "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
         "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),

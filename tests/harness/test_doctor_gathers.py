@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import Doctor
@@ -187,6 +189,60 @@ def units_on(name: str):
     return loop
 
 
+# What keeps gradients from their reduction, or ranks from data of their own: the words name what was seen.
+
+
+def switched(rank: Rank, is_wrong: bool) -> None:
+    """The first backward of a step is synchronized, and not the last."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == (0 if is_wrong else 1))
+            inputs, labels = batch(rank, step, microbatch)
+            F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def replicated(*, compiled: bool = False, loader: bool = False, zero: bool = False, dropout: float = 0.0):
+    """DistributedDataParallel with one mistake, or none."""
+
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 4), nn.Linear(4, 4))
+        module[4].requires_grad_(False)
+        model = DistributedDataParallel(module)
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        called = torch.compile(model, backend="eager") if compiled else model
+        data = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(3)))
+        sampler = SequentialSampler(data) if is_wrong and loader else DistributedSampler(data, 2, rank.index)
+        data_loader = DataLoader(data, batch_size=2, sampler=sampler)
+        batches = list(data_loader)
+        for step in range(STEPS):
+            for (inputs,) in batches[2 * step : 2 * step + 2]:
+                if is_wrong and zero:
+                    optimizer.zero_grad()
+                with model.no_sync() if is_wrong and not (loader or zero) else contextlib.nullcontext():
+                    called(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def group_of_one(rank: Rank, is_wrong: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = sharded(mesh=mesh["shard"] if is_wrong else mesh)
+    train(rank, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def not_wrapped(rank: Rank, is_wrong: bool) -> None:
+    torch.manual_seed(0)
+    wrapped = DistributedDataParallel(Net())
+    train(rank, wrapped.module if is_wrong else wrapped, torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
+
+
 APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
 
 #: By name the loop, and what is said of it with its mistake.
@@ -205,9 +261,26 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
     "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
     "sequence-parallel-without-names": (
-        tensor_parallel(Shard(0)), "gradient of '2.bias': ranks 0-1 (mesh) hold the same elements",
+        tensor_parallel(Shard(0)), "they are 0.5, 1 x those of rank 0: each rank scales them by itself",
     ),
     **{f"fsdp2-on-{one}": (units_on(one), "read the same data in the step") for one in ("world", "data")},
+    "first-synchronized": (
+        switched, "seen: the last backward of the step ran under set_requires_gradient_sync(False), and one before it "
+        "did not: the last one must reduce, and only that",
+    ),
+    "never-synchronized": (replicated(), "seen: each backward of the step ran under no_sync(); the last one must not"),
+    "frozen": (replicated(), "(4 of 4 parameters): nothing was reduced over dp (ranks 0-1)"),
+    "zeroed-between": (replicated(zero=True), "seen: zero_grad() was called once between the backward passes"),
+    "sampler-without-ranks": (
+        replicated(loader=True), "seen: SequentialSampler on each rank, which knows no rank: use DistributedSampler",
+    ),
+    "group-of-one-rank": (
+        group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the "
+        "mesh of all data-parallel ranks",
+    ),
+    "not-wrapped": (
+        not_wrapped, "seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls",
+    ),
     "optimizer-of-gathered-parameters": (
         optimizer_of_gathered, "5 of the 9 parameters of AdamW are not the model's but gathered ones, which a unit of "
         "FSDP2 has for a time: make the optimizer right after fully_shard(), before any forward or unshard()",
@@ -235,3 +308,61 @@ def test_a_loop_has_no_finding_and_its_twin_has(rank: Rank, name: str) -> None:
         loop(rank, True)
     found = "\n".join(one.render() for one in watching.findings if not one.is_note)
     assert said in found, found
+
+
+#: Summaries of healthy loops: what a line says of what was seen, and of what was not judged.
+SUMMED = {
+    "compiled": (
+        replicated(compiled=True),
+        "at the optimizer's step; not seen before it",
+        "inside of a compiled module",
+    ),
+    "frozen": (replicated(), "every gradient is the mean over 2 ranks", ""),
+}
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"embed": nn.Embedding(8, 8), "layer": nn.Linear(8, 8)})
+        self.head = nn.Linear(8, 8, bias=False)
+        self.inner["embed"].weight = self.head.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner["layer"](self.inner["embed"](tokens)))
+
+
+def tied(rank: Rank, is_wrong: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Tied())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        tokens = torch.randint(8, (2, 4), generator=torch.Generator().manual_seed(10 * step + rank.index))
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SUMMED["tied"] = (tied, "'inner.embed.weight': not judged, as it is tied to 'head.weight'", "2 of 3 gradients are")
+
+
+def all_zero(rank: Rank, is_wrong: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        (0 * model(batch(rank, step)[0]).sum()).backward()
+        optimizer.step()
+
+
+SUMMED["zero"] = (all_zero, "0 0 0, recomputed from all gradients at the optimizer's step: all gradients are zero", "")
+
+
+@pytest.mark.sampled
+@world(2)
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_summary_names_what_was_not_judged(rank: Rank, name: str) -> None:
+    loop, *said = SUMMED[name]
+    with watched() as watching:
+        loop(rank, False)
+    text = watching.summary()
+    assert "user code" not in text and all(one in text for one in said), text
