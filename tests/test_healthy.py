@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import statistics
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -27,7 +28,7 @@ BY_DAY = (
 )  # fmt: skip
 
 #: How the losses of the ranks give that of one process, by the word of the index.
-ALIKE = {"mean": statistics.mean, "sum": math.fsum}
+ALIKE: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "sum": math.fsum}
 #: A callback of PowerSGD waits for a collective in a worker thread of gloo, and needs a second one.
 TWO_THREADS = ("hook_powersgd",)
 #: A float64's relative distance of two losses that are sums of the same numbers in another order.
