@@ -19,7 +19,7 @@ from shardproof.testing.adapters import Accumulation, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
 from shardproof.testing.checks import Finding, Location, Refusal, Stage, check_bits, numbers_of, step_label
-from shardproof.testing.tensors import Piece
+from shardproof.testing.tensors import Piece, each_once, in_one_tensor_with
 from shardproof.testing.trained import optim
 
 pytestmark = world(2)
@@ -177,7 +177,7 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     context = pair.adapter.microbatch
 
     def replace() -> None:
-        for parameter in pair.adapter.named_parameters().values():
+        for parameter in each_once(pair.adapter.named_parameters()).values():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
@@ -194,10 +194,11 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     for number, batch in enumerate(batches(rank, 3, (4, DIM))):
         run.forward_backward((batch,), loss=models.mean_square)
         backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
-        for name, parameter in run.adapter.held_parameters().items() if number == 0 else ():
-            # Where a unit has one flat parameter and no other, user code cannot drop a part of it.
-            if name.endswith("in_proj.weight"):
-                parameter.grad = whole.get_parameter(name).grad = None
+        if number == 0:
+            held = run.adapter.held_parameters()
+            # Where a unit has one flat parameter and no other, user code cannot drop a part of its gradient.
+            for name in in_one_tensor_with({name for name in held if name.endswith("in_proj.weight")}, held):
+                held[name].grad = whole.get_parameter(name).grad = None
     check_gradients(run, whole, step=0)
 
 
@@ -274,7 +275,7 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
         run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     if casts:
         run.adapter.module.double().float()
-    for parameter in run.adapter.named_parameters().values():
+    for parameter in each_once(run.adapter.named_parameters()).values():
         if parameter.grad is not None:
             parameter.grad.zero_()
     for one in (run, twin):
@@ -293,7 +294,7 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
     run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
-    parameters = [one for one in run.adapter.named_parameters().values() if one.grad is not None]
+    parameters = [one for one in each_once(run.adapter.named_parameters()).values() if one.grad is not None]
     torch.optim.SGD(parameters, foreach=foreach).zero_grad(set_to_none=False)
     for one in (run, twin):
         one.forward_backward((rank.batch(2, (2, DIM)),), loss=models.mean_square)

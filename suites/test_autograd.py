@@ -20,7 +20,7 @@ from shardproof.testing.adapters import Accumulation, Adapter
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
 from shardproof.testing.checks import Census, check_bits, error_of_all, step_label
-from shardproof.testing.tensors import local_of, tensors_of
+from shardproof.testing.tensors import each_once, local_of, tensors_of
 from shardproof.testing.trained import Stacked, optim, recompute, shapes
 
 pytestmark = world(2)
@@ -294,7 +294,7 @@ def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank, is_tied: 
     assert ordinary.adapter.optimizer is not None
     schedule = _schedule(ordinary.adapter.optimizer)
     hooked = rank.run(models.copy_of(model), units=model.units())
-    _step_in_hooks(hooked.adapter.named_parameters().values())
+    _step_in_hooks(each_once(hooked.adapter.named_parameters()).values())
     tokens = rank.tokens(0, (2, 8), vocabulary=11)
     for step in range(10):
         pictures = [run.step([(tokens,)], loss=models.mean_square) for run in (ordinary, hooked)]
