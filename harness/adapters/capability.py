@@ -1,5 +1,6 @@
 """The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
 
+import difflib
 import enum
 import inspect
 import re
@@ -300,6 +301,12 @@ class Capability(enum.StrEnum):
     """
     FSDP2_API = "fsdp2-api"
     """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Capability":
+        near = difflib.get_close_matches(str(value), cls, n=2, cutoff=0.6)
+        known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
+        raise ValueError(f"there is no capability {value!r}: {known}")
 
     @classmethod
     def of(cls, names: str) -> "frozenset[Capability]":
