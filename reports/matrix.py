@@ -17,6 +17,8 @@ _WIDTH = 100  # of the lists of cases
 _MANY = 10
 
 _GATES = 8  # the most gates of an implementation that are listed without `full`
+#: Interfaces of torch's own, which an implementation has on purpose or not at all: no hint for who lacks one.
+_OF_TORCH = frozenset({"fsdp1-api", "fsdp2-api"})
 _HINTED = 3  # the most capabilities in a hint
 _UNNAMED = "(the run file does not name what is missing)"
 
@@ -246,7 +248,9 @@ def _line(gate: tuple[str, str], count: int, alone: int, width: int) -> str:
 def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
     """Name the capabilities that are all that many cases lack, most cases first."""
     alone = Counter(
-        case.missing[0] for case in skipped if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1
+        case.missing[0]
+        for case in skipped
+        if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1 and case.missing[0] not in _OF_TORCH
     )
     many = [(name, count) for name, count in alone.most_common(_HINTED) if count >= _MANY]
     if not many:

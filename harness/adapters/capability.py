@@ -153,6 +153,8 @@ class Capability(enum.StrEnum):
     """The reduction can be deferred for some units only, while the others reduce in every backward."""
     DEFERRED_ALL_REDUCE = "deferred-all-reduce"
     """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
+    UNREDUCED_GRADIENTS = "unreduced-gradients"
+    """While reductions are deferred, modules register full parameters, which show this rank's unreduced gradients."""
     KEEP_AFTER_BACKWARD = "keep-after-backward"
     """Parameters can stay gathered after backward, for the next microbatch."""
     MARKED_LAST_BACKWARD = "marked-last-backward"
@@ -375,6 +377,7 @@ PREREQUISITES = {
         "symmetric-memory": "unit-settings",
         "unit-meshes": "order-validation",
         "unit-settings": "reshard-after-forward",
+        "unreduced-gradients": "deferred-reduction",
     }.items()
 }
 """By capability, the others without which no case can check it; each other one is checked with :data:`COMMON` alone."""
