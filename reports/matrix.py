@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from shardproof import contract
 from shardproof.reports import texts
 from shardproof.reports.texts import counted, indented, printable, table
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Run, Verdict
@@ -116,7 +117,11 @@ def _by_name(counts: Counter[str]) -> str:
 
 
 def _requirements(run: Run) -> list[str]:
-    names = dict.fromkeys(name for case in run.cases for name in case.requirements)
+    ids = [id_ for _, _, requirements in contract.chapters() for id_, _, _ in requirements]
+    place = {id_: number for number, id_ in enumerate(ids)}
+    # Workers end their cases in any order. Those that the contract does not have come last.
+    found = dict.fromkeys(name for case in run.cases for name in case.requirements)
+    names = sorted(found, key=lambda name: place.get(name, len(place)))
     rows = [["requirement", "cases", *map(printable, run.implementations)]]
     rows += [_counts_row(name, [c for c in run.cases if name in c.requirements], run.implementations) for name in names]
     return table([*rows, _counts_row("all", run.cases, run.implementations)])

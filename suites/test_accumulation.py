@@ -203,14 +203,16 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # unreduced gradients are visible on its modules
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @each_value("dropped", "when", "options")
 @pytest.mark.parametrize(
     ("dropped", "when", "options"),
     [
         pytest.param("all", "before-backward", {}, id="all-before-backward"),
         pytest.param("all", "before-forward", {}, id="all-before-forward"),
-        pytest.param("all", "before-forward", {"flat_parameters": True}, id="all-flat"),
+        pytest.param(
+            "all", "before-forward", {"flat_parameters": True}, id="all-flat", marks=needs(Capability.FLAT_PARAMETERS)
+        ),
         pytest.param("all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=KEPT_MARKS),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
@@ -248,7 +250,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
     """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
     run, whole = run_and_plain(rank, models.Tower(dim=DIM), accumulation=Accumulation())
@@ -264,8 +266,8 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize("flat", [False, True])
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
     """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
@@ -285,7 +287,7 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @FLAT
 @pytest.mark.parametrize("foreach", [False, True])
 def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bool, flat: bool) -> None:
@@ -303,7 +305,7 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @FLAT
 def test_unreduced_gradients_that_are_zero(rank: Rank, flat: bool) -> None:
     """An unreduced backward whose gradients are all zero takes nothing from those of a reduced one before it."""

@@ -226,13 +226,13 @@ UNFIT = {
     "replicas-without-groups": Unfit(
         ("process group",),
         lambda rank: {"mesh": rank.mesh((1, rank.world_size), ("replicate", "shard")), "default_mesh": True},
-        needs=Capability.FLAT_PARAMETERS,
+        needs=Capability.FSDP1_API,
         may_train=False,
     ),
     "cube-of-replicas": Unfit(
         ("mesh", "dimension"),
         lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c")), "shards": False},
-        needs=Capability.FLAT_PARAMETERS,
+        needs=Capability.REPLICAS_ALONE,
         may_train=False,
     ),
     "integers": Unfit(
@@ -540,7 +540,7 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
 
 
 @contract("INIT-5")
-@needs(Capability.META_DEVICE, Capability.FLAT_PARAMETERS)  # there a user function is an option, and not called
+@needs(Capability.META_DEVICE, Capability.FSDP1_API)  # there a user function is an option, and not called
 def test_function_that_cannot_be_called(rank: Rank) -> None:
     """An initialization function for the meta device that cannot be called is refused by its value."""
     model = models.Tower(dim=9).to("meta")

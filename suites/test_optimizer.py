@@ -154,7 +154,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
-@needs(Capability.FLAT_PARAMETERS)
+@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @subjects("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
