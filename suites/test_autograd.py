@@ -670,10 +670,11 @@ def _note_hook(
     seen.append(f"{kind} of {name or 'the root'}")
     if isinstance(output, torch.Tensor) and output.requires_grad:
         output.register_hook(lambda gradient: seen.append(f"tensor hook of {name or 'the root'}"))
+    where = f"the hook {kind} of {name or 'the root'}"
     if isinstance(module, models.MLP) and kind in ("forward-pre", "forward"):
         name, module = f"{name}.in_proj", module.in_proj
+        where += f", looking at {name},"
     if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
-        where = f"the hook {kind} of {name or 'the root'}"
         for key in ("weight", "bias"):
             expected, found = values.get(f"{name}.{key}"), getattr(module, key, None)
             assert isinstance(found, torch.Tensor), f"{where} sees no {key}: it is {type(found).__name__}"
