@@ -1,5 +1,7 @@
 """Writes docs/features.md, docs/capabilities.md, contract.json and the list of items from the contract and the suites.
 
+The methods of capabilities in docs/adapter-reference.md are written from the docstrings of the adapter's protocol.
+
 They come from the contract, the collected suites and the enum of capabilities. It also writes the contract as JSON,
 which an installation without docs/ has, and the items of its newest version, those of `--effort standard`; the list of
 a version with a commit is closed. ``--check`` compares instead of writing. docs/features.md has a row for each
@@ -11,6 +13,7 @@ Run as ``python docs/make_features.py`` in the repository's root.
 """
 
 import contextlib
+import inspect
 import io
 import json
 import pathlib
@@ -23,6 +26,7 @@ import pytest
 from generating import ROOT, write_or_compare
 
 from shardproof.contract import CLASSES, Chapter, Item, Profile
+from shardproof.harness.adapters.base import Adapter, KeyKind, StateForm, members_of_capabilities
 from shardproof.harness.adapters.capability import PREREQUISITES, Capability, Hardware, families
 from shardproof.harness.adapters.registry import load
 from shardproof.harness.plugin import cases, effort
@@ -32,6 +36,7 @@ from shardproof.harness.plugin.state import STATE
 CONTRACT = ROOT / "docs/contract.md"
 PAGE = ROOT / "docs/features.md"
 CAPABILITIES = ROOT / "docs/capabilities.md"
+REFERENCE = ROOT / "docs/adapter-reference.md"
 JSON = ROOT / "shardproof/contract.json"
 IMPLEMENTATIONS = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp")
 
@@ -154,6 +159,40 @@ def capabilities() -> str:
     return "\n".join(parts) + "\n"
 
 
+def methods(text: str) -> str:
+    """The page of the reference, with its table of the methods of capabilities as the protocol has them."""
+    head = "| method | capability | what it does and returns |\n|---|---|---|\n"
+    before, _, rest = text.partition(head)
+    after = rest.partition("\n\n")[2]
+    if not after:
+        raise ValueError(f"{REFERENCE.name} has no table of the methods of capabilities")
+    rows = [_method(name, value) for name, value in vars(Adapter).items() if inspect.isfunction(value)]
+    return f"{before}{head}{chr(10).join(filter(None, rows))}\n\n{after}"
+
+
+def _method(name: str, method: Any) -> str:
+    """The row of one method, from its signature and docstring; empty if it belongs to no capability."""
+    said = inspect.getdoc(method) or ""
+    needed = re.search(r"Needs\s+:attr:`Capability\.(\w+)`", said)
+    if needed is None:
+        return ""
+    signature = str(inspect.signature(method))
+    for name_of_type, words in {"StateForm": StateForm, "KeyKind": KeyKind}.items():
+        signature = signature.replace(inspect.formatannotation(words), name_of_type)
+    # Types without the modules, which whoever writes an adapter knows.
+    signature = re.sub(r"\b(?:\w+\.)+(?=\w)", "", signature)
+    arguments = signature.replace("(self, ", "(").replace("(self)", "()")
+    # Without the arguments: their names say enough, and the docstring has the rest.
+    parts = re.split(r"\n(Args|Returns|Yields):", said.replace(f"{needed[0]}.", ""))
+    kept = [parts[0], *(text for head, text in zip(parts[1::2], parts[2::2], strict=True) if head != "Args")]
+    text = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", " ".join(" ".join(kept).split()))
+    default = "" if name in members_of_capabilities() else " There is a default."
+    cells = [
+        cell.replace("|", "\\|") for cell in (f"`{name}{arguments}`", f"`{Capability[needed[1]]}`", text + default)
+    ]
+    return f"| {' | '.join(cells)} |".replace("``", "`")
+
+
 def _cases(items: Mapping[str, Item]) -> str:
     return ", ".join(f"{case.partition('::')[2]} ({number})" for case, number in Counter(map(_case, items)).items())
 
@@ -241,6 +280,7 @@ def made() -> dict[pathlib.Path, str]:
     return {
         PAGE: page(contract, items),
         CAPABILITIES: capabilities(),
+        REFERENCE: methods(REFERENCE.read_text()),
         JSON: as_json(text),
         **listed(text, collector.listed),
     }

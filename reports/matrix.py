@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
+from shardproof import contract
 from shardproof.door import printable
 from shardproof.reports import texts
 from shardproof.reports.texts import counted, indented, table
@@ -18,6 +19,8 @@ _WIDTH = 100  # of the lists of cases
 _MANY = 10
 
 _GATES = 8  # the most gates of an implementation that are listed without `full`
+#: Interfaces of torch's own, which an implementation has on purpose or not at all: no hint for who lacks one.
+_OF_TORCH = frozenset({"fsdp1-api", "fsdp2-api"})
 _HINTED = 3  # the most capabilities in a hint
 _UNNAMED = "(the run file does not name what is missing)"
 
@@ -119,8 +122,12 @@ def _requirements(run: Run) -> list[str]:
     for case in run.cases:
         for name in dict.fromkeys(case.requirements):
             of.setdefault(name, []).append(case)
+    ids = [id_ for _, _, requirements in contract.chapters() for id_, _, _ in requirements]
+    place = {id_: number for number, id_ in enumerate(ids)}
     rows = [["requirement", "cases", *map(printable, run.implementations)]]
-    rows += [_counts_row(name, cases, run.implementations) for name, cases in of.items()]
+    # Workers end their cases in any order. Requirements that the contract does not have come last.
+    names = sorted(of, key=lambda name: place.get(name, len(place)))
+    rows += [_counts_row(name, of[name], run.implementations) for name in names]
     return table([*rows, _counts_row("all", run.cases, run.implementations)])
 
 
@@ -257,7 +264,9 @@ def _line(gate: tuple[str, str], count: int, alone: int, width: int) -> str:
 def _hints(skipped: Iterable[CaseRecord]) -> list[str]:
     """Name the capabilities that are all that many cases lack, most cases first."""
     alone = Counter(
-        case.missing[0] for case in skipped if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1
+        case.missing[0]
+        for case in skipped
+        if case.verdict is Verdict.UNSUPPORTED and len(case.missing) == 1 and case.missing[0] not in _OF_TORCH
     )
     many = [(name, count) for name, count in alone.most_common(_HINTED) if count >= _MANY]
     if not many:

@@ -12,6 +12,9 @@ _FRAME = '  File "'
 #: Begins the lines that say in which call of the training an exception was raised, and what was called before.
 _OF_CALLS = ("exception in ", CALLS, "gathered in this forward")
 _TRACEBACK = "Traceback (most recent call last)"
+#: Begins the text of a case that passed and left something in its process, whose kinds precede colons.
+LEAK = "leak: "
+_KINDS = re.compile(r"(?:^leak:|;) ([\w' ]+):")
 _SIZE = re.compile(r"\bof \d+(?=[:,])")
 _RANKS = re.compile(r"\branks? [\d*, -]*[\d*]")
 _NUMBERS = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b(, -?\d+)*")
@@ -50,6 +53,9 @@ def kind_of_text(text: str, file: str) -> str:
     """
     text = _SIZE.sub("of #", without_rank(text.replace(ALIKE, "")))
     lines = [line for line in text.splitlines() if not line.startswith(_OF_CALLS)]
+    if text.startswith(LEAK):
+        # Each model has classes of its own, and one cause leaves whichever there are.
+        return f"{LEAK}{', '.join(sorted(set(_KINDS.findall(lines[0]))))}"
     in_case = f'{file}", line '
     frames = [line for line in lines if line.startswith(_FRAME)]
     if _TRACEBACK in text and (not frames or in_case in frames[-1]):

@@ -19,7 +19,7 @@ from shardproof.testing.adapters import Accumulation, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
 from shardproof.testing.checks import Finding, Location, Refusal, Stage, check_bits, numbers_of, step_label
-from shardproof.testing.tensors import Piece
+from shardproof.testing.tensors import Piece, each_once, in_one_tensor_with
 from shardproof.testing.trained import optim
 
 pytestmark = world(2)
@@ -177,7 +177,7 @@ def test_gradients_that_a_script_replaced(rank: Rank) -> None:
     context = pair.adapter.microbatch
 
     def replace() -> None:
-        for parameter in pair.adapter.named_parameters().values():
+        for parameter in each_once(pair.adapter.named_parameters()).values():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
 
@@ -194,22 +194,25 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     for number, batch in enumerate(batches(rank, 3, (4, DIM))):
         run.forward_backward((batch,), loss=models.mean_square)
         backward_of_copies(rank, whole, loss=models.mean_square(whole(batch)))
-        for name, parameter in run.adapter.held_parameters().items() if number == 0 else ():
-            # Where a unit has one flat parameter and no other, user code cannot drop a part of it.
-            if name.endswith("in_proj.weight"):
-                parameter.grad = whole.get_parameter(name).grad = None
+        if number == 0:
+            held = run.adapter.held_parameters()
+            # Where a unit has one flat parameter and no other, user code cannot drop a part of its gradient.
+            for name in in_one_tensor_with({name for name in held if name.endswith("in_proj.weight")}, held):
+                held[name].grad = whole.get_parameter(name).grad = None
     check_gradients(run, whole, step=0)
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)  # unreduced gradients are visible on its modules
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @each_value("dropped", "when", "options")
 @pytest.mark.parametrize(
     ("dropped", "when", "options"),
     [
         pytest.param("all", "before-backward", {}, id="all-before-backward"),
         pytest.param("all", "before-forward", {}, id="all-before-forward"),
-        pytest.param("all", "before-forward", {"flat_parameters": True}, id="all-flat"),
+        pytest.param(
+            "all", "before-forward", {"flat_parameters": True}, id="all-flat", marks=needs(Capability.FLAT_PARAMETERS)
+        ),
         pytest.param("all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=KEPT_MARKS),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
@@ -247,7 +250,7 @@ def test_gradients_that_a_script_drops(rank: Rank, dropped: str, when: str, opti
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 def test_gradients_that_are_not_reduced(rank: Rank) -> None:
     """Unreduced gradients on modules are full: the sums of this rank's own gradients over its microbatches."""
     run, whole = run_and_plain(rank, models.Tower(dim=DIM), accumulation=Accumulation())
@@ -263,8 +266,8 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize("flat", [False, True])
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
     """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
@@ -274,7 +277,7 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
         run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     if casts:
         run.adapter.module.double().float()
-    for parameter in run.adapter.named_parameters().values():
+    for parameter in each_once(run.adapter.named_parameters()).values():
         if parameter.grad is not None:
             parameter.grad.zero_()
     for one in (run, twin):
@@ -284,7 +287,7 @@ def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> 
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @FLAT
 @pytest.mark.parametrize("foreach", [False, True])
 def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bool, flat: bool) -> None:
@@ -293,7 +296,7 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
     run.forward_backward((rank.batch(0, (2, DIM)),), loss=models.mean_square)
     with run.adapter.microbatch(is_last=False):
         run.forward_backward((rank.batch(1, (2, DIM)),), loss=models.mean_square)
-    parameters = [one for one in run.adapter.named_parameters().values() if one.grad is not None]
+    parameters = [one for one in each_once(run.adapter.named_parameters()).values() if one.grad is not None]
     torch.optim.SGD(parameters, foreach=foreach).zero_grad(set_to_none=False)
     for one in (run, twin):
         one.forward_backward((rank.batch(2, (2, DIM)),), loss=models.mean_square)
@@ -302,7 +305,7 @@ def test_reduced_and_unreduced_gradients_that_are_zeroed(rank: Rank, foreach: bo
 
 
 @contract("ACCUMULATION-11")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION)
 @FLAT
 def test_unreduced_gradients_that_are_zero(rank: Rank, flat: bool) -> None:
     """An unreduced backward whose gradients are all zero takes nothing from those of a reduced one before it."""

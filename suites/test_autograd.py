@@ -20,7 +20,7 @@ from shardproof.testing.adapters import Accumulation, Adapter
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
 from shardproof.testing.checks import Census, check_bits, error_of_all, step_label
-from shardproof.testing.tensors import local_of, tensors_of
+from shardproof.testing.tensors import each_once, local_of, tensors_of
 from shardproof.testing.trained import Stacked, optim, recompute, shapes
 
 pytestmark = world(2)
@@ -294,7 +294,7 @@ def test_optimizer_in_hook_equals_optimizer_after_backward(rank: Rank, is_tied: 
     assert ordinary.adapter.optimizer is not None
     schedule = _schedule(ordinary.adapter.optimizer)
     hooked = rank.run(models.copy_of(model), units=model.units())
-    _step_in_hooks(hooked.adapter.named_parameters().values())
+    _step_in_hooks(each_once(hooked.adapter.named_parameters()).values())
     tokens = rank.tokens(0, (2, 8), vocabulary=11)
     for step in range(10):
         pictures = [run.step([(tokens,)], loss=models.mean_square) for run in (ordinary, hooked)]
@@ -670,10 +670,11 @@ def _note_hook(
     seen.append(f"{kind} of {name or 'the root'}")
     if isinstance(output, torch.Tensor) and output.requires_grad:
         output.register_hook(lambda gradient: seen.append(f"tensor hook of {name or 'the root'}"))
+    where = f"the hook {kind} of {name or 'the root'}"
     if isinstance(module, models.MLP) and kind in ("forward-pre", "forward"):
         name, module = f"{name}.in_proj", module.in_proj
+        where += f", looking at {name},"
     if isinstance(module, torch.nn.Linear) and name.startswith("layers."):
-        where = f"the hook {kind} of {name or 'the root'}"
         for key in ("weight", "bias"):
             expected, found = values.get(f"{name}.{key}"), getattr(module, key, None)
             assert isinstance(found, torch.Tensor), f"{where} sees no {key}: it is {type(found).__name__}"

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import pair_by_units, run_and_plain, run_by_units, subjects, tower
+from shardproof.suites.common import everywhere, pair_by_units, run_and_plain, run_by_units, subjects, tower
 from shardproof.suites.steps import after_microbatches, batches, check_twins, checked_steps, train_and_check
 from shardproof.testing import Capability, Rank, contract, models, needs, world
 from shardproof.testing.adapters import Accumulation, Adapter, Precision, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS, WHOLE
 from shardproof.testing.baselines import states
 from shardproof.testing.checks import Refusal, check_bits, step_label
+from shardproof.testing.tensors import each_once, in_one_tensor_with
 from shardproof.testing.trained import Stacked, optim, ties
 
 pytestmark = world(2)
@@ -296,17 +297,18 @@ def test_new_data_after_an_evaluation(
     """The next evaluation uses new data that user code assigns after one, whichever ranks hold the parameters."""
     model = models.MLP(9)
     pair = rank.pair(model, units=[["in_proj"]], reshard_after_forward=reshard_after_forward, flat_parameters=flat)
-    everyone = [pair.adapter, pair.baseline.adapter]
     batch = rank.batch(0, (4, 9), microbatch=1)
     for step in range(3):
         pair.evaluate(batch)
         pair.step(rank.batch(step, (4, 9)))
         pair.evaluate(batch)
         pair.check()
-        shown = [one for adapter in everyone for one in adapter.named_parameters().items()]
-        for name, parameter in [*shown, *pair.oracle.model.named_parameters()]:
-            if changed in ("all", name):
-                parameter.data = parameter.data * 0.5
+        # Where several parameters of a unit are one tensor, user code can only change them together.
+        together = in_one_tensor_with({changed}, pair.adapter.named_parameters())
+        for named in everywhere(pair):
+            for name, parameter in each_once(named).items():
+                if changed == "all" or name in together:
+                    parameter.data = parameter.data * 0.5
         if reads:
             with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
                 pass
@@ -327,7 +329,7 @@ def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) 
     before = len(run.trace)
     run.evaluate(batch)
     assert len(run.trace) == before, f"a second evaluation gathers {run.trace[before:]}"
-    for parameters in (run.adapter.named_parameters().values(), model.parameters()):
+    for parameters in (each_once(run.adapter.named_parameters()).values(), model.parameters()):
         for parameter in parameters:
             parameter.data = parameter.data * 0.5
     twin = rank.run(model, **options)
@@ -418,7 +420,7 @@ def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
 def test_whole_tied_parameters(rank: Rank) -> None:
     """Both modules of a tied parameter have the full one, with the new data that user code has assigned to it."""
     run, plain = run_and_plain(rank, ties.TiedStack(dim=9))
-    for parameter in [*run.adapter.named_parameters().values(), *plain.parameters()]:
+    for parameter in [*each_once(run.adapter.named_parameters()).values(), *plain.parameters()]:
         parameter.data = parameter.data * 0.5
     with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
         states.check_whole(rank, WholeParameters(), found, plain)

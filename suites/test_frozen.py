@@ -1,7 +1,7 @@
 """Chapter FROZEN: parameters that need no gradient."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from shardproof.testing import Capability, Pair, Rank, contract, models, needs, 
 from shardproof.testing.adapters import Accumulation, Precision
 from shardproof.testing.axes import RESHARD, RESHARD_EXPLICIT, with_first
 from shardproof.testing.checks import Census, Refusal, check_bits, step_label
+from shardproof.testing.tensors import in_one_tensor_with
 from shardproof.testing.trained import parallel, shapes
 
 pytestmark = world(2)
@@ -98,7 +99,8 @@ def test_frozen_between_microbatches(rank: Rank, what: str) -> None:
         with run.adapter.microbatch(is_last=number == 1):
             run.forward_backward((rank.batch(0, (4, 9), microbatch=number),), loss=models.mean_square)
         shown = {**run.adapter.held_parameters(), **run.adapter.named_parameters()}
-        wrong = [name for name, parameter in shown.items() if FROZEN[what](name) and parameter.grad is not None]
+        is_frozen = _frozen_in(shown, what)
+        wrong = [name for name, parameter in shown.items() if is_frozen(name) and parameter.grad is not None]
         assert not wrong, f"after microbatch {number} frozen parameters have gradients: {', '.join(wrong)}"
 
 
@@ -280,7 +282,7 @@ def test_trainable_of_another_dtype(rank: Rank) -> None:
     run = rank.run(model, precision=Precision(compute=torch.bfloat16))
     refusal = Refusal(rank, lambda: run.adapter.forward(batch))
     if refusal.text is not None:
-        refusal.check_names("float64")
+        refusal.check_names("float64", "dtype")
         return
     run.adapter.backward(refusal.result.sum())
     found = {name: None if piece is None else piece.tensor.dtype for name, piece in run.adapter.gradients().items()}
@@ -354,7 +356,7 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
         named = adapter.held_parameters() if form == "held" else adapter.named_parameters()
         if form == "saved":
-            _freeze(named, FROZEN[what])
+            _freeze(named, _frozen_in(named, what))
             adapter.module.state_dict()
         _step_frozen(rank, pair, step, what, named)
 
@@ -364,23 +366,29 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 @pytest.mark.parametrize("what", ["middle", "weights", "biases"])
 def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
     """Parameters that user code freezes between two microbatches get no gradient of the second, and others do."""
-    run, twin = two_runs(rank, models.Tower(dim=9), microbatches=2)
-    first: dict[str, torch.Tensor] = {}
+    model = models.Tower(dim=9)
+    run, twin = two_runs(rank, model, microbatches=2)
+    reducing = run_by_units(rank, models.copy_of(model), microbatches=2)
+    with reducing.adapter.microbatch(is_last=True):
+        reducing.forward_backward((rank.batch(0, (4, 9), microbatch=0),), loss=models.mean_square)
+    # Where reductions are deferred, a gradient may be shown as it is, or not before the last backward has reduced it.
+    first = {name: piece.tensor for name, piece in reducing.adapter.gradients().items() if piece is not None}
+    is_frozen = _frozen_in(run.adapter.named_parameters(), what)
     for number in range(2):
         for one in (run, twin):
             with one.adapter.microbatch(is_last=number == 1):
                 one.forward_backward((rank.batch(0, (4, 9), microbatch=number),), loss=models.mean_square)
         if number == 0:
             pieces = run.adapter.gradients()
-            first = {name: piece.tensor.clone() for name, piece in pieces.items() if piece is not None}
-            _freeze(run.adapter.named_parameters(), FROZEN[what])
+            first |= {name: piece.tensor.clone() for name, piece in pieces.items() if piece is not None}
+            _freeze(run.adapter.named_parameters(), is_frozen)
     expected = twin.adapter.gradients()
     for name, piece in run.adapter.gradients().items():
         other = expected[name]
         if piece is None or other is None:
-            assert FROZEN[what](name) or piece is other, f"{name} has a gradient in one of the runs alone"
+            assert is_frozen(name) or piece is other, f"{name} has a gradient in one of the runs alone"
             continue
-        check_bits(f"gradient of {name!r}", piece.tensor, first[name] if FROZEN[what](name) else other.tensor)
+        check_bits(f"gradient of {name!r}", piece.tensor, first[name] if is_frozen(name) else other.tensor)
 
 
 @contract("FROZEN-1")
@@ -397,6 +405,12 @@ def test_frozen_beside_tensor_parallelism(rank: Rank, what: str, data: int) -> N
         _assert_requires_grad(pair, what, f"before {step_label(step)}")
         pair.checked_step(rank.batch(step, (4, 5), mesh=mesh["dp"]), set_to_none=step % 2 == 0)
     _assert_requires_grad(pair, what, "after training")
+
+
+def _frozen_in(named: Mapping[str, torch.Tensor], what: str) -> Callable[[str], bool]:
+    """Which parameters user code can freeze: a flat chunk that has several only if all of them are to be frozen."""
+    trained = in_one_tensor_with({name for name in named if not FROZEN[what](name)}, named)
+    return lambda name: name not in trained
 
 
 def _freeze(named: dict[str, nn.Parameter], is_frozen: Callable[[str], bool]) -> None:
@@ -419,15 +433,17 @@ def _tower(what: str) -> Any:
 
 def _step_frozen(rank: Rank, pair: Pair, step: int, what: str, named: dict[str, nn.Parameter]) -> None:
     """Set the ``named`` parameters of the run, the baseline and the oracle to frozen or not, and compare a step."""
+    is_frozen = _frozen_in(named, what)
     for found in (named, *everywhere(pair)[1:]):
-        _freeze(found, FROZEN[what])
+        _freeze(found, is_frozen)
     pair.checked_step(rank.batch(step, (4, 9)))
     _assert_requires_grad(pair, what, f"after {step_label(step)}")
 
 
 def _assert_requires_grad(pair: Pair, what: str, when: str) -> None:
     named = pair.adapter.named_parameters()
-    wrong = sorted(name for name, value in named.items() if value.requires_grad == FROZEN[what](name))
+    is_frozen = _frozen_in(named, what)
+    wrong = sorted(name for name, value in named.items() if value.requires_grad == is_frozen(name))
     assert not wrong, f"{when} requires_grad is {named[wrong[0]].requires_grad} of {', '.join(wrong)}"
 
 

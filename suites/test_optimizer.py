@@ -7,7 +7,7 @@ optimizers compute element by element.
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, Literal
 
 import pytest
@@ -24,7 +24,7 @@ from shardproof.testing.axes import KEEPS, RESHARD
 from shardproof.testing.baselines import backward_of_copies, check_exact
 from shardproof.testing.casts import CastReplica, check_evaluation, run_and_replica, step_and_check
 from shardproof.testing.checks import Refusal, check_bits, step_label
-from shardproof.testing.tensors import full_of, local_of, private
+from shardproof.testing.tensors import each_once, full_of, in_one_tensor_with, local_of, private
 from shardproof.testing.trained import mixed, optim, ties
 
 pytestmark = world(2)
@@ -154,7 +154,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
-@needs(Capability.FLAT_PARAMETERS)
+@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @subjects("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
@@ -274,16 +274,16 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
     model = mixed.Mixed(*SHAPE)
     model.high.requires_grad_(False)
 
-    def in_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def of_the_trained(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        # The root's own parameter, and with original parameters one of the two of a unit.
-        first = trained[:: 3 if flat_parameters else 2]
-        rest = [parameter for parameter in trained if all(parameter is not one for one in first)]
-        groups = [{"params": first, "weight_decay": 0.1}, {"params": rest, "lr": 0.01}]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9)
 
-    run, replica = both(rank, model, optimizer=in_groups, flat_parameters=flat_parameters)
+    run, replica = both(rank, model, optimizer=of_the_trained, flat_parameters=flat_parameters)
     owners: tuple[Trainee, ...] = (run.adapter, replica)
+    # Next to the root's own parameter one of the two of a unit, unless they are one tensor.
+    split = in_one_tensor_with({"low.shift"}, run.adapter.held_parameters()) == {"low.shift"}
+    for owner in owners:
+        _set_groups(owner, first={"low.shift"} if split else set())
     schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
     for step in range(6):
         if step == 3:
@@ -301,19 +301,10 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 @OWN_OPTIMIZER
 def test_group_that_is_added(rank: Rank) -> None:
     """A unit that has gradients from the start and is in no group keeps its values until a group is added for it."""
-    model = mixed.Mixed(*SHAPE)
-    names = [name for name, _ in model.named_parameters()]
-    last = sum(name.startswith("high") for name in names)
-
-    def of_the_others(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        every = list(parameters)
-        # With flat parameters each unit has one; the root's own comes first, and those of the last unit last.
-        given = every[: -last if len(every) == len(names) else -1]
-        groups = [{"params": given[:1], "weight_decay": 0.1}, {"params": given[1:], "lr": 0.01}]
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-
-    run, replica = both(rank, model, optimizer=of_the_others)
+    run, replica = both(rank, optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9))
     owners: tuple[Trainee, ...] = (run.adapter, replica)
+    for owner in owners:
+        _set_groups(owner, first=set(), left_out="high")
     schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
     for step in range(5):
         if step == 2:
@@ -327,8 +318,27 @@ def test_group_that_is_added(rank: Rank) -> None:
             schedule.step()
 
 
+def _set_groups(owner: Trainee, *, first: Set[str], left_out: str = "") -> None:
+    """Divide the optimizer's one group: the root's own parameters and the ``first``, and the rest; some are in none.
+
+    By names: the order in which an optimizer gets parameters is the adapter's own matter.
+
+    Args:
+        owner: whose optimizer it is.
+        first: names of further parameters of the first group.
+        left_out: the module whose parameters no group has; "" for none.
+    """
+    named = each_once(owner.held_parameters())
+    kept = {name: one for name, one in named.items() if not left_out or not name.startswith(f"{left_out}.")}
+    in_first = [id(one) for name, one in kept.items() if name in first or not name.startswith(("low.", "high."))]
+    of_optimizer, ids = owner.optimizer.param_groups[0], set(map(id, kept.values()))
+    every = [one for one in of_optimizer["params"] if id(one) in ids]
+    of_optimizer.update(params=[one for one in every if id(one) in in_first], weight_decay=0.1)
+    owner.optimizer.add_param_group({"params": [one for one in every if id(one) not in in_first], "lr": 0.01})
+
+
 def _of_the_last_unit(owner: Trainee) -> list[nn.Parameter]:
-    return [value for name, value in owner.held_parameters().items() if name.startswith("high")]
+    return [value for name, value in each_once(owner.held_parameters()).items() if name.startswith("high")]
 
 
 @contract("OPTIMIZER-3")
@@ -377,13 +387,13 @@ def test_writes_beside_a_parameter_that_was_replaced(rank: Rank) -> None:
 
 
 def _parameters(owner: Trainee) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in owner.held_parameters().values()]
+    return [parameter.detach() for parameter in each_once(owner.held_parameters()).values()]
 
 
 @torch.no_grad()
 def _locals(owner: Trainee) -> list[torch.Tensor]:
     """This rank's parts of the parameters, as plain tensors in the same memory."""
-    held = owner.held_parameters().values()
+    held = each_once(owner.held_parameters()).values()
     return [local_of(one).detach() for one in held]
 
 
@@ -408,7 +418,7 @@ def test_updates_of_whole_matrices(rank: Rank) -> None:
 @torch.no_grad()
 def _orthogonal_step(owner: Trainee) -> None:
     """Orthogonalise each gradient, and scale it by norms of the parameter and of the gradient, as Muon and LAMB do."""
-    for parameter in owner.held_parameters().values():
+    for parameter in each_once(owner.held_parameters()).values():
         gradient = parameter.grad
         assert gradient is not None
         update = full_of(gradient) / full_of(torch.linalg.vector_norm(gradient, float("inf"))) / 8
@@ -451,7 +461,7 @@ def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: b
 
     def after_backward(owner: Trainee) -> None:
         unit = next(changed)
-        for name, parameter in owner.held_parameters().items():
+        for name, parameter in each_once(owner.held_parameters()).items():
             # A rank that holds no element of a parameter may have no gradient of it.
             if name.startswith(unit) and parameter.grad is not None:
                 _change(parameter, change)
@@ -486,7 +496,7 @@ def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None)
     kept: dict[str, Any] = {"units": UNITS[:1], "reshard_after_forward": reshard_after_forward}
     ordinary = rank.run(copy.deepcopy(model), optimizer=optim.sgd(lr=0.05), **kept)
     attached = rank.run(model, **kept)
-    _attach(attached.adapter.held_parameters().values(), options)
+    _attach(each_once(attached.adapter.held_parameters()).values(), options)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
         pictures = [run.step(batch, loss=torch.sum) for run in (ordinary, attached)]

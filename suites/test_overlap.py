@@ -13,6 +13,7 @@ from shardproof.testing.adapters import Accumulation, Adapter, Clip
 from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, Delay
 from shardproof.testing.baselines import check_exact
 from shardproof.testing.checks import Interval, Poison, Timeline, occupy
+from shardproof.testing.tensors import each_once
 from shardproof.testing.trained import Stacked, optim
 
 #: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
@@ -188,7 +189,7 @@ def test_step_waits_for_hooks(rank: Rank) -> None:
         double = None if by_hook else double_gradients
         run = run_by_units(rank, models.copy_of(model), optimizer=optim.sgd(), after_backward=double)
         if by_hook:
-            for parameter in run.adapter.held_parameters().values():
+            for parameter in each_once(run.adapter.held_parameters()).values():
                 parameter.register_post_accumulate_grad_hook(double_late)
         batches = [(rank.batch(step, (4, DIM)),) for step in range(2)]
         pictures.append([run.step([batch], loss=models.mean_square) for batch in batches])
@@ -205,7 +206,7 @@ def double_late(parameter: torch.Tensor) -> None:
 
 def double_gradients(adapter: Adapter) -> None:
     """Double all gradients, between backward and step."""
-    for parameter in adapter.held_parameters().values():
+    for parameter in each_once(adapter.held_parameters()).values():
         assert parameter.grad is not None
         parameter.grad.mul_(2)
 

@@ -17,6 +17,7 @@ from shardproof.testing.axes import FLAT, RESHARD, SHARDS
 from shardproof.testing.baselines import Undivided, states
 from shardproof.testing.casts import check_equal, run_and_replica
 from shardproof.testing.checks import Census, Collective, check_bits
+from shardproof.testing.tensors import each_once
 from shardproof.testing.trained import Loss, Means, mixed, optim, other_worlds, recompute
 
 pytestmark = world(2)
@@ -104,7 +105,7 @@ def test_values_written_after_a_forward_that_raised(
     for one in (sound, run):
         if writes == "user-code":
             with torch.no_grad():
-                for parameter in one.adapter.held_parameters().values():
+                for parameter in each_once(one.adapter.held_parameters()).values():
                     parameter.mul_(0.5)
         else:
             one.adapter.step()

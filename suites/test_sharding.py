@@ -14,7 +14,7 @@ from shardproof.testing.adapters import Accumulation, Clip, Precision, WholePara
 from shardproof.testing.axes import FLAT, SHARDS
 from shardproof.testing.baselines import StepPicture, check_exact
 from shardproof.testing.casts import run_and_replica, step_and_check
-from shardproof.testing.tensors import memory, state_numel
+from shardproof.testing.tensors import each_once, memory, state_numel
 from shardproof.testing.trained import mixed, optim
 
 pytestmark = world(2, 4)
@@ -201,7 +201,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
 
 def halve(run: Run, *, in_place: bool) -> None:
     """Halve the data of all parameters, in place or by new data."""
-    for parameter in run.adapter.named_parameters().values():
+    for parameter in each_once(run.adapter.named_parameters()).values():
         if in_place:
             parameter.data.mul_(0.5)
         else:

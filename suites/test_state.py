@@ -15,7 +15,7 @@ from shardproof.testing.adapters import Adapter, OptimizerFactory, StateForm, bu
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
 from shardproof.testing.baselines import check_exact, states
 from shardproof.testing.checks import Census, Refusal, step_label
-from shardproof.testing.tensors import Piece, original_name
+from shardproof.testing.tensors import Piece, each_once, original_name
 from shardproof.testing.trained import compiler, optim, recompute, shapes
 
 #: Flaws of the state dict of a ``Stateful``, each with the entry that is missing, unknown or of another size.
@@ -203,7 +203,7 @@ def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: St
 
 def halve(run: Run) -> None:
     """Assign new data to all parameters, half of the old, as user code may."""
-    for parameter in run.adapter.named_parameters().values():
+    for parameter in each_once(run.adapter.named_parameters()).values():
         parameter.data = parameter.data * 0.5
 
 

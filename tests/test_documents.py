@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from shardproof.harness.plugin.terminal import same_failure
+from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from tests.installations import ROOT, run
 
 DOCUMENT = "".join((ROOT / "docs" / name).read_text() for name in ("cases.md", "rank.md"))
@@ -34,6 +36,18 @@ def test_the_tutorial_prints_the_adapter_of_the_template():
     text = (ROOT / "docs/adapters.md").read_text()
     adapter = (ROOT / "examples/your-implementation/your_implementation/adapter.py").read_text()
     assert f"```python\n{adapter}```" in text and len(text.encode()) <= 15_000
+
+
+def test_the_tutorial_shows_a_failure_as_it_is_printed():
+    """Its block has no line that the code words otherwise."""
+    text = (ROOT / "docs/adapters.md").read_text()
+    block = next(one for one in text.split("```") if "fail: the sharded run diverges" in one)
+    title = "fail: the sharded run diverges from the baseline"
+    where = {"stage": Stage.GRADIENT, "step": 0, "name": "layers.0.in_proj.bias", "element": (0,)}
+    places = [Location(**where, rank=rank) for rank in range(4)]
+    first, *others = (Finding(place, "numbers") for place in places)
+    said, _, ranks = first.render(title=title, others=others, size=4).splitlines()
+    assert {said, ranks, same_failure(1)} <= set(block.splitlines()), block
 
 
 @pytest.mark.nightly

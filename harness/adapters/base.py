@@ -5,13 +5,14 @@ backward, clipping and the optimizer step. docs/adapters.md has a complete examp
 """
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import pathlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -112,6 +113,44 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
         flatten_optimizer_state_dict=form == "flattened",
         strict=strict,
     )
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _of_capability(capability: Capability) -> Callable[[_Method], _Method]:
+    """Mark a method that an adapter defines exactly if it declares a capability; without it a call says so."""
+
+    def mark(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def missing(self: "Adapter", *args: Any, **kwargs: Any) -> Any:
+            if capability in type(self).capabilities():
+                raise AssertionError(f"{self.name} {undefined(capability, method.__name__)}")
+            raise AssertionError(f"{self.name} does not declare {capability}, which {method.__name__}() needs")
+
+        vars(missing)["capability"] = capability
+        return cast(_Method, missing)
+
+    return mark
+
+
+def undefined(capability: Capability, member: str) -> str:
+    """Say that an adapter declares a capability and lacks a method, or another member, of it."""
+    found = vars(Adapter).get(member)
+    arguments = "" if found is None else "()"
+    return f"declares {capability} but does not define {member}{arguments}"
+
+
+def members_of_capabilities() -> dict[str, Capability]:
+    """The members without a default, by name, each with the capability whose adapters define it."""
+    methods = {name: getattr(value, "capability", None) for name, value in vars(Adapter).items()}
+    attributes = {
+        "api": Capability.FSDP1_API,
+        "fully_shard": Capability.FSDP2_API,
+        "mesh_dims": Capability.NAMED_DIMENSIONS,
+        "share_comm_ctx": Capability.SHARED_CONTEXT,
+    }
+    return attributes | {name: capability for name, capability in methods.items() if capability is not None}
 
 
 class Adapter(ABC):
@@ -382,20 +421,23 @@ class Adapter(ABC):
         """
         return {original_name(name): value for name, value in self.module.named_parameters()}
 
+    @_of_capability(Capability.REGISTERED_STATE)
     def gathered(self) -> dict[str, bool]:
         """Return for each parameter of the original model whether ``module.parameters()`` currently shows it gathered.
 
         Needs :attr:`Capability.REGISTERED_STATE`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.REGISTERED_STATE)
     def registered(self) -> dict[str, Piece]:
         """Return what ``module.parameters()`` currently shows of each parameter, gathered or sharded.
 
         Needs :attr:`Capability.REGISTERED_STATE`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.REGISTERED_STATE!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.TENSOR_PARALLEL)
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the local gradients that this rank's optimizer will use; the case changes them in place.
 
@@ -408,25 +450,27 @@ class Adapter(ABC):
         Args:
             names: parameters of the original model. A parameter without a gradient on this rank is left out.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.TENSOR_PARALLEL!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.MANUAL_RESHARD)
     def reshard(self) -> None:
         """Free all gathered parameters, so that the sharded ones are registered again.
 
         Needs :attr:`Capability.MANUAL_RESHARD`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.MANUAL_RESHARD!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.ASYNC_UNSHARD)
     def unshard(self, *, waits: bool = False) -> None:
         """Start to gather all parameters, and return at once or, with ``waits``, once all are registered whole.
 
         Called between steps, also before the first forward, which then gathers nothing. Needs
         :attr:`Capability.ASYNC_UNSHARD`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.ASYNC_UNSHARD!r}")
+        raise NotImplementedError
 
-    @contextlib.contextmanager
-    def whole_parameters(self, how: WholeParameters) -> Iterator[dict[str, nn.Parameter]]:
+    @_of_capability(Capability.WHOLE_PARAMETERS)
+    def whole_parameters(self, how: WholeParameters) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]:
         """Gather all parameters for as long as the context lasts (collective). Called between steps.
 
         Needs :attr:`Capability.WHOLE_PARAMETERS`.
@@ -438,9 +482,9 @@ class Adapter(ABC):
             What the modules hold, by names of the original model; on the other ranks than the first with
             ``how.first_rank_only`` the shards.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.WHOLE_PARAMETERS!r}")
-        yield {}
+        raise NotImplementedError
 
+    @_of_capability(Capability.EXPLICIT_PREFETCH)
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         """Set which other units each unit gathers before its own computation. Called before training.
 
@@ -452,23 +496,26 @@ class Adapter(ABC):
                 that order.
             backward: the same for backward.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.EXPLICIT_PREFETCH!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.FORWARD_METHOD)
     def register_forward_method(self, submodule: str, method: str) -> None:
         """Make a method of a submodule gather and free parameters as ``forward`` does. Called once, before training.
 
         Needs :attr:`Capability.FORWARD_METHOD`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.FORWARD_METHOD!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.POST_OPTIM_EVENT)
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
         Called after each optimizer step, with an event that was recorded on the current stream after it. Needs
         :attr:`Capability.POST_OPTIM_EVENT`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.POST_OPTIM_EVENT!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.UNIT_SETTINGS)
     def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
         """Change the settings of one unit, or of all units in a module, for the passes that follow.
 
@@ -479,8 +526,9 @@ class Adapter(ABC):
             unit: the name of the unit's first module; "" is the root's own.
             recurse: whether the units inside the module change too.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.UNIT_SETTINGS!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.REDUCTION_HOOK)
     def replace_reduction(self, hook: Callable[..., None]) -> None:
         """Let ``hook`` reduce the gradients of all units in place of the implementation. Called once, before training.
 
@@ -490,7 +538,7 @@ class Adapter(ABC):
             hook: called with this rank's whole gradients of one unit, 1-D, and an empty tensor for this rank's share of
                 their average, which it fills; the gradients alone, to average in place, where nothing is sharded.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.REDUCTION_HOOK!r}")
+        raise NotImplementedError
 
     def recover(self) -> None:
         """Make what the implementation documents as the call after an exception in forward or backward.
@@ -547,38 +595,44 @@ class Adapter(ABC):
 
     # Checkpoints of an implementation's own, by its own calls and in its own files.
 
+    @_of_capability(Capability.OWN_CHECKPOINT)
     def save_own(self, directory: pathlib.Path) -> None:
         """Write model and optimizer into a directory (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.OWN_CHECKPOINT)
     def load_own(self, directory: pathlib.Path) -> None:
         """Load what :meth:`save_own` wrote (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.OWN_CHECKPOINT)
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
 
         They are on the CPU, by names of the original model. Called on every rank, which reads the files alone: not
         collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.OWN_CHECKPOINT!r}")
+        raise NotImplementedError
 
     # State dicts of optimizers by the calls that an implementation had before, and by numbers in place of names.
 
+    @_of_capability(Capability.OPTIMIZER_KEYS)
     def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
         """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.OPTIMIZER_KEYS)
     def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
         """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+        raise NotImplementedError
 
+    @_of_capability(Capability.OPTIMIZER_KEYS)
     def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
         """Return a full state dict of an optimizer with the other kind of keys, those of ``by``.
 
         The model is unsharded, and the optimizer one of its parameters. Needs :attr:`Capability.OPTIMIZER_KEYS`.
         """
-        raise AssertionError(f"{self.name} does not declare {Capability.OPTIMIZER_KEYS!r}")
+        raise NotImplementedError
 
     def teardown(self) -> None:
         """Undo what the implementation keeps outside the model: hooks, groups, references in module globals.

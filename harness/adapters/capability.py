@@ -1,5 +1,6 @@
 """The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
 
+import difflib
 import enum
 import inspect
 import re
@@ -152,6 +153,8 @@ class Capability(enum.StrEnum):
     """The reduction can be deferred for some units only, while the others reduce in every backward."""
     DEFERRED_ALL_REDUCE = "deferred-all-reduce"
     """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
+    UNREDUCED_GRADIENTS = "unreduced-gradients"
+    """While reductions are deferred, modules register full parameters, which show this rank's unreduced gradients."""
     KEEP_AFTER_BACKWARD = "keep-after-backward"
     """Parameters can stay gathered after backward, for the next microbatch."""
     MARKED_LAST_BACKWARD = "marked-last-backward"
@@ -302,6 +305,12 @@ class Capability(enum.StrEnum):
     """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
 
     @classmethod
+    def _missing_(cls, value: object) -> "Capability":
+        near = difflib.get_close_matches(str(value), cls, n=2, cutoff=0.6)
+        known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
+        raise ValueError(f"there is no capability {value!r}: {known}")
+
+    @classmethod
     def of(cls, names: str) -> "frozenset[Capability]":
         """Return the capabilities of these names, separated by spaces; a ``ValueError`` names one that there is not."""
         return frozenset(map(cls, names.split()))
@@ -368,6 +377,7 @@ PREREQUISITES = {
         "symmetric-memory": "unit-settings",
         "unit-meshes": "order-validation",
         "unit-settings": "reshard-after-forward",
+        "unreduced-gradients": "deferred-reduction",
     }.items()
 }
 """By capability, the others without which no case can check it; each other one is checked with :data:`COMMON` alone."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from shardproof.harness.adapters.base import Adapter, Traits
+from shardproof.harness.adapters.base import Adapter, Traits, members_of_capabilities, undefined
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.registry import is_control, line_of, line_of_error, one_line
 from shardproof.harness.adapters.replicas import ReplicatedAdapter
@@ -51,6 +51,9 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     capabilities = asked.read("capabilities()", adapter.capabilities)
     if not isinstance(capabilities, (set, frozenset)) or not all(isinstance(one, Capability) for one in capabilities):
         raise asked.wrong("capabilities()", capabilities, "a frozenset of members of Capability")
+    for member, capability in members_of_capabilities().items():
+        if capability in capabilities and getattr(adapter, member, None) is getattr(Adapter, member, None):
+            raise _WrongMember(f"implementation {implementation!r} {undefined(capability, member)}")
     version = asked.read("version()", adapter.version)
     if not isinstance(version, str):
         raise asked.wrong("version()", version, "a string")

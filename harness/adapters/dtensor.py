@@ -132,7 +132,9 @@ class DTensorAdapter(ByParameter):
                 "flat-parameters fsdp1-api sync-states buffer-dtype replicas-alone reduction-hook gathers-ahead"
             ),
             *Capability.of("ignored-modules wrapping-policy whole-parameters whole-on-cpu full-precision-evaluation"),
-            *Capability.of("low-precision-gradients step-in-backward optimizer-keys own-checkpoint"),
+            *Capability.of(
+                "low-precision-gradients step-in-backward optimizer-keys own-checkpoint unreduced-gradients"
+            ),
         }
         if not hasattr(cls, "mesh_dims"):
             missing |= {Capability.NAMED_DIMENSIONS, Capability.SPMD_TYPES}

@@ -269,7 +269,7 @@ class FlatAdapter(WrappingAdapter):
                 "deferred-reduction keep-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
                 "offload distributed-checkpoint full-state-dict whole-parameters whole-on-cpu flat-parameters "
                 "fsdp1-api sync-states order-validation tensor-parallel inputs-to-device autograd-calls ranks-differ "
-                "reduction-hook gathers-ahead optimizer-keys step-in-backward"
+                "reduction-hook gathers-ahead optimizer-keys step-in-backward unreduced-gradients"
             )
         )
 

@@ -13,6 +13,8 @@ import difflib
 import functools
 import importlib
 import importlib.machinery
+import importlib.util
+import os
 import pathlib
 import sys
 import types
@@ -132,7 +134,7 @@ def load(name: str) -> type[Adapter]:
             class is not a complete adapter. The message is one line, with similar names where there are some.
         NotImported: what it imports uses a name that torch lacks.
     """
-    module_name, class_name = target_of(name)
+    module_name, class_name = found(name)
     # A ValueError alone becomes one line: a module may raise anything, such as the SystemExit of user code.
     try:
         module = importlib.import_module(module_name)
@@ -172,6 +174,25 @@ def target_of(name: str) -> tuple[str, str]:
         if not is_family and (hint := _class_missing(target)):
             raise ValueError(f"implementation {name!r}: {hint}")
         raise ValueError(f"unknown implementation {name!r}: {_suggest(name)}")
+    return module_name, class_name
+
+
+def found(name: str) -> tuple[str, str]:
+    """Return the module and the class of a name as :func:`target_of`; its package is there. Imports nothing.
+
+    Raises:
+        ValueError: as for :func:`target_of`, or there is no such module; one line that names where it was looked for.
+    """
+    module_name, class_name = target_of(name)
+    top = module_name.partition(".")[0]
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        searched = f"PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})"
+        if not {"", os.getcwd()}.isdisjoint(sys.path):
+            searched = f"the current folder ({os.getcwd()}), {searched}"
+        raise ValueError(
+            f"implementation {name!r}: there is no module {top!r} in {searched} or among the installed packages: run "
+            f"in the folder that has it, or add that to PYTHONPATH"
+        )
     return module_name, class_name
 
 

@@ -1,6 +1,11 @@
 """What an implementation refuses to shard: with which words, on which ranks, and what it has done by then."""
 
+import ast
+import contextlib
 import copy
+import functools
+import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +38,7 @@ class Refusal:
         may_send: whether it may be refused after collectives, as in the midst of a forward.
 
     Attributes:
+        asked: what ``attempt`` calls, as the case writes it.
         result: what ``attempt`` returned, None if it was refused.
         text: the type and the message of its error; None if it was not refused.
     """
@@ -40,6 +46,7 @@ class Refusal:
     def __init__(self, rank: Rank, attempt: Callable[[], Any], *, may_send: bool = False) -> None:
         self.result: Any = None
         self.text: str | None = None
+        self.asked = _said(attempt)
         recorder = Recorder(lambda *_: "", announcer=rank.announcer)
         try:
             with recorder.during("sharding"):
@@ -53,9 +60,27 @@ class Refusal:
         assert self.text is None or may_send or not sent, f"refused after these collectives: {sent}"
 
     def check_names(self, *words: str) -> None:
-        """Check that it was refused, with an error that has one of some words."""
-        assert self.text is not None, "no rank refuses it: the call raises no error"
-        assert any(word in self.text for word in words), f"the error names none of {words}: {self.text}"
+        """Check that it was refused, with an error that has one of some words, in whatever case or with underscores."""
+        wanted = f"expected is an error that names {' or '.join(words)}"
+        assert self.text is not None, f"no rank refuses {self.asked}: the call raises no error; {wanted}"
+        text = _plain(self.text)
+        assert any(_plain(word) in text for word in words), f"{self.asked} is refused by {self.text!r}; {wanted}"
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("_", " ")
+
+
+def _said(attempt: Callable[[], Any]) -> str:
+    """Return a call as the case writes it: the source of a lambda, or a function with its options."""
+    if isinstance(attempt, functools.partial):
+        options = ", ".join(f"{name}={value!r}" for name, value in attempt.keywords.items() if not callable(value))
+        return f"{attempt.func.__name__}({options})"
+    if attempt.__name__ == "<lambda>":
+        with contextlib.suppress(OSError, SyntaxError):  # there is no source, or a part of a statement
+            nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(attempt))))
+            return next(ast.unparse(node.body) for node in nodes if isinstance(node, ast.Lambda))
+    return f"{attempt.__name__}()"
 
 
 class Untouched:

@@ -20,6 +20,7 @@ from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
+from shardproof.harness.tensors.pieces import each_once
 from shardproof.harness.tensors.trees import local_of, map_leaves
 from shardproof.harness.verdicts.finding import Finding, Location, Stage
 
@@ -322,7 +323,7 @@ def check_values(run: Run, plain: nn.Module) -> None:
 def halve(run: Run, plain: nn.Module) -> None:
     """Halve the parameters where the optimizer updates them, and those of plain copies."""
     with torch.no_grad():
-        for parameter in (*run.adapter.held_parameters().values(), *plain.parameters()):
+        for parameter in (*each_once(run.adapter.held_parameters()).values(), *plain.parameters()):
             parameter.mul_(0.5)
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from shardproof.alike import ALIKE, without_rank
+from shardproof.alike import ALIKE, LEAK, without_rank
 from shardproof.harness.collectives.trace import rendered_difference
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured, keep_worst
@@ -50,7 +50,6 @@ _LOST_CONNECTION = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe",
     "remote process exited or there was a network error",
 )  # fmt: skip
-_LEFT_BEHIND = "leak: "
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -106,7 +105,8 @@ class MadeRecord(CaseRecord):
             self.text = bounded("\n".join(line.rstrip("\n") for line in lines))
         elif leaks := dict.fromkeys(line for result in results for line in result.left_behind):
             ranks = {line: ranks_of(result.rank for result in results if line in result.left_behind) for line in leaks}
-            self.fail_if(_LEFT_BEHIND + "; ".join(f"{line} (on {ranks[line]})" for line in leaks))
+            listed = "; ".join(f"{line} (on {ranks[line]})" for line in leaks)
+            self.fail_if(f"{LEAK}{listed}\nall else that the case compares is right")
         elif difference := _different_collectives(results):
             self.fail_if(f"collectives differ between ranks: {difference}")
             self.location = Location(stage=Stage.COLLECTIVES)
@@ -130,7 +130,7 @@ class MadeRecord(CaseRecord):
     @property
     def is_left_over(self) -> bool:
         """Whether the case failed only because of the state that it left behind."""
-        return self.text.startswith(_LEFT_BEHIND)
+        return self.text.startswith(LEAK)
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as plain JSON values of bounded size; non-finite numbers become strings such as "inf"."""

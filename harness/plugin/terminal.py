@@ -325,6 +325,12 @@ def _kind_of(report: Any) -> Any:
     return case["implementation"], case["verdict"], kind_of_text(text, file)
 
 
+def same_failure(others: int) -> str:
+    """Say that further cases fail alike."""
+    cases = f"{others} more case{'s' if others > 1 else ''}"
+    return f"{cases} with the same failure (only numbers and names differ; -v prints each):"
+
+
 def _standing_for(reports: Sequence[Any], width: int) -> Any:
     first, *others = reports
     if not others:
@@ -333,8 +339,7 @@ def _standing_for(reports: Sequence[Any], width: int) -> Any:
     for report in others:
         function, bracket, parameters = report.nodeid.partition("[")
         functions.setdefault(function, []).append(bracket + parameters)
-    cases = f"{len(others)} more case{'s' if others[1:] else ''}"
-    lines = [f"{cases} with the same failure (only numbers and names differ; -v prints each):"]
+    lines = [same_failure(len(others))]
     for function, parameters in functions.items():
         listed = f"{function}{' ' if parameters[0] else ''}{' '.join(parameters)}"
         lines += textwrap.wrap(

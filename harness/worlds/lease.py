@@ -33,6 +33,7 @@ _POLL_SECONDS = 0.002
 #: ``waiting.STOPPED_SECONDS``.
 LEASE_SECONDS = 1800.0
 
+_REASON = "which another run of shardproof on this machine, or another worker of this run, uses"
 _ADVICE = "if it hangs, end it; if it only has much to do, run fewer pytest processes at once"
 
 _Takes = Sequence[tuple[Sequence[str], int]]
@@ -58,6 +59,7 @@ class Leases:
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
             raise ValueError(f"{self._directory} must be a directory that you own and that nobody else may write to")
         self._given_up: set[Process] = set()
+        self._told: set[str] = set()
 
     @contextlib.contextmanager
     def devices(self, indices: Sequence[int], *, alone: bool) -> Iterator[None]:
@@ -92,7 +94,7 @@ class Leases:
     def _wait(self, what: str, blockers: Callable[[], Blockers]) -> Wait:
         return Wait(
             f"{what} (lock files in {self._directory})", bound=LEASE_SECONDS, blockers=blockers,
-            given_up=self._given_up, advice=_ADVICE,
+            given_up=self._given_up, advice=_ADVICE, told=self._told, reason=_REASON,
         )  # fmt: skip
 
     @contextlib.contextmanager

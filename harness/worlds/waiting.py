@@ -18,6 +18,9 @@ from typing import TypeVar
 #: Seconds of waiting before the first line; each further line comes after twice the time of the one before.
 NOTICE_SECONDS = 5.0
 
+#: Seconds before the first line of a wait like one that has had its lines: the next case waits for the same reason.
+AGAIN_SECONDS = 60.0
+
 #: Seconds after which a wait is given up because every process that could end it is stopped. Such a process continues
 #: only if somebody continues it: time to read the line and to do so.
 STOPPED_SECONDS = 60.0
@@ -110,14 +113,18 @@ class Wait:
     # The stopped processes for which earlier waits were given up, and this one is at once, so that each further case
     # does not wait as long as the first; receives those of this wait.
     given_up: set[Process] = dataclasses.field(default_factory=set)
+    # The reasons of earlier waits that have had a line; receives that of this one.
+    told: set[str] = dataclasses.field(default_factory=set)
+    reason: str = ""  # in plain words, why there is a wait
     advice: str = "end it if it hangs"  # what to do when the wait is given up, or what happens then
     stopped_advice: str = ""  # the same if a stopped process was in the way; by default to continue or to end it
 
     def __post_init__(self) -> None:
         self._stopped_bound = STOPPED_SECONDS if self.stopped_bound is None else self.stopped_bound
         self._waited, self._last = 0.0, time.monotonic()
-        self._next_line = min(NOTICE_SECONDS, self.bound)
-        self._next_look = 0.0 if self.given_up else self._next_line
+        first_look = min(NOTICE_SECONDS, self.bound)
+        self._next_line = AGAIN_SECONDS if self.reason in self.told else first_look
+        self._next_look = 0.0 if self.given_up else first_look
         self._stopped_from: float | None = None
 
     def check(self) -> None:
@@ -149,8 +156,10 @@ class Wait:
             )
         if self._waited >= self._next_line or (has_changed and self._waited >= NOTICE_SECONDS):
             self._next_line = max(2 * self._waited, NOTICE_SECONDS)
+            reason = f", {self.reason}" if self.reason and self.reason not in self.told else ""
+            self.told.update(filter(None, [self.reason]))
             tell(
-                f"shardproof: waiting for {self.what}: {self._waited:.0f} s so far, held up by {blockers}; "
+                f"shardproof: waiting for {self.what}{reason}: {self._waited:.0f} s so far, held up by {blockers}; "
                 f"timeout in {remaining:.0f} s"
             )
 

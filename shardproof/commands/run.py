@@ -7,11 +7,14 @@ writes go to the current directory all the same, and adapters are found there.
 
 import difflib
 import importlib.util
+import itertools
 import os
 import pathlib
 import re
 import sys
 from collections.abc import Sequence
+
+from shardproof.harness.adapters import registry
 
 _SUITES = "suites"
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -57,15 +60,16 @@ def run(arguments: Sequence[str]) -> int:
             return 0
     import pytest  # late: without it, there is a help
 
-    # The real folder: in a clone the links are another way to the same files.
-    root = (_PACKAGE / _SUITES).resolve().parent
-    if unknown := next(filter(None, (_unknown(argument, root) for argument in arguments)), ""):
-        print(f"ERROR: {unknown}", file=sys.stderr)
-        return int(pytest.ExitCode.USAGE_ERROR)
     here = os.getcwd()
     # For adapters of the user's own. Last, so that no package here takes the place of an installed one.
     if here not in sys.path:
         sys.path.append(here)
+    # The real folder: in a clone the links are another way to the same files.
+    root = (_PACKAGE / _SUITES).resolve().parent
+    unknown = next(filter(None, (_unknown(argument, root) for argument in arguments)), "") or _no_module(arguments)
+    if unknown:
+        print(f"ERROR: {unknown}", file=sys.stderr)
+        return int(pytest.ExitCode.USAGE_ERROR)
     # By the environment and not by -p: read after the plugins of other packages have added their options.
     named = os.environ.get("PYTEST_PLUGINS")
     os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, [named, "shardproof.plugin"]))
@@ -99,6 +103,19 @@ def _unknown(argument: str, root: pathlib.Path) -> str:
         return ""
     functions = re.findall(r"^def (test_\w+)", (root / path).read_text(encoding="utf-8"), flags=re.MULTILINE)
     return "" if function in functions else f"{path} has no case {function}{_similar(function, functions)}"
+
+
+def _no_module(arguments: Sequence[str]) -> str:
+    """Return why an implementation of ``--impl`` has no module, before anything slow is imported; empty if all have."""
+    given = [other for one, other in itertools.pairwise(arguments) if one == "--impl"]
+    given += [one.partition("=")[2] for one in arguments if one.startswith("--impl=")]
+    try:
+        for name in filter(None, ",".join(given[-1:]).split(",")):
+            if ":" in name:
+                registry.found(name)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _similar(name: str, names: Sequence[str]) -> str:

@@ -6,6 +6,8 @@ from shardproof.harness.simulation.memory import Kind as Kind
 from shardproof.harness.tensors import memory as memory
 from shardproof.harness.tensors import private as private
 from shardproof.harness.tensors.pieces import Piece as Piece
+from shardproof.harness.tensors.pieces import each_once as each_once
+from shardproof.harness.tensors.pieces import in_one_tensor_with as in_one_tensor_with
 from shardproof.harness.tensors.pieces import original_name as original_name
 from shardproof.harness.tensors.pieces import piece_of as piece_of
 from shardproof.harness.tensors.pieces import uncut as uncut

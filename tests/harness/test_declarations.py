@@ -42,6 +42,14 @@ BROKEN = {
         "capabilities() raised KeyError: 'sharded'"),
     "capabilities-of-strings": ("def capabilities(cls): return ['sharded']",
         "capabilities() is ['sharded']; expected a frozenset of members of Capability"),
+    "capabilities-misspelt": ("def capabilities(cls): return Capability.of('sharded defered-reduction')",
+        "there is no capability 'defered-reduction': did you mean deferred-reduction"),
+    "capability-without-its-methods": (
+        "def capabilities(cls): return ReferenceAdapter.capabilities() | Capability.of('own-checkpoint')",
+        "declares own-checkpoint but does not define save_own()"),
+    "capability-without-its-attribute": (
+        "def capabilities(cls): return ReferenceAdapter.capabilities() | Capability.of('fsdp1-api')",
+        "declares fsdp1-api but does not define api"),
     "capabilities-none": ("def capabilities(cls): return None",
         "capabilities() is None; expected a frozenset of members of Capability"),
     "version-raises": ("def version(cls): raise ImportError('gone')", "version() raised ImportError: gone"),

@@ -285,6 +285,20 @@ def test_failures_are_alike_but_for_numbers_names_and_the_frames_of_the_case():
     assert shared != kind_of_text(other, "test_a.py")
 
 
+@pytest.mark.parametrize(
+    ("found", "kinds"),
+    [
+        ("modules: 3 Linear, Tower; often a hook keeps them", "modules"),
+        ("modules: GRU", "modules"),
+        ("modules: GRU; threads: left 1", "modules, threads"),
+    ],
+)
+def test_leaks_are_alike_whichever_classes_they_list(found, kinds):
+    """One hook that keeps a model keeps the classes of whatever model there is."""
+    text = f"leak: {found} (on ranks 0-1)\nall else that the case compares is right"
+    assert kind_of_text(text, "test_a.py") == f"leak: {kinds}"
+
+
 def test_an_assertion_of_the_case_itself_is_alike_only_where_it_is_the_same():
     lines = TRACEBACK.splitlines()
     own = "\n".join([*lines[:3], "    assert found == {dim}", "AssertionError: assert 2 == {dim}"])

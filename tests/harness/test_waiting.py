@@ -62,11 +62,13 @@ def test_a_stopped_holder_is_named_and_given_up(holder, tmp_path, told, name):
     line = told[0]
     assert f"held up by pid {process.pid} (" in line and ", stopped); timeout in " in line
     assert "waiting for " in line and "a lease on 1 core (lock files in" in line
+    assert "), which another run of shardproof on this machine, or another worker of this run, uses: " in line
     assert f"pid {process.pid} (" in text and text.endswith(f"continue it (kill -CONT {process.pid}) or end it")
     # The next case does not wait as long for the same process, and one that continues is no obstacle.
     started = time.monotonic()
     error_of(take, leases, kind=WaitedTooLong)
     assert time.monotonic() - started < 0.3
+    assert not [again for again in told[1:] if "which another run" in again], "the reason is said once"
     os.kill(process.pid, signal.SIGCONT)
     process.release.set()
     take(leases)
