@@ -101,6 +101,8 @@ class Outcome:
     # One line for each quantity that a file did not measure, or that only the later one has.
     not_compared: tuple[str, ...]
     compared: int  # the number of cases that ran in both
+    expected: int = 0  # of these, the cases that are expected to fail in both: nothing that they check was compared
+    changed: tuple[str, ...] = ()  # one line for each of those that fails with another text than before
     effort: str = "full"  # of HEAD
     accepted: tuple[Accepted, ...] = ()  # intended regressions by kind
     runs: tuple[str, ...] = ()  # one line about each of the two runs, and one if their suites differ
@@ -173,7 +175,8 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         *_budget(base, head, more_skips),
         *_silent(base, head),
     ]
-    not_compared = [*_new(before, after)]
+    not_compared = [*_new(before, after), *_other_files(before, after)]
+    expected = [(before[key], after[key]) for key in both if _are_expected(before[key], after[key])]
     pairs = [(before[key], after[key]) for key in both]
     unmeasured: Counter[tuple[str, str]] = Counter()
     for then, now in pairs:
@@ -197,6 +200,8 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         better=tuple(_better(before, after)),
         not_compared=tuple(not_compared),
         compared=len(both),
+        expected=len(expected),
+        changed=tuple(_changed(then, now) for then, now in expected if then.why != now.why),
         effort=head.effort.name if head.effort else "full",
     )
 
@@ -282,6 +287,23 @@ def _new(before: _Cases, after: _Cases) -> Iterator[str]:
     for name, count in sorted(counts.items()):
         new = f"{name}: not in BASE: {counted(count, 'case')}"
         yield new if name in known else f"{new}; BASE does not have it at all"
+
+
+def _other_files(before: _Cases, after: _Cases) -> Iterator[str]:
+    """Files of which only one run has cases: the runs had other arguments."""
+    names = [{(name, id_.partition("::")[0]) for name, id_ in cases if "::" in id_} for cases in (before, after)]
+    for run, own, others in (("HEAD", names[1], names[0]), ("BASE", names[0], names[1])):
+        files = sorted({file for name, file in others - own if any(name == one for one, _ in own)})
+        if files:
+            yield f"{run} ran nothing of {', '.join(files)}: give both runs the same arguments"
+
+
+def _are_expected(then: CaseRecord, now: CaseRecord) -> bool:
+    return then.verdict is now.verdict is Verdict.EXPECTED_FAIL
+
+
+def _changed(then: CaseRecord, now: CaseRecord) -> str:
+    return f"{now.implementation} {now.id}: {now.why}; was: {then.why}"
 
 
 def _better(before: _Cases, after: _Cases) -> Iterator[str]:

@@ -14,6 +14,7 @@ from shardproof.reports.texts import counted, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
 _SHOWN = 50  # the most lines of one kind in a comment, which has a limited size
+_CHANGED = "expected failures that fail otherwise than before"
 _WIDTH = 100  # of the lists of cases
 
 
@@ -40,6 +41,7 @@ def as_text(outcome: Outcome) -> str:
         lines.append("")
     lines += _listed("accepted", _accepted(outcome))
     lines += _listed("better", outcome.better)
+    lines += _listed(_CHANGED, outcome.changed)
     lines += _listed("not compared", outcome.not_compared)
     return "\n".join([*lines, _verdict(outcome)]) + "\n"
 
@@ -73,6 +75,7 @@ def as_markdown(outcome: Outcome) -> str:
             parts += ["<details><summary>Reproduce</summary>", "", *block, "", "</details>", ""]
     parts += _folded("Accepted", _accepted(outcome))
     parts += _folded("Better", outcome.better)
+    parts += _folded(_CHANGED.capitalize(), outcome.changed)
     parts += _folded("Not compared", outcome.not_compared)
     return "\n".join(parts).rstrip() + "\n"
 
@@ -88,6 +91,7 @@ def as_github(outcome: Outcome) -> str:
         text = "; ".join([one.text, *(f"{other.kind}: {other.text}" for other in group.also)])
         lines.append(f"::error{place}title={_property(f'{one.kind}: {_subject(one)}{more}')}::{_message(text)}")
     lines += [f"::notice title=shardproof accepted::{_message(line)}" for line in _accepted(outcome)]
+    lines += [f"::notice title=shardproof {_CHANGED}::{_message(line)}" for line in outcome.changed]
     lines += [f"::notice title=shardproof not compared::{_message(line)}" for line in outcome.not_compared]
     return "\n".join([*lines, _message(_verdict(outcome))]) + "\n"
 
@@ -159,6 +163,8 @@ def _accepted(outcome: Outcome) -> list[str]:
 
 def _verdict(outcome: Outcome) -> str:
     compared = f"compared: {counted(outcome.compared, 'case')} that ran in both"
+    if outcome.expected:
+        compared += f", {outcome.expected} of which {'is' if outcome.expected == 1 else 'are'} expected to fail in both"
     if outcome.effort == "quick":
         compared += ", with --effort quick alone: most items of each case did not run"
     if outcome.accepted:

@@ -22,7 +22,7 @@ _COLOURED = re.compile(
     "|".join((
         "^    .*",
         rf"(?P<_31>{_verdicts(one for one in Verdict if one.fails)}|^WORSE|^[1-9]\d* of .* failed|\bINCOMPLETE\b"
-        r"|^(?!accepted|better|not compared)[a-z ]+ \(\d+\)(, [a-z ]+ \(\d+\))*:$)",
+        r"|^(?!accepted|better|expected failures|not compared)[a-z ]+ \(\d+\)(, [a-z ]+ \(\d+\))*:$)",
         rf"(?P<_33>{_verdicts(one for one in Verdict if one.is_skip or one is Verdict.EXPECTED_FAIL)}"
         r"|^accepted \(\d+\):$)",
         rf"(?P<_32>{_verdicts([Verdict.PASS])}|^nothing got worse|^0 of .* failed|^better \(\d+\):$)",

@@ -240,7 +240,7 @@ class Adapter(ABC):
         process, so it must not import the implementation.
         """
         driven = getattr(cls, "api", None) or getattr(cls, "fully_shard", None)
-        return inspect.getsourcefile(driven) if driven is not None else None
+        return inspect.getsourcefile(inspect.unwrap(driven)) if driven is not None else None
 
     @classmethod
     def prepare(cls, device_type: str) -> None:

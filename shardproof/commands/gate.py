@@ -47,13 +47,16 @@ def _described(options: argparse.Namespace, base: Run, head: Run) -> tuple[str, 
     lines = [described(base, "BASE", options.base), described(head, "HEAD", options.head)]
     if base.suites and head.suites and base.suites != head.suites:
         lines.append("the suites differ: cases may have changed")
+    if base.environment.started > head.environment.started:
+        lines.append("BASE started after HEAD: are the two files swapped?")
     return tuple(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof gate",
-        description="Compare the run file of a change with that of the commit before it. The exit code is 0 if nothing "
+        description="Compare the run file of a change with that of the commit before it; give both runs the same "
+        "chapters, --world and -k. The exit code is 0 if nothing "
         "got worse, 1 if something did, and 2 if the files cannot be compared.",
         epilog=_EPILOG,
     )

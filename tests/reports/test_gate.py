@@ -143,6 +143,33 @@ def test_a_case_that_failed_and_fails_is_not_worse(run):
     assert run([FAILED], [FAILED])[0] == 0
 
 
+def test_an_expected_failure_that_fails_otherwise_is_shown(run):
+    other = EXPECTED | {"failure": samples.failure("Traceback\n  File x\nValueError: twice the gradient")}
+    code, printed = run([of("b"), EXPECTED], [of("b"), other])
+    assert code == 0
+    assert (
+        "expected failures that fail otherwise than before (1):\n  ours a: ValueError: twice the gradient; was: Val"
+        in printed
+    )
+    assert printed.endswith("compared: 2 cases that ran in both, 1 of which is expected to fail in both\n")
+    assert "expected failures that fail" not in run([EXPECTED], [EXPECTED])[1]
+
+
+def test_a_file_of_which_one_run_has_no_case_is_named(run):
+    before, after = (
+        [of("suites/test_a.py::test_a[w2]"), of("suites/test_b.py::test_b[w2]")],
+        [of("suites/test_c.py::test_c")],
+    )
+    _, printed = run(before, [before[0], *after])
+    assert "  HEAD ran nothing of suites/test_b.py: give both runs the same arguments\n" in printed
+    assert "  BASE ran nothing of suites/test_c.py: give both runs the same arguments\n" in printed
+
+
+def test_a_later_base_may_be_swapped(run):
+    _, printed = run([of()], [of()], base={"started": "2026-03-01T00:00:00+00:00"})
+    assert "BASE started after HEAD: are the two files swapped?" in printed
+
+
 def test_a_case_that_pytest_skips_now(run):
     left_out = [{"id": "b", "implementation": "ours", "reason": "by hand"}]
     selected = {"ours": ["a", "b"]}
