@@ -33,7 +33,8 @@ from shardproof.harness.watching.groups import (
 from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
-from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
+from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watching import Watching
 
 CHECKS = tuple(f"D{number}" for number in range(1, 18))
 

@@ -48,7 +48,8 @@ from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
-from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
+from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watching import Watching
 from shardproof.jsonfiles import (
     Number,
     RecordError,

@@ -14,17 +14,12 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import sys
 import time
-import traceback
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,13 +27,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import fingerprints, private
-from shardproof.harness.tensors.fingerprints import Box, Digest, K, bits_of_all, digests, host_rows, on_host
+from shardproof.harness.tensors.fingerprints import Box, bits_of_all, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of, tensors_of
 from shardproof.harness.verdicts.finding import Stage
-from shardproof.harness.watching import calls, script
+from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
+from shardproof.harness.watching.hooks import Hook, guarded
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
@@ -53,12 +49,12 @@ from shardproof.harness.watching.names import (
     switched_off,
     unwrapped,
 )
+from shardproof.harness.watching.pending import Pending, digest, last_number
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
     NormCall,
     NotFinite,
-    NotWatchable,
     Optimizer,
     Parameter,
     StepRecord,
@@ -79,58 +75,6 @@ _MOST_NOT_FINITE = 8
 
 #: The class of attention's output projection.
 _UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
-
-
-def _guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an error of ours in a hook end the watching, and not the training."""
-
-    @functools.wraps(hook)
-    def guarded(self: Watch, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return hook(self, *args, **kwargs)
-        except self._passes:
-            raise
-        except Exception as error:
-            self._on_error(error)
-            return None
-
-    disabled: Callable[..., Any] = torch.compiler.disable(guarded)
-    return disabled
-
-
-class _Hook:
-    """A hook that a copy of its module, as of an EMA, does not have: it would be a copy of all that is watched."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hook(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., Any]]]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """The hook of a module that was copied or saved while it was watched."""
-
-
-class _Pending:
-    """A gradient whose digest is still on its device, or is still to be made of a tensor."""
-
-    __slots__ = ("digest", "dtype", "layout", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, layout: Layout) -> None:
-        self.layout, self.dtype = layout, name_of(tensor.dtype)
-        self.tensor: torch.Tensor | None = tensor
-        self.digest: Digest | None = None
-
-
-def _digest(pending: Sequence[_Pending]) -> None:
-    """Make the digests of gradients, of those that are alike together."""
-    tensors = [one.tensor for one in pending if one.tensor is not None]
-    for one, made in zip(pending, digests(tensors, [one.layout.box for one in pending]), strict=True):
-        one.digest, one.tensor = made, None
 
 
 class Watch:
@@ -230,8 +174,8 @@ class Watch:
                 continue
             once.add(id(module))
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
-            before = _Hook(functools.partial(self._before_module, name, module is root))
-            after = _Hook(functools.partial(self._after_module, name, module is root))
+            before = Hook(functools.partial(self._before_module, name, module is root))
+            after = Hook(functools.partial(self._after_module, name, module is root))
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -284,11 +228,11 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._own: dict[str, list[tuple[int, _Pending]]] = {}
-        self._waiting: list[_Pending] = []
+        self._own: dict[str, list[tuple[int, Pending]]] = {}
+        self._waiting: list[Pending] = []
         self._waiting_numel = 0
-        self._after_backward: dict[str, _Pending] = {}
-        self._at_step: dict[str, _Pending] = {}
+        self._after_backward: dict[str, Pending] = {}
+        self._at_step: dict[str, Pending] = {}
         self._unplaced: set[str] = set()
         self._held: dict[str, dict[str, Any]] = {}
         self._stepped: list[Optimizer] = []
@@ -309,7 +253,7 @@ class Watch:
         self._off: list[tuple[str, ...]] = []
         self._collectives = Trace()
         self._clipped_scaled = False
-        self._finite: list[tuple[str, torch.Tensor | _Pending]] = []
+        self._finite: list[tuple[str, torch.Tensor | Pending]] = []
         self._dropped_outputs = 0
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
@@ -342,7 +286,7 @@ class Watch:
 
     # Hooks ----------------------------------------------------------------------------------
 
-    @_guarded
+    @guarded
     def _before_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
         if is_root:
             self._depth += 1
@@ -388,7 +332,7 @@ class Watch:
             if child is not None and not child._modules and not isinstance(child, FSDPModule):
                 self._watch_parameters(f"{name}.{last}" if name else last, child)
 
-    @_guarded
+    @guarded
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_root:
             self._depth -= 1
@@ -428,7 +372,7 @@ class Watch:
         if any(bool(local_of(one).any()) for one in gradients):
             return False
         # They may have been zero before.
-        return not gradients or any(float(_last_number(one)) for one in self._after_backward.values())
+        return not gradients or any(float(last_number(one)) for one in self._after_backward.values())
 
     def _few_values(self) -> list[torch.Tensor]:
         """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
@@ -447,7 +391,7 @@ class Watch:
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._on_output_gradient, event))
 
-    @_guarded
+    @guarded
     def _on_output_gradient(self, output: Event, gradient: torch.Tensor) -> None:
         if self.is_watching and not self._stepped:
             place = layout_of(gradient) if isinstance(gradient, DTensor) else None
@@ -479,7 +423,7 @@ class Watch:
             self._shapes.setdefault(full, value.shape)
             self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
 
-    @_guarded
+    @guarded
     @torch.no_grad()
     def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
         if not self.is_watching or self._stepped:
@@ -494,11 +438,11 @@ class Watch:
         self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
-        pending = _Pending(local, layout)
+        pending = Pending(local, layout)
         self._own.setdefault(name, []).append((self._backwards, pending))
         self._finite.append((f"gradient of {name!r} before its reduction", pending))
         if not fingerprints.is_small(local):
-            _digest([pending])
+            digest([pending])
             return
         # Small ones are read together; until then they are kept, whatever becomes of the gradient.
         pending.tensor = local.clone()
@@ -508,10 +452,10 @@ class Watch:
             self._digest_waiting()
 
     def _digest_waiting(self) -> None:
-        _digest(self._waiting)
+        digest(self._waiting)
         self._waiting, self._waiting_numel = [], 0
 
-    @_guarded
+    @guarded
     @torch.no_grad()
     def _on_backward_end(self) -> None:
         if not self._is_late:
@@ -525,7 +469,7 @@ class Watch:
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
 
-    @_guarded
+    @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not self._counts(optimizer) or not (self.roots or callable(closure)):
@@ -562,7 +506,7 @@ class Watch:
             return (args[0], watched, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched}
 
-    @_guarded
+    @guarded
     @torch.no_grad()
     def _take_step(self, optimizer: torch.optim.Optimizer, is_nested: bool) -> None:
         self._last = f"step of {type(optimizer).__name__}"
@@ -571,7 +515,7 @@ class Watch:
         rates = {id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]}
         self._hold(rates, len(self._stepped))
 
-    @_guarded
+    @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._counts(optimizer):
             return
@@ -600,7 +544,7 @@ class Watch:
             self._release(mine, lambda parameter, state=optimizer.state: state.get(parameter, {}))  # type: ignore[misc]
             done |= mine
 
-    @_guarded
+    @guarded
     def on_engine_step(self, engine: nn.Module) -> None:
         self._is_engine_step = self._engine is not None and self._engine.module is engine and self._engine.is_at_step
         if self._engine is not None and self._is_engine_step and self.is_watching:
@@ -610,7 +554,7 @@ class Watch:
                 self._at_step = dict(self._after_backward)
                 self._hold(dict.fromkeys((id(one) for _, one in self.parameters()), self._engine.rate), 0)
 
-    @_guarded
+    @guarded
     def on_engine_stepped(self, engine: nn.Module) -> None:
         if self._engine is None or not self._is_engine_step:
             return
@@ -643,7 +587,7 @@ class Watch:
             return False
         return not self._optimizers or bool(self._stepping) or any(one() is optimizer for one in self._optimizers)
 
-    @_guarded
+    @guarded
     def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
         if self.is_watching and not self._stepped:
             if value is not self._norm:  # what was computed is clipped by
@@ -658,7 +602,7 @@ class Watch:
         self._emit(Event(Stage.TOTAL_NORM, "", "", 0, self._norm_calls, 0, place), tensor)
         self._norm_calls += 1
 
-    @_guarded
+    @guarded
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
@@ -668,7 +612,7 @@ class Watch:
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
                 self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
 
-    @_guarded
+    @guarded
     def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
         is_plain = type(value) is torch.Tensor and type(target) is torch.Tensor and not target.is_floating_point()
         if self.is_watching and not self._stepped and is_plain and value.ndim == 0 and value.requires_grad:
@@ -676,7 +620,7 @@ class Watch:
             divisor = count if options.get("reduction", "mean") == "mean" else 1
             value.register_hook(lambda gradient: tokens.append((count, gradient.detach() / divisor)))
 
-    @_guarded
+    @guarded
     def on_collective(self, collective: Collective) -> None:
         if self.is_watching and (self._stepping or not self._stepped):
             is_in_step = self._stepping and not self._is_in_closure
@@ -684,22 +628,22 @@ class Watch:
             phase = "step" if is_in_step else phase
             self._collectives.append(dataclasses.replace(collective, phase=phase))
 
-    @_guarded
+    @guarded
     def on_zero_grad(self) -> None:
         if self._stepped:
             self._zeroed_since.append(0)  # of the next step, which has no backward pass yet
         else:
             self._zeroed.append(self._backwards)
 
-    @_guarded
+    @guarded
     def on_unscale(self) -> None:
         self._clipped_scaled = self._clipped_scaled or any(limit is not None for _, _, limit, _ in self._norms)
 
-    @_guarded
+    @guarded
     def on_scaler_update(self) -> None:
         self.forget()
 
-    @_guarded
+    @guarded
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
         self.end_step()
@@ -729,7 +673,7 @@ class Watch:
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
         return layout_of(tensor)
 
-    def _gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, _Pending]:
+    def _gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, Pending]:
         """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         found = {}
         steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
@@ -745,12 +689,12 @@ class Watch:
             if not self._makes_digests:
                 continue
             if layout is not None:
-                found[name] = _Pending(local_of(gradient), layout)
+                found[name] = Pending(local_of(gradient), layout)
                 if self._engine is not None:  # one whole gradient at a time
-                    _digest([found[name]])
+                    digest([found[name]])
             else:
                 self._unplaced.add(name)
-        _digest([one for one in found.values() if one.digest is None])
+        digest([one for one in found.values() if one.digest is None])
         return found
 
     def _hold(self, rates: Mapping[int, Any], number: int) -> None:
@@ -875,7 +819,7 @@ class Watch:
         record.parameters = self._parameters_held()
         record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
         record.norms = [NormCall(name, number_of(value), limit, kind) for name, value, limit, kind in self._norms]
-        values = host_rows([_last_number(one) for _, one in self._finite])
+        values = host_rows([last_number(one) for _, one in self._finite])
         is_wrong = [not math.isfinite(value) for value in values]
         # What is not finite is dropped for that reason, and is no gradient of this step.
         is_skipped = any(is_wrong[: self._dropped_outputs])
@@ -944,115 +888,3 @@ class Watch:
 
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
-
-
-def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
-    """Return what is finite if all of an output or of a gradient is."""
-    return value if isinstance(value, torch.Tensor) else value.digest.numbers[K]  # type: ignore[union-attr]
-
-
-class Watching(contextlib.AbstractContextManager[Any]):
-    """What a doctor and a recording share: they attach a watch to the model that the loop calls, and remove it.
-
-    Attributes:
-        name: begins its messages.
-        activity: ends if it fails itself; the training goes on.
-        passes: the errors of ours that the training gets.
-    """
-
-    name: ClassVar[str]
-    activity: ClassVar[str]
-    passes: ClassVar[tuple[type[Exception], ...]] = (NotWatchable,)
-    _watch: Watch
-
-    def __init__(self, steps: Collection[int]) -> None:
-        if not steps or min(steps) < 0:
-            raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
-        self._steps = sorted(set(steps))
-        self._first: Any = None
-        self._world: Any = None
-        self._is_over = False
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.close()
-            return
-        error.__traceback__ = script.without_own_frames(error.__traceback__)
-        if self._watch.is_attached and self._watch.last:
-            # The user's exception passes as it is, with what the step had reached.
-            error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
-        if not self._is_over:
-            self._abandon(error)
-        self._detach()
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the last step, and remove all hooks."""
-
-    def _abandon(self, error: BaseException) -> None:
-        """Keep what there is of a loop that an exception has ended; asks no other rank, which may not come."""
-
-    @abstractmethod
-    def _attach_to(self, models: Sequence[nn.Module]) -> None:
-        """Attach the watch to models, or raise NotWatchable."""
-
-    def _attach(self, models: Sequence[nn.Module]) -> None:
-        """Attach to models or, without any, to the first root module of which something trains."""
-        if not models:
-            self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
-            self._watch.watch_optimizers()
-            return
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise NotWatchable(
-                f"{self.name}: torch.distributed is not initialized; call it after init_process_group "
-                "(in one process: WORLD_SIZE=1 works)"
-            )
-        self._world = dist.group.WORLD if dist.is_initialized() else None
-        try:
-            self._attach_to(models)
-        except Exception:
-            self._detach()
-            raise
-
-    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
-            return
-        self._first.remove()
-        self._guarded(lambda: self._attach([module]))
-        # Hooks that are added while those of a forward run do not run in it.
-        if self._watch.is_attached:
-            self._watch.begin_forward(module, args)
-
-    def _guarded(self, call: Callable[[], None]) -> None:
-        """Call something of ours; an error of ours ends the watching, and never the training."""
-        try:
-            call()
-        except self.passes:
-            raise
-        except Exception as error:
-            self._on_error(error)
-
-    def _on_error(self, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
-        if self._world is not None and not (dist.is_initialized() and dist.group.WORLD is self._world):
-            self._say_here(f"the loop destroyed its process groups, which ends the {self.activity}: {error}")
-        else:
-            self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text}")
-        self._detach()
-
-    def _nothing_seen(self) -> str:
-        forwards, steps = self._watch.counts
-        counts = f"{forwards} forwards with gradients, {steps} optimizer steps"
-        return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
-
-    def _say_here(self, text: str) -> None:
-        # A progress bar that is being drawn is moved below the message.
-        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        with contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr):
-            print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
-
-    def _detach(self) -> None:
-        self._is_over = True
-        if self._first is not None:
-            self._first.remove()
-        self._watch.detach()

@@ -1,0 +1,43 @@
+"""Hooks of a watch: an error of ours in one does not reach user code, and a copy of a module has none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an error of ours in a hook end the watching, and not the training."""
+
+    @functools.wraps(hook)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(self, *args, **kwargs)
+        except self._passes:
+            raise
+        except Exception as error:
+            self._on_error(error)
+            return None
+
+    disabled: Callable[..., Any] = torch.compiler.disable(inner)
+    return disabled
+
+
+class Hook:
+    """A hook that a copy of its module, as of an EMA, does not have: it would be a copy of all that is watched."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._hook(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., Any]]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The hook of a module that was copied or saved while it was watched."""

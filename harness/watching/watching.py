@@ -1,0 +1,124 @@
+"""The context manager that a doctor and a recording share."""
+
+import contextlib
+import os
+import sys
+import traceback
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.watching import script
+from shardproof.harness.watching.records import NotWatchable
+from shardproof.harness.watching.watch import Watch
+
+
+class Watching(contextlib.AbstractContextManager[Any]):
+    """What a doctor and a recording share: they attach a watch to the model that the loop calls, and remove it.
+
+    Attributes:
+        name: begins its messages.
+        activity: ends if it fails itself; the training goes on.
+        passes: the errors of ours that the training gets.
+    """
+
+    name: ClassVar[str]
+    activity: ClassVar[str]
+    passes: ClassVar[tuple[type[Exception], ...]] = (NotWatchable,)
+    _watch: Watch
+
+    def __init__(self, steps: Collection[int]) -> None:
+        if not steps or min(steps) < 0:
+            raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
+        self._steps = sorted(set(steps))
+        self._first: Any = None
+        self._world: Any = None
+        self._is_over = False
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        error.__traceback__ = script.without_own_frames(error.__traceback__)
+        if self._watch.is_attached and self._watch.last:
+            # The user's exception passes as it is, with what the step had reached.
+            error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
+        if not self._is_over:
+            self._abandon(error)
+        self._detach()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the last step, and remove all hooks."""
+
+    def _abandon(self, error: BaseException) -> None:
+        """Keep what there is of a loop that an exception has ended; asks no other rank, which may not come."""
+
+    @abstractmethod
+    def _attach_to(self, models: Sequence[nn.Module]) -> None:
+        """Attach the watch to models, or raise NotWatchable."""
+
+    def _attach(self, models: Sequence[nn.Module]) -> None:
+        """Attach to models or, without any, to the first root module of which something trains."""
+        if not models:
+            self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._watch.watch_optimizers()
+            return
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise NotWatchable(
+                f"{self.name}: torch.distributed is not initialized; call it after init_process_group "
+                "(in one process: WORLD_SIZE=1 works)"
+            )
+        self._world = dist.group.WORLD if dist.is_initialized() else None
+        try:
+            self._attach_to(models)
+        except Exception:
+            self._detach()
+            raise
+
+    def _on_first_forward(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return
+        self._first.remove()
+        self._guarded(lambda: self._attach([module]))
+        # Hooks that are added while those of a forward run do not run in it.
+        if self._watch.is_attached:
+            self._watch.begin_forward(module, args)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        """Call something of ours; an error of ours ends the watching, and never the training."""
+        try:
+            call()
+        except self.passes:
+            raise
+        except Exception as error:
+            self._on_error(error)
+
+    def _on_error(self, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        if self._world is not None and not (dist.is_initialized() and dist.group.WORLD is self._world):
+            self._say_here(f"the loop destroyed its process groups, which ends the {self.activity}: {error}")
+        else:
+            self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text}")
+        self._detach()
+
+    def _nothing_seen(self) -> str:
+        forwards, steps = self._watch.counts
+        counts = f"{forwards} forwards with gradients, {steps} optimizer steps"
+        return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
+
+    def _say_here(self, text: str) -> None:
+        # A progress bar that is being drawn is moved below the message.
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with contextlib.nullcontext() if bars is None else bars.external_write_mode(file=sys.stderr):
+            print(f"shardproof {self.name}: {text}", file=sys.stderr, flush=True)
+
+    def _detach(self) -> None:
+        self._is_over = True
+        if self._first is not None:
+            self._first.remove()
+        self._watch.detach()
