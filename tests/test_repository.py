@@ -51,7 +51,19 @@ def packages_with(folder, imports):
         (folder / package).mkdir()
         (folder / package / "__init__.py").touch()
     modules = ("__main__", "commands/page", "commands/run", "commands/submit")
-    for module in (*modules, "alike", "contract", "door", "extras", "folders", "jsonfiles", "planfile", "plugin", "runfile", "testing"):
+    for module in (
+        *modules,
+        "alike",
+        "contract",
+        "door",
+        "extras",
+        "folders",
+        "jsonfiles",
+        "planfile",
+        "plugin",
+        "runfile",
+        "testing",
+    ):
         (folder / f"shardproof/{module}.py").touch()
     for i, (package, imported) in enumerate(imports):
         (folder / package / f"module_{i}.py").write_text(f"import {imported}\n")

@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from shardproof.commands.expectations import expectations
-from shardproof.harness.plugin.known_failures import load_file
+from shardproof.harness.plugin.known_failures import load_given
 from tests.reports import samples
 
 TRACEBACK = 'rank 0 of 2:\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: a "b" \\ c'
@@ -90,7 +90,7 @@ def test_the_draft_excuses_what_failed_and_nothing_else(draft, tmp_path):
     _, text = draft(*cases, failed("test_one[w2]", samples.failure(TRACEBACK)))
     path = tmp_path / "theirs.toml"
     path.write_text(text)
-    name, entries = load_file(path)
+    name, entries = load_given(path)
     assert name == "theirs"
     ids = [case["id"] for case in [*cases, failed("test_one[w2]")]]
     diverges = ["gradient of head.weight diverges in step 0 on rank 1"]

@@ -218,6 +218,7 @@ def full_of(text):
     run["effort"] = {"name": "x", "deselected": {}}
     filled = told(run, text, names=("reference", "reshard", "init"))
     filled["cases"][0]["verdict"] = "fail"
+    filled["effort"]["name"] = "quick"  # one of three
     filled["selected"][text].append("other")
     return filled
 
@@ -366,7 +367,7 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path, run):
     (tmp_path / "file").touch()
     done = command(run, "-o", tmp_path / "file")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"shardproof: {tmp_path}/file: File exists\n"
+    assert done.stderr == f"shardproof: {tmp_path}/file: Not a directory\n"
 
 
 def test_texts_that_are_no_unicode_do_not_stop_it(tmp_path):

@@ -174,7 +174,7 @@ def test_a_summary_without_digest_says_so_and_one_that_was_moved_is_refused(subm
     moved, where = path.rename(path.with_name("other.json")), path.relative_to(tmp_path / "results")
     assert submit() == (2, f"shardproof: {moved}: it is the summary of {where}\n")
     moved.write_text("{}")
-    assert submit() == (2, f"shardproof: {moved}: it is no summary of a run\n")
+    assert submit() == (2, f"shardproof: {moved}: the file: the field 'run_id' is missing\n")
 
 
 def test_the_example_is_that_of_the_published_runs(tmp_path):
