@@ -26,7 +26,7 @@ _OF_ONE_RANK = [
     for pattern, replacement in (
         (r"0x[0-9a-f]+", "0x*"),
         (r"\b(rank|pid|process|thread|cuda|device)([ =:]*)\d+", r"\1\2*"),
-        (r"(\[?\d+\.\d+\.\d+\.\d+\]?|localhost):\d+", r"\1:*"),
+        (r"(\[?(?<!\d)\d{1,3}(?:\.\d{1,3}){3}\]?|localhost):\d+", r"\1:*"),
         (r"\d{4}-\d\d-\d\d[T ]", "* "),
         (r"\b\d\d:\d\d:\d\d([.,]\d+)?", "*"),
     )
