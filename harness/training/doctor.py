@@ -16,7 +16,7 @@ from shardproof.door import PARTIAL
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
-from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.evidence import EPS, Evidence, Start, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -31,7 +31,7 @@ from shardproof.harness.watching.groups import (
     sizes_of_flat,
     wrappers_of,
 )
-from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch, Watching
@@ -191,6 +191,7 @@ class Doctor(Watching):
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
+            constant=_constant(parameters),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -331,7 +332,7 @@ class Doctor(Watching):
         if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if any("D11" in one.checks for one in known):
+        if any("D11" in one.checks and one.title != reduction.PARTS for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
         # Whoever wants an exception has it at the end of the step.
         if self._on_finding != "raise":
@@ -428,6 +429,14 @@ def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     for name, parameter in parameters_of(model):
         once.setdefault(id(parameter), (name, parameter))
     return list(once.values())
+
+
+def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    """Return the names of plain parameters all of whose elements are equal."""
+    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in EPS and one.numel()]
+    plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
+    ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
+    return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)
 
 
 def _wrong_starts(starts: Sequence[Start]) -> list[str]:

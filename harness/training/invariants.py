@@ -280,11 +280,18 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
         if len(numbers) > 1 and batch:
             readers = [rank for number in numbers for rank in evidence.readers[number]]
             over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
-            lines = (
+            lines = [
                 f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
                 "each must read its own part: give the sampler the number of ranks and this rank",
-            )
-            yield Finding(("D9",), "S11", evidence.step, SAME, lines)
+            ]
+            # Ranks that compute parts of one model read the same, and nothing tells that these do not.
+            parts = [] if evidence.are_readers_known else list(evidence.parts)
+            if parts := [name for name in parts if name not in evidence.starts[0].constant]:
+                lines.append(
+                    f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
+                    'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
+                )
+            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note=bool(parts))
     yield from _read_twice(evidence.after_drops)
 
 
@@ -388,7 +395,7 @@ def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
         told = f"seen: {', '.join(seen[0][:3])} on each rank: give it num_replicas and rank of the process group"
     else:
         told = f"seen: {', '.join(seen[0][:3])} on each rank, which knows no rank: use DistributedSampler"
-    return dataclasses.replace(finding, lines=(finding.lines[0], told))
+    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]))
 
 
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:

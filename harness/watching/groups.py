@@ -135,7 +135,7 @@ def places_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     flat: dict[int, tuple[int, int]] = {}
     for model in models:
         for module in model.modules():
-            handle = getattr(module, "_handle", None) if _is_flat(module) else None
+            handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
             for number, parameter in enumerate((handle and handle.flat_param._params) or ()):
                 infos = handle.flat_param._shard_param_infos
                 full = handle.flat_param._shapes[number].numel()
