@@ -228,7 +228,7 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
         line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
         lines = [line, *_too_small(evidence, still)]
         yield Finding(("D6",), "S7", evidence.step, "parameters do not move", tuple(lines))
-    dtypes = {name: one.dtype for name, one in evidence.records[0].parameters.items()}
+    dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
     if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
         more = "keep parameters in float32, or round stochastically"
@@ -686,7 +686,8 @@ def _where(evidence: Evidence, members: Sequence[int]) -> str:
 
 
 def _too_small(evidence: Evidence, names: Sequence[str]) -> list[str]:
-    held: list[Parameter] = [evidence.records[0].parameters[name] for name in names]
+    every = [record.parameters for record in evidence.records]
+    held = [next(own[name] for own in every if name in own) for name in names]
     if all(one.dtype in NARROW for one in held):
         return [f"in {held[0].dtype} an update below half an ulp of a parameter is lost"]
     return []

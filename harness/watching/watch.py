@@ -70,6 +70,9 @@ LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 #: The most elements of own gradients that are kept until others can be read with them.
 _MOST_WAITING = 1 << 22
 
+#: Sparse gradients of more elements are not made dense.
+_MOST_SPARSE = 1 << 26
+
 #: The parameters that are read to see whether any has been written: so many, of so many elements at most.
 _MOST_VALUES, _FEW = 64, 1 << 12
 
@@ -412,7 +415,8 @@ class Watch:
         if not self._after_backward or not self._is_zeroed():
             return
         before, self._values = self._values, self._few_values()
-        has_moved = any(not torch.equal(one, other) for one, other in zip(before, self._values, strict=True))
+        # Parameters may come and go, as those that are frozen.
+        has_moved = len(before) != len(self._values) or not all(map(torch.equal, before, self._values))
         is_of_input = any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < self._backwards)
         is_meant = has_moved or is_of_input or self._is_for_others or self._evaluations > 1
         self._drops.append(Drop(self._backwards, is_meant))
@@ -425,7 +429,7 @@ class Watch:
 
     def _is_zeroed(self) -> bool:
         gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
-        if any(bool(local_of(one).any()) for one in gradients):
+        if any(bool(fingerprints.strided(local_of(one)).any()) for one in gradients):
             return False
         # They may have been zero before.
         return not gradients or any(float(_last_number(one)) for one in self._after_backward.values())
@@ -456,7 +460,7 @@ class Watch:
     @torch.no_grad()
     def _emit(self, event: Event, tensor: torch.Tensor) -> None:
         if self._sink is not None:
-            self._sink(event, local_of(tensor).detach())
+            self._sink(event, fingerprints.strided(local_of(tensor).detach()))
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -488,9 +492,10 @@ class Watch:
             self._is_backward = True
             # Runs when this backward pass has ended, after the implementation's own callbacks.
             private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
-        local = local_of(gradient)
         layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
         self._last = f"backward of {name!r}"
+        if (local := self._readable(name, gradient, layout)) is None:
+            return
         self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
@@ -627,6 +632,8 @@ class Watch:
 
     def _is_complete(self) -> bool:
         """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
+        if self._is_backward:  # those that follow may have none yet
+            return False
         with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
@@ -729,6 +736,17 @@ class Watch:
             return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
         return layout_of(tensor)
 
+    def _readable(self, name: str, gradient: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        """Return the elements of a gradient, or None and note it where they are too many or no numbers of a box."""
+        local = local_of(gradient)
+        is_large = local.layout is not torch.strided and local.numel() > _MOST_SPARSE
+        if not is_large and (local := fingerprints.strided(local)).numel() == layout.box.numel:
+            return local
+        what = f"sparse, of {local.numel():,} elements" if is_large else type(gradient).__name__
+        self._unseen.add(f"the gradient of {name!r}, which is {what}")
+        self._unplaced.add(name)
+        return None
+
     def _gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, _Pending]:
         """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         found = {}
@@ -744,12 +762,12 @@ class Watch:
                     self._emit(Event.of(one, name, layout, max(self._backwards - 1, 0)), gradient)
             if not self._makes_digests:
                 continue
-            if layout is not None:
-                found[name] = _Pending(local_of(gradient), layout)
+            if layout is None:
+                self._unplaced.add(name)
+            elif (local := self._readable(name, gradient, layout)) is not None:
+                found[name] = _Pending(local, layout)
                 if self._engine is not None:  # one whole gradient at a time
                     _digest([found[name]])
-            else:
-                self._unplaced.add(name)
         _digest([one for one in found.values() if one.digest is None])
         return found
 
@@ -825,7 +843,7 @@ class Watch:
         if last() is tensor and version == tensor._version:
             return  # what a container returns is what its last module has returned
         self._output = weakref.ref(tensor), tensor._version
-        self._finite += [(what, one) for one in torch.aminmax(local_of(tensor.detach()))]
+        self._finite += [(what, one) for one in torch.aminmax(_ordered(tensor))]
 
     def _take_batch(self, inputs: Any) -> None:
         found = list(tensors_of(inputs))
@@ -835,7 +853,7 @@ class Watch:
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._read.append(self._backwards)
         self._asks.append(any(tensor.requires_grad for tensor in found))
-        self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
+        self._rows.append(found[0].size(0) if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             self._emit(Event(Stage.INPUT, "", "", self._forwards - 1, 0, index, place), tensor)
@@ -847,6 +865,7 @@ class Watch:
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
     def _record(self) -> StepRecord:
+        self._digest_waiting()  # an optimizer may step in the middle of a backward
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -922,13 +941,13 @@ class Watch:
             held = self._held.get(name, {})
             rate = held.get("lr")
             before, after = bits.get((name, "before")), bits.get((name, "after"))
-            own = local_of(parameter)
+            own = fingerprints.strided(local_of(parameter))
             is_still = before is not None and before == after and own.is_floating_point() and own.numel() > 0
             found[name] = Parameter(
                 box=None if place is None else place.box, mesh=() if place is None else place.mesh,
                 trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
                 lr=float(rate) if rate is not None else None, before=before, after=after,
-                largest=float(own.detach().abs().max()) if is_still else None,
+                largest=float(_ordered(own).abs().max()) if is_still else None,
                 state={key: bits[name, key] for key in held.get("state", {})},
             )  # fmt: skip
         return found
@@ -944,6 +963,12 @@ class Watch:
 
 def _is_called(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
+
+
+def _ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in a dtype that has an order, which 8-bit floating-point ones lack."""
+    values = fingerprints.strided(local_of(tensor.detach()))
+    return values.float() if values.element_size() == 1 else values
 
 
 def _last_number(value: torch.Tensor | _Pending) -> torch.Tensor:
