@@ -158,7 +158,7 @@ class Evidence:
         """Whether the step has moved a parameter, and what ranks hold of it is equal after it."""
         held = [one for rank in members if (one := self.records[rank].parameters.get(name)) is not None]
         ends = {one.after for one in held}
-        return len(ends) == 1 and None not in ends and any(one.before != one.after for one in held)
+        return len(ends) == 1 and None not in ends and any(None is not one.before != one.after for one in held)
 
     @functools.cached_property
     def reduces_in_step(self) -> bool:

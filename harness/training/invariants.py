@@ -347,8 +347,9 @@ def are_averaged(before: Evidence, now: Evidence) -> bool:
     sets = [(name, members) for name, found in before.holders.items() for members in found if len(members) > 1]
 
     def differ(evidence: Evidence, name: str, members: Sequence[int], what: str) -> bool:
-        held = [evidence.records[rank].parameters.get(name) for rank in members]
-        return len({getattr(one, what) for one in held if one is not None} - {None}) > 1
+        values = {getattr(one, what) for rank in members if (one := evidence.records[rank].parameters.get(name))}
+        # Of one that some ranks do not step nothing is known when the step begins.
+        return len(values - {None}) > 1 or (what == "before" and len(values) > 1)
 
     apart = [one for one in sets if differ(before, *one, "after")]
     return bool(apart) and not any(differ(now, *one, "before") for one in apart)

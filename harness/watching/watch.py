@@ -317,6 +317,7 @@ class Watch:
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
+        self._ends_in_step = self._engine is not None
         self._autocast = ""
         self._started = time.monotonic()
 
@@ -595,6 +596,7 @@ class Watch:
             if self.is_watching:
                 self._release_all(ended)
                 if self._is_complete():
+                    self._ends_in_step = True
                     self.end_step()
 
     def _release_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -934,6 +936,14 @@ class Watch:
                 if value is not None:
                     names.append((name, key))
                     tensors.append(value)
+        # What other ranks step, and send, has come when the step does not end with this rank's own optimizer.
+        others = [
+            (name, one)
+            for name, one in live.items()
+            if self._makes_digests and not self._ends_in_step and one.requires_grad and name not in self._held
+        ]
+        names += [(name, "after") for name, _ in others]
+        tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         found = {}
         for name, parameter in live.items():
