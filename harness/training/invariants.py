@@ -79,7 +79,8 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
                 distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
             if len({one.after for one in held if one.after is not None}) > 1:
                 after[name].append(members)
-            if len({tuple(sorted(one.state.items())) for one in held}) > 1:
+            # Of an optimizer that ranks divide, one alone has the state.
+            if len({tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}) > 1:
                 states[name].append(members)
     drifted = {name for name in after if name in gradients or name in partly}
     for alike, names in _by_sets(partly):

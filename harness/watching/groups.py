@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -105,6 +106,12 @@ def samplers() -> list[str]:
             is_of_ranks = isinstance(sampler, DistributedSampler)
             found.append(f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})" if is_of_ranks else kind)
     return list(dict.fromkeys(found))
+
+
+def parameters_of_optimizers() -> set[int]:
+    """Return the ids of what the optimizers of this process have."""
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
 
 
 def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -39,6 +39,7 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls, script
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
+from shardproof.harness.watching.groups import parameters_of_optimizers
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
@@ -195,6 +196,8 @@ class Watch:
         #: Those that have ended inside of another's step.
         self._ended: list[torch.optim.Optimizer] = []
         self._late = False
+        #: The optimizers that have stepped and have none of the parameters of the roots, by the names of their classes.
+        self.strangers: dict[str, None] = {}
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
@@ -248,6 +251,20 @@ class Watch:
         self._hooked.clear()
         self._gathered.clear()
         fingerprints.forget()
+
+    def forget_roots(self) -> None:
+        """Forget the roots, and what was seen of them; others take their place."""
+        self.detach()
+        self.roots.clear()
+        for seen in (self._names, self._uncertain, self._shapes, self._unseen):
+            seen.clear()
+        self._engine, self._depth, self._late = None, 0, False
+        self._begin()
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether there was a backward pass of a root, or a step."""
+        return bool(self._own or self._is_backward or self._backwards or self._stepped or self.step)
 
     @property
     def is_attached(self) -> bool:
@@ -645,6 +662,7 @@ class Watch:
         live = {id(one) for _, one in self.parameters()}
         is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
         self._is_for_others = self._is_for_others or (is_it and bool(self._backwards))
+        self.strangers |= {type(optimizer).__name__: None} if is_it else {}
         return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -1005,6 +1023,8 @@ class Watching(contextlib.AbstractContextManager[Any]):
             raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
         self._steps = sorted(set(steps))
         self._first: Any = None
+        #: The modules of the root, and those that are no part of it.
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._world: Any = None
         self._is_over = False
 
@@ -1050,13 +1070,40 @@ class Watching(contextlib.AbstractContextManager[Any]):
             raise
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+        if module in self._inside or not torch.is_grad_enabled():
             return
-        self._first.remove()
+        if self._watch.has_computed:
+            self._first.remove()
+            return
+        if not any(one.requires_grad for one in module.parameters()) or not self._is_root(module):
+            return
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            held = parameters_of_optimizers()
+            if not any(id(one) in held for one in module.parameters()):
+                return  # while a model is built, before ranks meet
+        self._inside = weakref.WeakSet(module.modules())
+        # Until something is computed for a step it may be called for another reason, such as a parametrization when it
+        # is registered. Hooks of all modules would change what is compiled.
+        if any(is_compiled(one) for one in module.modules()):
+            self._first.remove()
+        if self._watch.roots:
+            self._watch.forget_roots()
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
         if self._watch.is_attached:
             self._watch.begin_forward(module, args)
+
+    def _is_root(self, module: nn.Module) -> bool:
+        """Whether a module is what trains, rather than the root: it has the root in it, or optimizers have it alone."""
+        inside = set(module.modules())
+        if all(root in inside for root in self._watch.roots):
+            return True
+        held = parameters_of_optimizers()
+        has_root = any(id(one) in held for root in self._watch.roots for one in root.parameters())
+        is_it = not has_root and any(id(one) in held for one in module.parameters())
+        if held and not is_it:
+            self._inside |= weakref.WeakSet(inside)
+        return is_it
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
@@ -1078,6 +1125,13 @@ class Watching(contextlib.AbstractContextManager[Any]):
     def _nothing_seen(self) -> str:
         forwards, steps = self._watch.counts
         counts = f"{forwards} forwards with gradients, {steps} optimizer steps"
+        if self._watch.strangers and forwards:
+            kinds, model = " and ".join(self._watch.strangers), type(unwrapped(self._watch.roots[0])).__name__
+            return (
+                f"nothing was watched ({counts} of its parameters): {kinds} stepped, and has none of the parameters of "
+                f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "
+                "judged; else make it of the model's own, or name the model in doctor(model)"
+            )
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:
