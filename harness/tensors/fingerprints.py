@@ -123,7 +123,7 @@ def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
 def digests(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Digest]:
     """Compute the digests of many tensors; see :func:`digest`."""
     found: list[Any] = [None] * len(tensors)
-    for positions, stack in _stacks([tensor.detach() for tensor in tensors], boxes):
+    for positions, stack in _stacks([strided(tensor.detach()) for tensor in tensors], boxes):
         numel, box = stack[0].numel(), boxes[positions[0]]
         bits = _bits(stack)
         if stack.is_complex():
@@ -172,7 +172,7 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 def bits_of_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the bits of many tensors; see :func:`bits_of`."""
     found: list[Any] = [None] * len(tensors)
-    for positions, stack in _stacks([tensor.detach() for tensor in tensors], [None] * len(tensors)):
+    for positions, stack in _stacks([strided(tensor.detach()) for tensor in tensors], [None] * len(tensors)):
         for position, own in zip(positions, _bits(stack).unbind(), strict=True):
             found[position] = own
     return found
@@ -181,13 +181,35 @@ def bits_of_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @torch.no_grad()
 def position_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bits of a tensor of any dtype and their places, int64 []."""
-    return _placed(tensor.detach().contiguous()[None])[0]
+    return _placed(strided(tensor.detach()).contiguous()[None])[0]
 
 
 @torch.no_grad()
 def row_hashes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number for the bits of each row of a tensor of any dtype and at least one dimension, int64 [rows]."""
-    return _placed(tensor.detach().contiguous())
+    return _placed(strided(tensor.detach()).contiguous())
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements can be read for one of any kind; most are returned themselves.
+
+    Of a sparse one it is dense, of a nested one all values, of a quantized one its integers, of a subclass from outside
+    of torch the bytes of what is in it, and of one without storage a zero.
+    """
+    if tensor.is_nested:
+        parts = [tensor.values()] if tensor.layout is torch.jagged else tensor.unbind()
+        return torch.cat([one.reshape(-1) for one in parts])
+    if tensor.layout is not torch.strided:
+        return tensor.to_dense()
+    if tensor.is_quantized:
+        return tensor.int_repr()
+    if tensor.is_meta:
+        return torch.zeros((), dtype=torch.uint8)
+    # A subclass of torch's own computes like a tensor.
+    if hasattr(tensor, "__tensor_flatten__") and not type(tensor).__module__.startswith("torch."):
+        inner = [strided(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in inner])
+    return tensor
 
 
 def _stacks(tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -71,6 +71,8 @@ NAMES = tuple(
         # watching a training loop
         ("autograd.Variable._execution_engine", "reading gradients when a backward pass has ended",
          "the doctor does not run"),
+        ("distributed.fsdp._flat_param._ShardParamInfo.intra_param_start_idx",
+         "where parts of FSDP1's flat parameters lie", "the doctor watches no FSDP1"),
         ("distributed.fsdp.FSDPModule._get_fsdp_state", "the sharded parameters of units that are gathered",
          "gathered ones are taken for the model's own"),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),

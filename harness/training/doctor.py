@@ -16,7 +16,7 @@ from shardproof.door import PARTIAL
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
-from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
+from shardproof.harness.training.evidence import EPS, Evidence, Start, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -25,12 +25,13 @@ from shardproof.harness.watching.groups import (
     DATA,
     groups_of,
     hooks_of,
+    places_of_flat,
     replicated_ranks,
     samplers,
     sizes_of_flat,
     wrappers_of,
 )
-from shardproof.harness.watching.names import as_list, parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch
@@ -110,9 +111,11 @@ class Doctor(Watching):
         self._patience, self._registered = patience, registered
         self._watch = Watch(
             self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error,
-            passes=(Unhealthy,), on_drop=self._skip,
+            passes=self.passes, on_drop=self._skip,
         )  # fmt: skip
         self._exchange: Exchange | None = None
+        self._rank: int | None = None
+        self._mine: Start | None = None
         self._starts: list[Start] = []
         self._holders: dict[str, list[tuple[int, ...]]] = {}
         self._seen: list[Evidence] = []
@@ -154,11 +157,24 @@ class Doctor(Watching):
         names = [name for model in models for name, _ in _unique(model)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._watch.flat_places = places_of_flat(models)
+        self._mine = self._start(models)
+        if self._models:
+            self._join()
+
+    def _join(self) -> None:
+        """Exchange what ranks are when watching begins.
+
+        Ranks come together where user code makes the doctor, and at the end of a step; not in a forward: the first one
+        may be of one rank alone, or of a stage of a pipeline, for whose output the next stage waits.
+        """
         self._exchange = Exchange(patience=self._patience)
-        self._starts = self._exchange.all(self._start(models))
+        self._rank = self._exchange.rank
+        self._starts = self._exchange.all(self._mine)
         for problem in _wrong_starts(self._starts):
+            self._detach()
             raise NotWatchable(f"doctor: {problem}")
-        self._watch.flat_places = flat_places([start.flat for start in self._starts], self._exchange.rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
 
@@ -176,6 +192,7 @@ class Doctor(Watching):
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
+            constant=_constant(parameters),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -231,8 +248,7 @@ class Doctor(Watching):
         Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
         neither.
         """
-        assert self._exchange is not None
-        if not self._exchange.is_there:
+        if not self._are_groups_there:
             # What was noted of the model when training began is of groups of ranks that are gone.
             which = f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"
             self._say(
@@ -241,6 +257,9 @@ class Doctor(Watching):
             )
             self._finish()
             return []
+        if self._exchange is None:
+            self._join()
+        assert self._exchange is not None
         if isinstance(seen, StepRecord):
             seen.rank = self._exchange.rank
         while True:
@@ -256,6 +275,13 @@ class Doctor(Watching):
             # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
             if not isinstance(seen, StepRecord):
                 return []
+
+    @property
+    def _are_groups_there(self) -> bool:
+        """Whether the process groups still are that there were when watching began."""
+        if self._exchange is not None:
+            return self._exchange.is_there
+        return self._world is None or (dist.is_initialized() and dist.group.WORLD is self._world)
 
     def _skip(self, backwards: int) -> None:
         self._meet(backwards)
@@ -307,7 +333,7 @@ class Doctor(Watching):
         if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
             found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if any("D11" in one.checks for one in known):
+        if any("D11" in one.checks and one.title != reduction.PARTS for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
         # Whoever wants an exception has it at the end of the step.
         if self._on_finding != "raise":
@@ -357,7 +383,7 @@ class Doctor(Watching):
 
     def _write_report(self, incomplete: str = "") -> None:
         """Write the run file on rank 0, if one is asked for; a loop that made no process group has the launcher's."""
-        rank = int(os.environ.get("RANK", "0")) if self._exchange is None else self._exchange.rank
+        rank = int(os.environ.get("RANK", "0")) if self._rank is None else self._rank
         if self._report is None or rank != 0:
             return
         # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
@@ -377,7 +403,7 @@ class Doctor(Watching):
         return report.summary(self._starts, self._seen, self._reduced, self.findings)
 
     def _say(self, text: str) -> None:
-        if self._exchange is None or self._exchange.rank == 0:
+        if not self._rank:
             self._say_here(text)
 
     def _detach(self) -> None:
@@ -406,14 +432,21 @@ def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(once.values())
 
 
+def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    """Return the names of plain parameters all of whose elements are equal."""
+    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in EPS and one.numel()]
+    plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
+    ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
+    return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)
+
+
 def _wrong_starts(starts: Sequence[Start]) -> list[str]:
     """Return what makes ranks impossible to compare, in one line each."""
     found = []
     for rank, start in enumerate(starts):
         for name in start.shapes:
             without = [other for other, one in enumerate(starts) if name not in one.shapes]
-            # Stages of a pipeline have other parameters, and share none.
-            if without and set(start.shapes) & set(starts[without[0]].shapes):
+            if without and _are_of_one_model(start, starts[without[0]]):
                 shape = tuple(start.shapes[name])
                 found.append(
                     f"rank {rank} has {name!r} {shape}, {ranks_of(without)} do{'es' * (len(without) == 1)} not: "
@@ -421,3 +454,11 @@ def _wrong_starts(starts: Sequence[Start]) -> list[str]:
                 )
                 return found
     return found
+
+
+def _are_of_one_model(one: Start, other: Start) -> bool:
+    """Whether ranks have built one model as far as both have it; stages of a pipeline may have the same names."""
+    both = [(one.bits[name], other.bits[name]) for name in one.bits if name in other.bits]
+    if any(mine[1] or theirs[1] for mine, theirs in both) or one.replicated:
+        return bool(both)
+    return bool(both) and all(mine[0] == theirs[0] and mine[2] == theirs[2] for mine, theirs in both)

@@ -28,6 +28,7 @@ class Start:
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
         hooks: the names of functions that reduce gradients in the place of the wrapper's own.
         wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
+        constant: the names of parameters of which it holds one value alone, such as zeros.
     """
 
     groups: Groups
@@ -38,6 +39,7 @@ class Start:
     flat: dict[str, tuple[int, tuple[int, ...]]]
     hooks: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
+    constant: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass
@@ -135,6 +137,18 @@ class Evidence:
         return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
 
     @functools.cached_property
+    def parts(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Parameters of which ranks hold other values when training begins, and nothing declares that they are one's.
+
+        Each has by rank the ranks that hold the same: they may be parts of one model, which user code divides itself.
+        """
+        found = {}
+        for name, sets in self.holders.items():
+            if len(sets) > 1 and not _is_declared(self.starts, name):
+                found[name] = {rank: members for members in sets for rank in members}
+        return found
+
+    @functools.cached_property
     def ends_equal(self) -> bool:
         """Whether the step moves all parameters that several ranks hold, and they are equal after it."""
         sets = [(name, members) for name, found in self.holders.items() for members in found if len(members) > 1]
@@ -144,7 +158,7 @@ class Evidence:
         """Whether the step has moved a parameter, and what ranks hold of it is equal after it."""
         held = [one for rank in members if (one := self.records[rank].parameters.get(name)) is not None]
         ends = {one.after for one in held}
-        return len(ends) == 1 and None not in ends and any(one.before != one.after for one in held)
+        return len(ends) == 1 and None not in ends and any(None is not one.before != one.after for one in held)
 
     @functools.cached_property
     def reduces_in_step(self) -> bool:
@@ -355,7 +369,22 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
             for members in sets:
                 by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
             held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
+    free = [name for name in held if not _is_declared(starts, name)]
+    apart = [{rank: own for own in held[name] for rank in own} for name in free if len(held[name]) > 1]
+    # Where ranks have parts of one model, zeros and ones do not tell that they hold the same elements.
+    for name in free if apart else ():
+        if all(name in start.constant for start in starts if name in start.bits):
+            alike: dict[Any, list[int]] = {}
+            for members in held[name]:
+                for rank in members:
+                    alike.setdefault((members, *(by_rank.get(rank) for by_rank in apart)), []).append(rank)
+            held[name] = [tuple(members) for members in alike.values()]
     return held, differ
+
+
+def _is_declared(starts: Sequence[Start], name: str) -> bool:
+    """Whether a wrapper or a mesh tells which ranks hold the same elements of a parameter."""
+    return any(name in one.flat or one.replicated or one.bits[name][1] for one in starts if name in one.bits)
 
 
 def _tensor_parallel(start: Start) -> tuple[int, ...]:

@@ -20,7 +20,9 @@ class Exchange:
 
     Args:
         patience: seconds to wait for the slowest rank.
-        ranks: the global ranks that take part; all by default.
+
+    Raises:
+        Absent: a rank did not come within ``patience``.
     """
 
     def __init__(self, *, patience: float) -> None:
@@ -30,7 +32,10 @@ class Exchange:
         self._group: Any = None
         if self.size > 1:
             timeout = datetime.timedelta(seconds=patience)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            try:
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+            except RuntimeError as error:  # which waits for all ranks
+                raise Absent(_absence(str(error), patience)) from error
 
     def all(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order.

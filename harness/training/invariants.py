@@ -79,7 +79,8 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
                 distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
             if len({one.after for one in held if one.after is not None}) > 1:
                 after[name].append(members)
-            if len({tuple(sorted(one.state.items())) for one in held}) > 1:
+            # Of an optimizer that ranks divide, one alone has the state.
+            if len({tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}) > 1:
                 states[name].append(members)
     drifted = {name for name in after if name in gradients or name in partly}
     for alike, names in _by_sets(partly):
@@ -228,7 +229,7 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
         line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
         lines = [line, *_too_small(evidence, still)]
         yield Finding(("D6",), "S7", evidence.step, "parameters do not move", tuple(lines))
-    dtypes = {name: one.dtype for name, one in evidence.records[0].parameters.items()}
+    dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
     if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
         more = "keep parameters in float32, or round stochastically"
@@ -280,11 +281,18 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
         if len(numbers) > 1 and batch:
             readers = [rank for number in numbers for rank in evidence.readers[number]]
             over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
-            lines = (
+            lines = [
                 f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
                 "each must read its own part: give the sampler the number of ranks and this rank",
-            )
-            yield Finding(("D9",), "S11", evidence.step, SAME, lines)
+            ]
+            # Ranks that compute parts of one model read the same, and nothing tells that these do not.
+            parts = [] if evidence.are_readers_known else list(evidence.parts)
+            if parts := [name for name in parts if name not in evidence.starts[0].constant]:
+                lines.append(
+                    f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
+                    'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
+                )
+            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note=bool(parts))
     yield from _read_twice(evidence.after_drops)
 
 
@@ -340,8 +348,9 @@ def are_averaged(before: Evidence, now: Evidence) -> bool:
     sets = [(name, members) for name, found in before.holders.items() for members in found if len(members) > 1]
 
     def differ(evidence: Evidence, name: str, members: Sequence[int], what: str) -> bool:
-        held = [evidence.records[rank].parameters.get(name) for rank in members]
-        return len({getattr(one, what) for one in held if one is not None} - {None}) > 1
+        values = {getattr(one, what) for rank in members if (one := evidence.records[rank].parameters.get(name))}
+        # Of one that some ranks do not step nothing is known when the step begins.
+        return len(values - {None}) > 1 or (what == "before" and len(values) > 1)
 
     apart = [one for one in sets if differ(before, *one, "after")]
     return bool(apart) and not any(differ(now, *one, "before") for one in apart)
@@ -388,7 +397,7 @@ def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
         told = f"seen: {', '.join(seen[0][:3])} on each rank: give it num_replicas and rank of the process group"
     else:
         told = f"seen: {', '.join(seen[0][:3])} on each rank, which knows no rank: use DistributedSampler"
-    return dataclasses.replace(finding, lines=(finding.lines[0], told))
+    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]))
 
 
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
@@ -679,7 +688,8 @@ def _where(evidence: Evidence, members: Sequence[int]) -> str:
 
 
 def _too_small(evidence: Evidence, names: Sequence[str]) -> list[str]:
-    held: list[Parameter] = [evidence.records[0].parameters[name] for name in names]
+    every = [record.parameters for record in evidence.records]
+    held = [next(own[name] for own in every if name in own) for name in names]
     if all(one.dtype in NARROW for one in held):
         return [f"in {held[0].dtype} an update below half an ulp of a parameter is lost"]
     return []

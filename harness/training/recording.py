@@ -16,6 +16,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -286,6 +287,12 @@ class Recording(Watching):
             groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
         except NotWatchable as error:
             raise NotWatchable(f"record: mesh: no data-parallel dimension, such as {', '.join(DATA[:4])}") from error
+        if self._folder is not None:  # of a module that was called before the model
+            shutil.rmtree(self._folder)
+            self._small.clear()
+            for seen in (self._taken, self._known, self._rows, self._layouts):
+                seen.clear()
+            self._number = self._bytes = self._waiting = 0
         self._folder = self._out / f"rank{rank:05}"
         if self._folder.exists():
             raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")

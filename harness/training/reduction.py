@@ -28,6 +28,9 @@ _MUCH_NEARER, _ENOUGH = 0.6, 16
 #: a series of them is none by accident.
 DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
 
+#: The title of the note of parameters that differ between ranks from the start, and that each set reduces by itself.
+PARTS = "parameters differ between ranks from the start, and no gradient of theirs is reduced over all"
+
 #: The title of the finding of gradients that no known mistake makes.
 UNKNOWN = "gradients are not the sum of what ranks computed"
 
@@ -77,6 +80,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     """
     found = Reduced(left=frozenset(evidence.left))
     lost: list[str] = []
+    parts: list[str] = []
     wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
     values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
     for name in evidence.names:
@@ -102,6 +106,9 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
                 found.unseen[name] = "it is not known, or user code did more than scale it after backward"
             continue
         bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
+        if bad and all(_is_of_part(evidence, name, rank, own, tolerance) for rank, _ in bad):
+            parts.append(name)
+            continue
         if not bad:
             for stage in _STAGES:
                 fitted = [one for record in evidence.records if (one := fits.of(evidence, name, record.rank, stage))]
@@ -122,6 +129,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
     if wrong:
         found.factors = [one for one in found.factors if not set(one.names) <= parallel]
     findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
+    if parts:
+        findings.append(_of_parts(evidence, parts))
     if lost and any(record.optimizers for record in evidence.records):
         findings.append(_of_lost(evidence, lost))
     if len(found.factors) > 1:
@@ -132,6 +141,28 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
 
 
 _STAGES = ("after_backward", "at_step")
+
+
+def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[torch.Tensor]], tolerance: float) -> bool:
+    """Whether a gradient is all of what the ranks have computed that hold the same part of a model as this one."""
+    members = evidence.parts.get(name, {}).get(rank, ())
+    mine = {one: own[one] for one in members if one in own}
+    if not mine:
+        return False
+    fits = _Fits(total(mine))
+    fitted = [one for stage in _STAGES if (one := fits.of(evidence, name, rank, stage)) is not None]
+    return any(one.residual <= tolerance and one.factor != 0 for one in fitted)
+
+
+def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
+    """Make the note of gradients that are not reduced over ranks whose parameters were others from the start."""
+    lines = (
+        f"{listed(names)}: each rank, or each set of ranks that began with the same values, has its own gradient "
+        f"({len(names)} of {len(evidence.trained)} parameters)",
+        "meant, as for parts of one model (tensor, expert or pipeline parallel by hand)? else initial values are not "
+        "broadcast, and gradients are not reduced",
+    )
+    return Finding(("D11",), "S2", evidence.step, PARTS, lines, is_note=True)
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:

@@ -12,5 +12,6 @@ never gathers, waits for a stream or changes what it sees.
 - ``watching``: ``Watching``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.
+- ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.
 """

@@ -127,6 +127,33 @@ def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int
     return found
 
 
+def places_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Return where this rank's part of each original parameter in a flat one begins, and how many elements all have.
+
+    As sizes of all ranks tell it, without asking them: a unit of FSDP1 knows which part of each it has.
+    """
+    flat: dict[int, tuple[int, int]] = {}
+    for model in models:
+        for module in model.modules():
+            handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
+            for number, parameter in enumerate((handle and handle.flat_param._params) or ()):
+                infos = handle.flat_param._shard_param_infos
+                full = handle.flat_param._shapes[number].numel()
+                if infos[number].in_shard:
+                    begin = infos[number].intra_param_start_idx
+                else:  # it is in those of earlier ranks, or of later ones
+                    begin = 0 if any(one.in_shard for one in infos[:number]) else full
+                flat[id(parameter)] = begin, full
+    found = {}
+    for model in models:
+        parameters = dict(parameters_of(model))
+        for name, (numel, members) in sizes_of_flat([model]).items():
+            # Of what is one flat parameter to users too, all ranks have as much.
+            whole = members.index(dist.get_rank()) * numel, len(members) * numel
+            found[name] = flat.get(id(parameters[name]), whole)
+    return found
+
+
 def _is_flat(module: nn.Module) -> bool:
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 

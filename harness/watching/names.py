@@ -1,6 +1,6 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ _INNER = {
     "OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
 }  # fmt: skip
+
+#: The class of attention's output projection.
+_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def inner_of(module: nn.Module) -> nn.Module | None:
@@ -149,3 +152,17 @@ def number_of(value: Any) -> float | None:
     if isinstance(value, DTensor):
         value = value.to_local()
     return None if value is None else float(value)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether a module has a forward, and is not attention's output projection, whose weight is used without it."""
+    return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
+
+
+def tied_in(roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:
+    """Return the sets of names that are one parameter."""
+    by_tensor: dict[int, list[str]] = {}
+    for root in roots:
+        for name, parameter in parameters_of(root):
+            by_tensor.setdefault(id(parameter), []).append(name)
+    return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)

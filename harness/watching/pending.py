@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
-from shardproof.harness.tensors.fingerprints import Digest, K, digests
+from shardproof.harness.tensors.fingerprints import Digest, K, bits_of_all, digests, strided
 from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.names import name_of
+
+#: Sparse gradients of more elements are not made dense.
+_MOST_SPARSE = 1 << 26
+
+#: The parameters that are read to see whether any has been written: so many, of so many elements at most.
+_MOST_VALUES, _FEW = 64, 1 << 12
 
 
 class Pending:
@@ -32,3 +40,24 @@ def digest(pending: Sequence[Pending]) -> None:
 def last_number(value: torch.Tensor | Pending) -> torch.Tensor:
     """Return what is finite if all of an output or of a gradient is."""
     return value if isinstance(value, torch.Tensor) else value.digest.numbers[K]  # type: ignore[union-attr]
+
+
+def readable(gradient: torch.Tensor, layout: Layout) -> torch.Tensor | str:
+    """Return the elements of a gradient, or what it is where they are too many or no numbers of a box."""
+    local = local_of(gradient)
+    is_large = local.layout is not torch.strided and local.numel() > _MOST_SPARSE
+    if not is_large and (local := strided(local)).numel() == layout.box.numel:
+        return local
+    return f"sparse, of {local.numel():,} elements" if is_large else type(gradient).__name__
+
+
+def ordered(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in a dtype that has an order, which 8-bit floating-point ones lack."""
+    values = strided(local_of(tensor.detach()))
+    return values.float() if values.element_size() == 1 else values
+
+
+def few_values(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[torch.Tensor]:
+    """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
+    small = [own for _, one in parameters if one.requires_grad and 0 < (own := local_of(one)).numel() <= _FEW]
+    return bits_of_all(small[:_MOST_VALUES])

@@ -35,7 +35,8 @@ class Parameter:
     optimizer: int | None = None  # the number of the optimizer that has it, or None
     lr: float | None = None  # the learning rate of its group, or None
     before: Bits | None = None  # its bits before the optimizer's step; None if no optimizer that has it has stepped
-    after: Bits | None = None  # its bits after it
+    # Its bits after it; of one that no optimizer of the rank steps, when the step has ended.
+    after: Bits | None = None
     largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)

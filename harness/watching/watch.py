@@ -38,6 +38,7 @@ from shardproof.harness.watching.hooks import Hook, guarded
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
+    is_called,
     is_compiled,
     is_gathered,
     is_view,
@@ -45,11 +46,11 @@ from shardproof.harness.watching.names import (
     name_of,
     number_of,
     parameters_of,
-    sharded_by_gathered,
     switched_off,
-    unwrapped,
+    tied_in,
 )
-from shardproof.harness.watching.pending import Pending, digest, last_number
+from shardproof.harness.watching.optimizers import seen_of
+from shardproof.harness.watching.pending import Pending, digest, few_values, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
@@ -66,15 +67,8 @@ LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 #: The most elements of own gradients that are kept until others can be read with them.
 _MOST_WAITING = 1 << 22
 
-#: The parameters that are read to see whether any has been written: so many, of so many elements at most.
-_MOST_VALUES, _FEW = 64, 1 << 12
-
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
-
-
-#: The class of attention's output projection.
-_UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 class Watch:
@@ -136,6 +130,8 @@ class Watch:
         #: Those that have ended inside of another's step.
         self._ended: list[torch.optim.Optimizer] = []
         self._late = False
+        #: The optimizers that have stepped and have none of the parameters of the roots, by the names of their classes.
+        self.strangers: dict[str, None] = {}
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
@@ -189,6 +185,20 @@ class Watch:
         self._hooked.clear()
         self._gathered.clear()
         fingerprints.forget()
+
+    def forget_roots(self) -> None:
+        """Forget the roots, and what was seen of them; others take their place."""
+        self.detach()
+        self.roots.clear()
+        for seen in (self._names, self._uncertain, self._shapes, self._unseen):
+            seen.clear()
+        self._engine, self._depth, self._late = None, 0, False
+        self._begin()
+
+    @property
+    def has_computed(self) -> bool:
+        """Whether there was a backward pass of a root, or a step."""
+        return bool(self._own or self._is_backward or self._backwards or self._stepped or self.step)
 
     @property
     def is_attached(self) -> bool:
@@ -258,6 +268,7 @@ class Watch:
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
+        self._ends_in_step = self._engine is not None
         self._autocast = ""
         self._started = time.monotonic()
 
@@ -352,11 +363,12 @@ class Watch:
         if not self._makes_digests or self._engine is not None:
             return
         if not self._values:
-            self._values = self._few_values()
+            self._values = few_values(self.parameters())
         if not self._after_backward or not self._is_zeroed():
             return
-        before, self._values = self._values, self._few_values()
-        has_moved = any(not torch.equal(one, other) for one, other in zip(before, self._values, strict=True))
+        before, self._values = self._values, few_values(self.parameters())
+        # Parameters may come and go, as those that are frozen.
+        has_moved = len(before) != len(self._values) or not all(map(torch.equal, before, self._values))
         is_of_input = any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < self._backwards)
         is_meant = has_moved or is_of_input or self._is_for_others or self._evaluations > 1
         self._drops.append(Drop(self._backwards, is_meant))
@@ -369,17 +381,10 @@ class Watch:
 
     def _is_zeroed(self) -> bool:
         gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
-        if any(bool(local_of(one).any()) for one in gradients):
+        if any(bool(fingerprints.strided(local_of(one)).any()) for one in gradients):
             return False
         # They may have been zero before.
         return not gradients or any(float(last_number(one)) for one in self._after_backward.values())
-
-    def _few_values(self) -> list[torch.Tensor]:
-        """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
-        small = [
-            own for _, one in self.parameters() if one.requires_grad and 0 < (own := local_of(one)).numel() <= _FEW
-        ]
-        return bits_of_all(small[:_MOST_VALUES])
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
@@ -400,7 +405,7 @@ class Watch:
     @torch.no_grad()
     def _emit(self, event: Event, tensor: torch.Tensor) -> None:
         if self._sink is not None:
-            self._sink(event, local_of(tensor).detach())
+            self._sink(event, fingerprints.strided(local_of(tensor).detach()))
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = dict(module._parameters)
@@ -432,9 +437,10 @@ class Watch:
             self._is_backward = True
             # Runs when this backward pass has ended, after the implementation's own callbacks.
             private.need("torch.autograd.Variable._execution_engine").queue_callback(self._on_backward_end)
-        local = local_of(gradient)
         layout = (self._layout and self._layout(name, gradient)) or layout_of(gradient)
         self._last = f"backward of {name!r}"
+        if (local := self._readable(name, gradient, layout)) is None:
+            return
         self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
@@ -526,7 +532,9 @@ class Watch:
             return
         with torch.no_grad():
             if len(self._stepped) == stepped_before:  # else others have stepped for it
-                self._stepped.append(self._seen(optimizer))
+                seen, outside = seen_of(optimizer, dict(self.parameters()), self.roots)
+                self._stepped.append(seen)
+                self._unseen |= outside
             self._ended.append(optimizer)
             if self._stepping:
                 return  # what the outer one does after it belongs to the step, as ZeroRedundancyOptimizer broadcasts
@@ -534,6 +542,7 @@ class Watch:
             if self.is_watching:
                 self._release_all(ended)
                 if self._is_complete():
+                    self._ends_in_step = True
                     self.end_step()
 
     def _release_all(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -571,6 +580,8 @@ class Watch:
 
     def _is_complete(self) -> bool:
         """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
+        if self._is_backward:  # those that follow may have none yet
+            return False
         with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
         return bool(with_gradient) and all(name in self._held for name in with_gradient)
 
@@ -580,6 +591,7 @@ class Watch:
         live = {id(one) for _, one in self.parameters()}
         is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
         self._is_for_others = self._is_for_others or (is_it and bool(self._backwards))
+        self.strangers |= {type(optimizer).__name__: None} if is_it else {}
         return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -688,12 +700,12 @@ class Watch:
                     self._emit(Event.of(one, name, layout, max(self._backwards - 1, 0)), gradient)
             if not self._makes_digests:
                 continue
-            if layout is not None:
-                found[name] = Pending(local_of(gradient), layout)
+            if layout is None:
+                self._unplaced.add(name)
+            elif (local := self._readable(name, gradient, layout)) is not None:
+                found[name] = Pending(local, layout)
                 if self._engine is not None:  # one whole gradient at a time
                     digest([found[name]])
-            else:
-                self._unplaced.add(name)
         digest([one for one in found.values() if one.digest is None])
         return found
 
@@ -746,21 +758,13 @@ class Watch:
             own, whole = bits_of_all([local_of(parameter), weights])
             yield name, own + 31 * whole
 
-    def _seen(self, optimizer: torch.optim.Optimizer) -> Optimizer:
-        mine = [one for group in optimizer.param_groups for one in group["params"]]
-        live = {id(parameter): parameter for _, parameter in self.parameters()}
-        others = [one for one in mine if id(one) not in live]
-        dead = [one for one in others if one.grad is None]
-        outside = len(others) - len(dead)
-        if outside:
-            which = f"{outside} of the {len(mine)} parameters of {type(optimizer).__name__}"
-            model = type(unwrapped(self.roots[0])).__name__
-            self._unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
-        shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
-        agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
-        known = {key for root in self.roots for key in sharded_by_gathered(root)} if dead else set()
-        counts = len(mine), len(mine) - len(others), agree, outside, sum(id(one) in known for one in dead)
-        return Optimizer(type(optimizer).__name__, *counts)
+    def _readable(self, name: str, gradient: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        """Return the elements of a gradient, or None and note it."""
+        if isinstance(found := readable(gradient, layout), str):
+            self._unseen.add(f"the gradient of {name!r}, which is {found}")
+            self._unplaced.add(name)
+            return None
+        return found
 
     def _note_output(self, what: str, tensor: torch.Tensor) -> None:
         if not self._makes_digests or not tensor.is_floating_point() or not tensor.numel():
@@ -769,7 +773,7 @@ class Watch:
         if last() is tensor and version == tensor._version:
             return  # what a container returns is what its last module has returned
         self._output = weakref.ref(tensor), tensor._version
-        self._finite += [(what, one) for one in torch.aminmax(local_of(tensor.detach()))]
+        self._finite += [(what, one) for one in torch.aminmax(ordered(tensor))]
 
     def _take_batch(self, inputs: Any) -> None:
         found = list(tensors_of(inputs))
@@ -779,7 +783,7 @@ class Watch:
         self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
         self._read.append(self._backwards)
         self._asks.append(any(tensor.requires_grad for tensor in found))
-        self._rows.append(found[0].shape[0] if found and found[0].ndim else 0)
+        self._rows.append(found[0].size(0) if found and found[0].ndim else 0)
         for index, tensor in enumerate(found):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             self._emit(Event(Stage.INPUT, "", "", self._forwards - 1, 0, index, place), tensor)
@@ -791,6 +795,7 @@ class Watch:
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
     def _record(self) -> StepRecord:
+        self._digest_waiting()  # an optimizer may step in the middle of a backward
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -846,7 +851,7 @@ class Watch:
             for name, module in modules_of(root):
                 mine = [f"{name}.{last}" if name else last for last in module._parameters]
                 # Lists of parameters have no forward, and attention uses its projection without calling it.
-                while id(module) in parents and not _is_called(module):
+                while id(module) in parents and not is_called(module):
                     module = parents[id(module)]
                 if id(module) in self._names and id(module) not in self._called | self._uncertain:
                     yield from mine
@@ -859,6 +864,14 @@ class Watch:
                 if value is not None:
                     names.append((name, key))
                     tensors.append(value)
+        # What other ranks step, and send, has come when the step does not end with this rank's own optimizer.
+        others = [
+            (name, one)
+            for name, one in live.items()
+            if self._makes_digests and not self._ends_in_step and one.requires_grad and name not in self._held
+        ]
+        names += [(name, "after") for name, _ in others]
+        tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         found = {}
         for name, parameter in live.items():
@@ -866,25 +879,17 @@ class Watch:
             held = self._held.get(name, {})
             rate = held.get("lr")
             before, after = bits.get((name, "before")), bits.get((name, "after"))
-            own = local_of(parameter)
+            own = fingerprints.strided(local_of(parameter))
             is_still = before is not None and before == after and own.is_floating_point() and own.numel() > 0
             found[name] = Parameter(
                 box=None if place is None else place.box, mesh=() if place is None else place.mesh,
                 trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
                 lr=float(rate) if rate is not None else None, before=before, after=after,
-                largest=float(own.detach().abs().max()) if is_still else None,
+                largest=float(ordered(own).abs().max()) if is_still else None,
                 state={key: bits[name, key] for key in held.get("state", {})},
             )  # fmt: skip
         return found
 
     def tied(self) -> list[tuple[str, ...]]:
         """Return the sets of names that are one parameter."""
-        by_tensor: dict[int, list[str]] = {}
-        for root in self.roots:
-            for name, parameter in parameters_of(root):
-                by_tensor.setdefault(id(parameter), []).append(name)
-        return sorted(tuple(dict.fromkeys(names)) for names in by_tensor.values() if len(set(names)) > 1)
-
-
-def _is_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
+        return tied_in(self.roots)

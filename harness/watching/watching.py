@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 import traceback
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.watching import script
+from shardproof.harness.watching.names import is_compiled, unwrapped
+from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
 from shardproof.harness.watching.watch import Watch
 
@@ -36,6 +39,8 @@ class Watching(contextlib.AbstractContextManager[Any]):
             raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
         self._steps = sorted(set(steps))
         self._first: Any = None
+        #: The modules of the root, and those that are no part of it.
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._world: Any = None
         self._is_over = False
 
@@ -81,13 +86,40 @@ class Watching(contextlib.AbstractContextManager[Any]):
             raise
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+        if module in self._inside or not torch.is_grad_enabled():
             return
-        self._first.remove()
+        if self._watch.has_computed:
+            self._first.remove()
+            return
+        if not any(one.requires_grad for one in module.parameters()) or not self._is_root(module):
+            return
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            held = parameters_of_optimizers()
+            if not any(id(one) in held for one in module.parameters()):
+                return  # while a model is built, before ranks meet
+        self._inside = weakref.WeakSet(module.modules())
+        # Until something is computed for a step it may be called for another reason, such as a parametrization when it
+        # is registered. Hooks of all modules would change what is compiled.
+        if any(is_compiled(one) for one in module.modules()):
+            self._first.remove()
+        if self._watch.roots:
+            self._watch.forget_roots()
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
         if self._watch.is_attached:
             self._watch.begin_forward(module, args)
+
+    def _is_root(self, module: nn.Module) -> bool:
+        """Whether a module is what trains, rather than the root: it has the root in it, or optimizers have it alone."""
+        inside = set(module.modules())
+        if all(root in inside for root in self._watch.roots):
+            return True
+        held = parameters_of_optimizers()
+        has_root = any(id(one) in held for root in self._watch.roots for one in root.parameters())
+        is_it = not has_root and any(id(one) in held for one in module.parameters())
+        if held and not is_it:
+            self._inside |= weakref.WeakSet(inside)
+        return is_it
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
@@ -109,6 +141,13 @@ class Watching(contextlib.AbstractContextManager[Any]):
     def _nothing_seen(self) -> str:
         forwards, steps = self._watch.counts
         counts = f"{forwards} forwards with gradients, {steps} optimizer steps"
+        if self._watch.strangers and forwards:
+            kinds, model = " and ".join(self._watch.strangers), type(unwrapped(self._watch.roots[0])).__name__
+            return (
+                f"nothing was watched ({counts} of its parameters): {kinds} stepped, and has none of the parameters of "
+                f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "
+                "judged; else make it of the model's own, or name the model in doctor(model)"
+            )
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:

@@ -1,0 +1,37 @@
+"""What the optimizers of a process have: parameters of the model, of other models, and dead ones."""
+
+import gc
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
+from shardproof.harness.watching.records import Optimizer
+
+
+def parameters_of_optimizers() -> set[int]:
+    """Return the ids of what the optimizers of this process have."""
+    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+
+
+def seen_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], roots: Sequence[nn.Module]
+) -> tuple[Optimizer, set[str]]:
+    """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words."""
+    mine = [one for group in optimizer.param_groups for one in group["params"]]
+    live = {id(parameter): parameter for parameter in parameters.values()}
+    others = [one for one in mine if id(one) not in live]
+    dead = [one for one in others if one.grad is None]
+    outside, unseen = len(others) - len(dead), set[str]()
+    if outside:
+        which = f"{outside} of the {len(mine)} parameters of {type(optimizer).__name__}"
+        model = type(unwrapped(roots[0])).__name__
+        unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
+    shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
+    agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
+    known = {key for root in roots for key in sharded_by_gathered(root)} if dead else set()
+    counts = len(mine), len(mine) - len(others), agree, outside, sum(id(one) in known for one in dead)
+    return Optimizer(type(optimizer).__name__, *counts), unseen
