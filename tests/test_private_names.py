@@ -36,9 +36,10 @@ OF_OBJECTS = {
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
     "of the state of FSDP2's units, which the table has": {"_fsdp_param_group", "_fsdp_param_groups"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
-    "not torch's: of Python, pytest, hypothesis, DeepSpeed and torchtitan": {
+    "of the flat parameters of FSDP1, which the table has": {"_params", "_shard_param_infos"},
+    "not torch's: of Python, pytest, execnet, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
-        "_getframe", "_groups", "_lru_cache_wrapper", "_make", "_tw", "_wrap_class_cache",
+        "_getframe", "_groups", "_io", "_lru_cache_wrapper", "_make", "_tw", "_wrap_class_cache",
     },
 }  # fmt: skip
 

@@ -58,6 +58,9 @@ def ordered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def few_values(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[torch.Tensor]:
-    """Return the bits of some parameters: those that an optimizer perturbs, as SAM does, are all of them."""
+    """Return the bits of some parameters in one: those that an optimizer perturbs, as SAM does, are all of them.
+
+    In one, because they are kept from forward to forward, beside a model that may be tiny.
+    """
     small = [own for _, one in parameters if one.requires_grad and 0 < (own := local_of(one)).numel() <= _FEW]
-    return bits_of_all(small[:_MOST_VALUES])
+    return [torch.stack(bits_of_all(small[:_MOST_VALUES])).sum(0)] if small else []
