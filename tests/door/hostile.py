@@ -257,7 +257,8 @@ def read_summary(data: Any, folder: Path) -> None:
     with contextlib.suppress(Exception):
         place = results.place_of(data)
     path, honest = folder / "results" / place, summary_file() | {"run_id": "b" * 32}
-    if "\0" in place or len(place) > 200 or not path.resolve().is_relative_to(folder.resolve()):
+    is_name = "\0" not in place and place.encode(errors="ignore").decode() == place and len(place) <= 200
+    if not is_name or not path.resolve().is_relative_to(folder.resolve()):
         path = folder / "results/runs/aaaaaaaaaaaa.json"
     for where, content in ((path, data), (folder / "results" / results.place_of(honest), honest)):
         where.parent.mkdir(parents=True, exist_ok=True)
