@@ -379,6 +379,7 @@ OTHERS = {
     ("harness/plugin/torchrun.py", "close"): "the note of running cases beside the run file",
     ("harness/plugin/torchrun.py", "forget"): "the journal of an earlier attempt",
     ("harness/training/checking.py", "_remove"): "a temporary folder",
+    ("harness/training/recording.py", "_attach_to"): "the folder that make_new has made, of a module that was no model",
     ("harness/training/recording.py", "_end"): "values, in the folder that make_new has made",
     ("harness/training/starting.py", "check"): "a temporary folder",
     ("harness/training/trainee.py", "save"): "a temporary folder, or that of --keep, which may have no links",

@@ -144,7 +144,13 @@ def near(draw: Any, schema: Any, honest: Any) -> Any:
 
 def run_file() -> dict[str, Any]:
     """An honest run file with all fields."""
-    more = {"explanation": EXPLAINED, "hosts": ["a", "b"], "examples": 0, "peak_bytes": [1, 2], "reproduce": "pytest x"}
+    more = {
+        "explanation": copy.deepcopy(EXPLAINED),
+        "hosts": ["a", "b"],
+        "examples": 0,
+        "peak_bytes": [1, 2],
+        "reproduce": "pytest x",
+    }
     known = {"source": "x.toml entry 1", "case": "b", "link": "L", "torch": ">=2.11"}
     skipped = samples.case(id="c", verdict="unsupported", missing=["x", "y"])
     again = [samples.case(id="d", verdict="fail", failure={"text": "Error: x\n  y"}), samples.case(id="d", attempt=2)]
