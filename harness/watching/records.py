@@ -105,6 +105,8 @@ class StepRecord:
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name
     # By canonical name, for each backward the gradient before its reduction, in the order of backward.
     own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
+    # Of these names, those whose gradients torch.autograd.grad() returned: user code makes of them what it will.
+    returned: list[str] = dataclasses.field(default_factory=list)
     # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
     off: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
     # How many backward passes of the step had ended at each call of ``zero_grad()`` since the step before.

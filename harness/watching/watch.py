@@ -41,6 +41,7 @@ from shardproof.harness.watching.names import (
     is_called,
     is_compiled,
     is_gathered,
+    is_its_own,
     is_view,
     modules_of,
     name_of,
@@ -50,7 +51,15 @@ from shardproof.harness.watching.names import (
     tied_in,
 )
 from shardproof.harness.watching.optimizers import seen_of
-from shardproof.harness.watching.pending import Pending, digest, few_values, last_number, ordered, readable
+from shardproof.harness.watching.pending import (
+    OwnGradients,
+    Pending,
+    digest,
+    few_values,
+    last_number,
+    ordered,
+    readable,
+)
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
@@ -63,9 +72,6 @@ from shardproof.harness.watching.records import (
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
-
-#: The most elements of own gradients that are kept until others can be read with them.
-_MOST_WAITING = 1 << 22
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -238,9 +244,7 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._own: dict[str, list[tuple[int, Pending]]] = {}
-        self._waiting: list[Pending] = []
-        self._waiting_numel = 0
+        self._own = OwnGradients()
         self._after_backward: dict[str, Pending] = {}
         self._at_step: dict[str, Pending] = {}
         self._unplaced: set[str] = set()
@@ -408,7 +412,9 @@ class Watch:
             self._sink(event, fingerprints.strided(local_of(tensor).detach()))
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
-        found: dict[str, torch.Tensor | None] = dict(module._parameters)
+        found: dict[str, torch.Tensor | None] = {
+            last: value for last, value in module._parameters.items() if is_its_own(value)
+        }
         # Flat parameters put plain views where the parameters were.
         found |= {
             last: value
@@ -426,11 +432,14 @@ class Watch:
             if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
                 self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
-            self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full)))
+            self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full, value.is_leaf)))
+            if value.is_leaf:
+                hook = functools.partial(self._on_accumulated, full)
+                self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
     @guarded
     @torch.no_grad()
-    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, name: str, is_leaf: bool, gradient: torch.Tensor) -> None:
         if not self.is_watching or self._stepped:
             return
         if not self._is_backward:
@@ -444,22 +453,13 @@ class Watch:
         self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
-        pending = Pending(local, layout)
-        self._own.setdefault(name, []).append((self._backwards, pending))
+        pending = self._own.add(name, self._backwards, local, layout, is_returned=is_leaf)
         self._finite.append((f"gradient of {name!r} before its reduction", pending))
-        if not fingerprints.is_small(local):
-            digest([pending])
-            return
-        # Small ones are read together; until then they are kept, whatever becomes of the gradient.
-        pending.tensor = local.clone()
-        self._waiting.append(pending)
-        self._waiting_numel += local.numel()
-        if self._waiting_numel > _MOST_WAITING:
-            self._digest_waiting()
 
-    def _digest_waiting(self) -> None:
-        digest(self._waiting)
-        self._waiting, self._waiting_numel = [], 0
+    @guarded
+    def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
+        if self.is_watching and not self._stepped:
+            self._own.accumulate(name)
 
     @guarded
     @torch.no_grad()
@@ -471,7 +471,7 @@ class Watch:
             return
         self._is_backward = self._is_late = False
         self._backwards += 1
-        self._digest_waiting()
+        self._own.digest()
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
 
@@ -795,7 +795,7 @@ class Watch:
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
     def _record(self) -> StepRecord:
-        self._digest_waiting()  # an optimizer may step in the middle of a backward
+        self._own.digest()  # an optimizer may step in the middle of a backward
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -806,7 +806,8 @@ class Watch:
         record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
         of_parts = iter(host_rows([one for one in self._divided if one is not None]))
         record.divided = [None if one is None else next(of_parts) for one in self._divided]
-        pending = [(name, number, one) for name, parts in self._own.items() for number, one in parts]
+        pending = list(self._own.counted())
+        record.returned = sorted({name for name, _, one in pending if one.is_returned})
         every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
             Gradient(one.layout.box, one.layout.pending, mark, one.dtype)
