@@ -75,6 +75,13 @@ NAMES = tuple(
          "where parts of FSDP1's flat parameters lie", "the doctor watches no FSDP1"),
         ("distributed.fsdp.FSDPModule._get_fsdp_state", "the sharded parameters of units that are gathered",
          "gathered ones are taken for the model's own"),
+        *(
+            (path, "watching what torch.func transforms", "the doctor may not run within vmap()")
+            for path in (
+                "_C._functorch.peek_interpreter_stack", "_C._functorch.is_functorch_wrapped_tensor",
+                "_C._functorch.get_unwrapped", "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+            )
+        ),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),

@@ -29,7 +29,7 @@ from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import fingerprints, private
 from shardproof.harness.tensors.fingerprints import Box, bits_of_all, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
-from shardproof.harness.tensors.trees import local_of, tensors_of
+from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
@@ -47,8 +47,10 @@ from shardproof.harness.watching.names import (
     name_of,
     number_of,
     parameters_of,
+    readable_of,
     switched_off,
     tied_in,
+    untransformed,
 )
 from shardproof.harness.watching.optimizers import seen_of
 from shardproof.harness.watching.pending import (
@@ -352,7 +354,7 @@ class Watch:
         if is_root:
             self._depth -= 1
         if self.is_watching and torch.is_grad_enabled():
-            for tensor in tensors_of(output):
+            for tensor in readable_of(output):
                 self._note_output(f"output of {name or 'the model'!r}", tensor)
             # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
             if self._sees_modules and (is_root or self._depth) and inner_of(module) is None:
@@ -392,7 +394,7 @@ class Watch:
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
-        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        floating = [tensor for tensor in readable_of(output) if tensor.is_floating_point()]
         for index, tensor in enumerate(floating):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             event = Event(Stage.MODULE_OUTPUT, name, "", self._forwards - 1, number, index, place)
@@ -413,7 +415,7 @@ class Watch:
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = {
-            last: value for last, value in module._parameters.items() if is_its_own(value)
+            last: value for last, one in module._parameters.items() if is_its_own(value := untransformed(one))
         }
         # Flat parameters put plain views where the parameters were.
         found |= {
@@ -440,7 +442,7 @@ class Watch:
     @guarded
     @torch.no_grad()
     def _on_gradient(self, name: str, is_leaf: bool, gradient: torch.Tensor) -> None:
-        if not self.is_watching or self._stepped:
+        if not self.is_watching or self._stepped or untransformed(gradient) is not gradient:
             return
         if not self._is_backward:
             self._is_backward = True
@@ -626,7 +628,8 @@ class Watch:
 
     @guarded
     def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
-        is_plain = type(value) is torch.Tensor and type(target) is torch.Tensor and not target.is_floating_point()
+        is_plain = all(type(one) is torch.Tensor and untransformed(one) is one for one in (value, target))
+        is_plain = is_plain and not target.is_floating_point()
         if self.is_watching and not self._stepped and is_plain and value.ndim == 0 and value.requires_grad:
             count, tokens = (target != options.get("ignore_index", -100)).sum(), self._tokens
             divisor = count if options.get("reduction", "mean") == "mean" else 1
@@ -776,7 +779,7 @@ class Watch:
         self._finite += [(what, one) for one in torch.aminmax(ordered(tensor))]
 
     def _take_batch(self, inputs: Any) -> None:
-        found = list(tensors_of(inputs))
+        found = list(readable_of(inputs))
         self._wants_batch = not found
         if not found:
             return
@@ -790,7 +793,7 @@ class Watch:
 
     def _take_divided(self, inputs: Any) -> None:
         """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
-        if (first := next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)) is not None:
+        if (first := next((one for one in readable_of(inputs) if isinstance(one, DTensor)), None)) is not None:
             is_copy = all(placement.is_replicate() for placement in first.placements)
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
