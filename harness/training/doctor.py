@@ -23,6 +23,7 @@ from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import (
     DATA,
+    bypassed_by,
     groups_of,
     hooks_of,
     places_of_flat,
@@ -187,11 +188,13 @@ class Doctor(Watching):
             place = self._watch.place(name, parameter)
             box, mesh = (None, ()) if place is None else (place.box, place.mesh)
             found[name] = (box, mesh, tuple(own))
+        wrappers = wrappers_of(models)
         return Start(
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
+            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers,
+            bypassed=() if wrappers else bypassed_by(models),
             constant=_constant(parameters),
         )  # fmt: skip
 

@@ -28,6 +28,7 @@ class Start:
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
         hooks: the names of functions that reduce gradients in the place of the wrapper's own.
         wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
+        bypassed: the names of wrappers around the model that the loop does not call.
         constant: the names of parameters of which it holds one value alone, such as zeros.
     """
 
@@ -39,6 +40,7 @@ class Start:
     flat: dict[str, tuple[int, tuple[int, ...]]]
     hooks: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
+    bypassed: tuple[str, ...] = ()
     constant: frozenset[str] = frozenset()
 
 
@@ -133,7 +135,7 @@ class Evidence:
     def reduces_nothing(self) -> bool:
         """Whether no wrapper and no mesh reduces gradients, and ranks are not seen to sum anything themselves."""
         phases = ("backward", "between", "step")
-        is_named = any(start.groups.named or start.replicated for start in self.starts)
+        is_named = any(start.groups.named or start.replicated or start.bypassed for start in self.starts)
         return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
 
     @functools.cached_property

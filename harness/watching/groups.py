@@ -96,6 +96,16 @@ def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
     return (*found, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
 
 
+def bypassed_by(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the names of what would reduce gradients of models, if the loop called it, and not the model inside."""
+    roots, found = {id(model) for model in models}, dict[str, None]()
+    for one in gc.get_objects():
+        if issubclass(type(one), nn.Module) and (isinstance(one, DistributedDataParallel) or _is_flat(one)):
+            if id(one) not in roots and any(id(module) in roots for module in one.modules()):
+                found[type(one).__name__] = None
+    return tuple(found)
+
+
 def samplers() -> list[str]:
     """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)"."""
     found = []

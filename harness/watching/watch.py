@@ -187,11 +187,9 @@ class Watch:
         """Remove all hooks and forget everything."""
         for handle in [*self._handles, *self._on_tensors]:
             handle.remove()
-        self._handles.clear()
-        self._on_tensors.clear()
         self._patches.close()
-        self._hooked.clear()
-        self._gathered.clear()
+        for seen in (self._handles, self._on_tensors, self._hooked, self._gathered):
+            seen.clear()
         fingerprints.forget()
 
     def forget_roots(self) -> None:
@@ -353,6 +351,9 @@ class Watch:
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_root:
             self._depth -= 1
+            if self._late and self.is_watching and torch.is_grad_enabled():  # it has no module that began after it
+                self._late = False
+                self._watch_parameters(name, module)
         if self.is_watching and torch.is_grad_enabled():
             for tensor in readable_of(output):
                 self._note_output(f"output of {name or 'the model'!r}", tensor)
@@ -835,8 +836,7 @@ class Watch:
         record.read, record.leaks = self._read, self._leaks
         record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._drops]
         found = [what for (what, _), bad in zip(self._finite, is_wrong, strict=True) if bad]
-        found = found[sum(is_wrong[: self._dropped_outputs]) :]
-        wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
+        wrong = list(dict.fromkeys(found[sum(is_wrong[: self._dropped_outputs]) :]))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
         record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
