@@ -74,6 +74,12 @@ TWINS = {
         "ranks of a tensor-parallel group read other data",
         "manual_seed(SEED + i)", "manual_seed(SEED + i + 100 * rank)", "D9",
     ),
+    "maml_vmap": (
+        "the outer gradients are those of one rank",
+        "dist.all_reduce(parameter.grad)", "dist.broadcast(parameter.grad, 0)", "D11",
+    ),
+    "muon_hooks": ("owners do not send what they step", "dist.broadcast(p.detach(), owner)", "pass", "D1"),
+    "join_few": ("nothing is reduced", "model(x)", "model.module(x)", "D11"),
     "gan_dcgan": ("the discriminator is never zeroed", "    netD.zero_grad()\n", "", "D11"),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,
     bypassed_by,
@@ -127,11 +128,15 @@ class Doctor(Watching):
         #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
         self._apart: list[Finding] = []
         self._are_averaged = False
+        #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
+        self._joining: list[StepRecord | int] | None = None
+        self._patches = contextlib.ExitStack()
         self.findings: list[Finding] = []
 
     # The context ----------------------------------------------------------------------------
 
     def __enter__(self) -> "Doctor":
+        self._patches.enter_context(calls.joins(self._on_join, self._on_joined))
         self._attach(self._models)
         return self
 
@@ -209,10 +214,45 @@ class Doctor(Watching):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
-        records = self._meet(record)
-        if not records:
+        if self._joining is not None:
+            self._joining.append(record)
+        elif records := self._meet(record):
+            self._judge_all(records)
+
+    def _on_join(self) -> None:
+        if not self._is_over:
+            self._joining = []
+
+    def _on_joined(self) -> None:
+        """Judge the steps for which all ranks had a batch: within ``join()`` no rank may wait for another one."""
+        self._guarded(self._watch.end_step)
+        seen, self._joining = self._joining, None
+        if not seen or self._is_over:
             return
-        self._memory[record.step] = [one.memory for one in records]
+        self._guarded(lambda: self._judge_joined(seen))
+
+    def _judge_joined(self, seen: list[StepRecord | int]) -> None:
+        if self._exchange is None:
+            self._join()
+        assert self._exchange is not None
+        for one in seen:
+            if isinstance(one, StepRecord):
+                one.rank = self._exchange.rank
+        every = self._exchange.all(seen)
+        is_alike = len({len(one) for one in every}) == 1
+        for told in zip(*every, strict=False):
+            records = [one for one in told if isinstance(one, StepRecord)]
+            is_alike = is_alike and len(records) in (0, len(told))  # of a step that is skipped there is none
+            if self._is_over or len(records) not in (0, len(told)):
+                break
+            if records:
+                self._judge_all(records)
+        if not self._is_over and not is_alike:
+            self._say("under join() ranks have different numbers of steps: later ones are not watched")
+            self._finish()
+
+    def _judge_all(self, records: list[StepRecord]) -> None:
+        self._memory[records[0].step] = [one.memory for one in records]
         evidence = Evidence(records, self._starts, self._holders)
         self._seen.append(evidence)
         found = [
@@ -287,7 +327,10 @@ class Doctor(Watching):
         return self._world is None or (dist.is_initialized() and dist.group.WORLD is self._world)
 
     def _skip(self, backwards: int) -> None:
-        self._meet(backwards)
+        if self._joining is not None:
+            self._joining.append(backwards)
+        else:
+            self._meet(backwards)
 
     def _settle(self, *, is_last: bool = False) -> None:
         """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
@@ -420,6 +463,7 @@ class Doctor(Watching):
 
     def _detach(self) -> None:
         super()._detach()
+        self._patches.close()
         if self._registered is not None:
             self._registered.close()
         if self._exchange is not None:

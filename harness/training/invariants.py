@@ -118,14 +118,18 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
                 elif len(states - {()}) > 1:  # a rank that has none leaves the work to others
                     apart.setdefault(name, []).append((evidence, members))
     rest = {
-        name: found for name, found in apart.items() if not {_optimizer_of(one, name, sets) for one, sets in found} & divided
+        name: found
+        for name, found in apart.items()
+        if not {_optimizer_of(one, name, sets) for one, sets in found} & divided
     }
     for first in sorted({found[0][0].step for found in rest.values()}):
         now = {name: [one for one in found if one[0].step == first] for name, found in rest.items()}
         sets_of = {name: [members for _, members in found] for name, found in now.items() if found}
         evidence = next(found[0][0] for found in now.values() if found)
         for alike, names in _by_sets(sets_of):
-            line = f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
+            line = (
+                f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
+            )
             yield Finding(("D3",), "S9", first, "optimizer states of replicas differ", (line,), is_open=True)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms.join
 from torch import nn
 
 from shardproof.harness.collectives.announce import METHODS, collective_of
@@ -83,6 +84,32 @@ def observed(observer: Observer) -> Iterator[None]:
         _observers.remove(observer)
         if not _observers:
             _replacements.close()
+
+
+@contextlib.contextmanager
+def joins(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
+    """Call something where ``join()`` begins, in which ranks have different numbers of batches, and where it has ended.
+
+    It ends on all ranks together; one that an exception leaves is none that has ended.
+    """
+    join: Any = torch.distributed.algorithms.join.Join
+    enter, leave = join.__enter__, join.__exit__
+
+    @functools.wraps(enter)
+    def __enter__(self: Any) -> Any:
+        entered()
+        return enter(self)
+
+    @functools.wraps(leave)
+    def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> Any:
+        value = leave(self, kind, error, trace)
+        if error is None:
+            left()
+        return value
+
+    path = f"{join.__module__}.{join.__name__}"
+    with _replaced(f"{path}.__enter__", __enter__), _replaced(f"{path}.__exit__", __exit__):
+        yield
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:

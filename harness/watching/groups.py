@@ -100,9 +100,9 @@ def bypassed_by(models: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the names of what would reduce gradients of models, if the loop called it, and not the model inside."""
     roots, found = {id(model) for model in models}, dict[str, None]()
     for one in gc.get_objects():
-        if issubclass(type(one), nn.Module) and (isinstance(one, DistributedDataParallel) or _is_flat(one)):
-            if id(one) not in roots and any(id(module) in roots for module in one.modules()):
-                found[type(one).__name__] = None
+        is_wrapper = issubclass(type(one), nn.Module) and (isinstance(one, DistributedDataParallel) or _is_flat(one))
+        if is_wrapper and id(one) not in roots and any(id(module) in roots for module in one.modules()):
+            found[type(one).__name__] = None
     return tuple(found)
 
 

@@ -488,7 +488,7 @@ def owned(data, *, begins=0.0, **options):
 def single(data, *, clips=False):
     """A model of one parameter: a number for each rank is between its gradient and the mean of all, if nobody looks."""
     torch.manual_seed(0)
-    model = nn.Linear(6, 3, bias=False)
+    model = nn.Linear(6, 3, bias=False) if clips else nn.Sequential(nn.Linear(6, 3, bias=False))
     if clips:
         fully_shard(model)
 
@@ -610,6 +610,7 @@ def titles(loop, rank: Rank) -> tuple[set[str], set[str]]:
     """The findings and the notes of a loop, each with its checks, without the number of the step."""
     with doctor(on_finding="collect", patience=20) as watching:
         loop(Data(rank.index))
+    assert watching.findings or watching.summary() != "no step was seen"
     told = [(one.is_note, one.render().splitlines()[0].rpartition(": ")[2]) for one in watching.findings]
     return {head for is_note, head in told if not is_note}, {head for is_note, head in told if is_note}
 
@@ -634,6 +635,56 @@ def test_its_broken_twin_is_found(rank: Rank, name):
     loop, finding = BROKEN[name]
     findings, _ = titles(loop, rank)
     assert finding in findings
+
+
+class Summed(torch.autograd.Function):
+    """The sum over ranks, each of which uses it alike."""
+
+    @staticmethod
+    def forward(ctx, values):
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Part(nn.Module):
+    """Columns and then rows of two layers on each rank, and layers of which each rank has a copy."""
+
+    def __init__(self, rank, dropout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last, (up, down) = nn.Linear(6, 3), (torch.randn(8, 6) / 2, torch.randn(6, 8) / 2)
+        self.up, self.down = (nn.Parameter(one.chunk(2, dim)[rank].clone()) for dim, one in ((0, up), (1, down)))
+        self.norm, self.dropout = nn.LayerNorm(6), dropout
+
+    def forward(self, inputs):
+        values = Summed.apply(F.linear(F.linear(self.norm(inputs), self.up).relu(), self.down))
+        return self.last(F.dropout(values, self.dropout))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@world(2)
+def test_copies_beside_parts_of_one_model_are_told_what_they_need(rank: Rank, dropout):
+    """Norms of a part need a sum; what has another mask on each rank needs the same random numbers, and no wrapper."""
+    with doctor(on_finding="collect", patience=20) as watching:
+        model = Part(rank.index, dropout)
+        torch.manual_seed(rank.index)
+        train(model, sgd(model), Data(0))
+    told = {one.title: one for one in watching.findings}
+    (note,) = [one for one in told.values() if "D11" in one.checks and one.is_note]
+    assert any("'norm.weight', 'norm.bias': of one value" in line and "need the sum" in line for line in note.lines)
+    copies = told.get("gradients are not reduced")
+    assert (copies is not None) == bool(dropout)
+    assert copies is None or (
+        "'last.weight'" in copies.lines[0]
+        and "('up', 'down' differ from the start)" in copies.lines[1]
+        and copies.lines[2].startswith("random numbers, as of dropout, must be equal")
+    )
 
 
 def test_each_loop_by_day_is_in_a_table():
