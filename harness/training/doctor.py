@@ -122,6 +122,8 @@ class Doctor(Watching):
         self._holders: dict[str, list[tuple[int, ...]]] = {}
         self._seen: list[Evidence] = []
         self._reduced: list[Reduced] = []
+        #: The steps in which ranks that hold the same elements were to be alike, as gradients were reduced.
+        self._of_replicas: list[Evidence] = []
         self._memory: dict[int, list[int | None]] = {}
         #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
         self._doubts: list[tuple[Evidence, list[Finding]]] = []
@@ -370,6 +372,7 @@ class Doctor(Watching):
         is_wrong = any("D11" in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED) for one in found)
         if not began_apart and not is_wrong:
             found += invariants.check_replicas(evidence)
+            self._of_replicas.append(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
             if not any("D10" in one.checks for one in (*self.findings, *found)):
@@ -389,12 +392,9 @@ class Doctor(Watching):
         return found
 
     def _check_states(self) -> list[Finding]:
-        """Check the states of all steps whose gradients were judged; replicas that differ explain theirs."""
+        """Check the states of all steps in which replicas were to be alike; those that differ explain theirs."""
         is_told = any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings)
-        if is_told or self._are_averaged:
-            return []
-        judged = zip(self._seen, reversed(self._reduced), strict=True)
-        return list(invariants.check_states_ever([one for one, reduced in judged if not reduced.is_skipped]))
+        return [] if is_told or self._are_averaged else list(invariants.check_states_ever(self._of_replicas))
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]

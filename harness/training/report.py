@@ -83,10 +83,9 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
     backwards = max(record.backwards for record in last.records)
     # Of each backward pass the gradients are one part, whatever forwards are in it.
     inside = f" in {count_of(backwards, 'backward pass', 'backward passes')}" if backwards not in (0, forwards) else ""
-    yield (
-        "groups",
-        f"{text}; data: {len(batches)} different microbatches, {forwards} a step on a rank{inside}{inferred}",
-    )
+    count = f"{len(batches)} different microbatches, {forwards} a step on a rank{inside}{inferred}"
+    # A root that is called within torch.func's transforms, or by other means than a forward, shows no inputs.
+    yield "groups", f"{text}; data: {count if batches else 'inputs of the model are not seen'}"
     factors = reduced[0].factors
     if factors and len(factors[0].names) == len(last.trained):
         yield "reduced", f"every gradient is {factors[0].render()}"

@@ -241,7 +241,7 @@ def reduces_in_bfloat16(data):
     train(model, sgd(model), data)
 
 
-def averages(data, *, every=2, wraps=True):
+def averages(data, make=sgd, *, every=2, wraps=True):
     """Local SGD: ranks train apart, and their parameters are averaged now and then."""
     model = perceptron()
     wrapper = DDP(model) if wraps else model
@@ -253,7 +253,7 @@ def averages(data, *, every=2, wraps=True):
                 one.data /= dist.get_world_size()
 
     with wrapper.no_sync() if wraps else contextlib.nullcontext():
-        train(wrapper, sgd(model), data, after=average)
+        train(wrapper, make(model), data, after=average)
 
 
 def redundancy_free(data, hook=None, *, synchronizes=True):
@@ -541,6 +541,8 @@ HEALTHY = {
     "reduce_dtype": (reduces_in_bfloat16, ""),
     "local SGD": (averages, "parameters are averaged, and gradients are not [D11, S2]"),
     "local SGD without a wrapper": (lambda data: averages(data, wraps=False), "gradients are not reduced [D11, S2]"),
+    "each rank by itself": (lambda data: averages(data, adamw, every=9, wraps=False),
+                            "gradients are not reduced [D11, S2]"),
     "ZeRO": (redundancy_free, ""),
     "ZeRO with a hook": (lambda data: redundancy_free(data, rounds_to(torch.bfloat16)), ""),
     "sharded optimizer": (sharded, "gradients are reduced in the optimizer's step, and not judged [D11, S2]"),
