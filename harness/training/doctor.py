@@ -139,6 +139,8 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._guarded(self._watch.end_step)
+        if self._watch.goes_on and not self._is_over:  # with another model, of groups of its own
+            self._say_ended(f"step {self._watch.step}")
         self._finish()
 
     def step_end(self) -> None:
@@ -250,11 +252,7 @@ class Doctor(Watching):
         """
         if not self._are_groups_there:
             # What was noted of the model when training began is of groups of ranks that are gone.
-            which = f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"
-            self._say(
-                f"the loop destroyed its process groups before the end of {which}: this step and later ones "
-                "are not watched"
-            )
+            self._say_ended(f"step {seen.step}" if isinstance(seen, StepRecord) else "a step")
             self._finish()
             return []
         if self._exchange is None:
@@ -275,6 +273,11 @@ class Doctor(Watching):
             # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
             if not isinstance(seen, StepRecord):
                 return []
+
+    def _say_ended(self, which: str) -> None:
+        self._say(
+            f"the loop destroyed its process groups before the end of {which}: this step and later ones are not watched"
+        )
 
     @property
     def _are_groups_there(self) -> bool:

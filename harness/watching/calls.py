@@ -220,7 +220,7 @@ def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) -> Callable[..., Any]:
     @functools.wraps(method)
     def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if depth[0] == 0:
+        if depth[0] == 0 and _has_ranks(group):
             collective = collective_of(group, kind, args, kwargs)
             for one in list(_observers):
                 one.on_collective(collective)
@@ -231,6 +231,14 @@ def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) 
             depth[0] -= 1
 
     return issue
+
+
+def _has_ranks(group: dist.ProcessGroup) -> bool:
+    """Whether torch knows the ranks of a group; one that was destroyed still works for whoever holds it."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
 
 
 @contextlib.contextmanager

@@ -138,6 +138,8 @@ class Watch:
         self._late = False
         #: The optimizers that have stepped and have none of the parameters of the roots, by the names of their classes.
         self.strangers: dict[str, None] = {}
+        #: Whether all process groups were destroyed, and whether such an optimizer has stepped since then.
+        self._has_ended = self.goes_on = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
@@ -592,6 +594,7 @@ class Watch:
         is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
         self._is_for_others = self._is_for_others or (is_it and bool(self._backwards))
         self.strangers |= {type(optimizer).__name__: None} if is_it else {}
+        self.goes_on = self.goes_on or (is_it and self._has_ended)
         return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -659,6 +662,7 @@ class Watch:
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
         self.end_step()
+        self._has_ended = True
 
     # Parts of a record ----------------------------------------------------------------------
 
