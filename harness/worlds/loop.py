@@ -164,6 +164,9 @@ def _start(spec: RankSpec) -> RankState:
     # Compiled code of this world alone: a rank that is killed while it writes to a cache leaves half a file or a lock,
     # and what one torch has compiled another one may load.
     os.environ.update({name: f"{spec.directory}/compiled/{folder}" for name, folder in _COMPILE_CACHES.items()})
+    if private.find(cache := "torch._dynamo.package.DynamoCache._path_prefix") is not None:
+        # The forkserver's import has chosen another.
+        private.put(cache, os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "dynamo"))
     dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)

@@ -146,7 +146,7 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
     result = run(CASE.format(body=body), "--report", "run.json")
     result.stdout.fnmatch_lines(["*ValueError: begin xxx*", "... 99* characters left out ...", "*xxx end of rank 0"])
     (case,) = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
-    assert MOST_OF_A_RANK < len(case["failure"]["text"]) < MOST_CHARACTERS
+    assert MOST_OF_A_RANK - 256 < len(case["failure"]["text"]) < MOST_CHARACTERS  # less the calls before it
     assert len(result.stdout.str()) < 2 * MOST_CHARACTERS
 
 
