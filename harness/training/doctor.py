@@ -192,7 +192,7 @@ class Doctor(Watching):
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
-            constant=_constant(parameters),
+            constant=_constant(parameters), seed=torch.initial_seed(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
