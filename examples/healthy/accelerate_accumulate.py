@@ -12,7 +12,7 @@ set_seed(SEED)
 network = GPT()
 optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
-batches = DataLoader(text(), batch_size=8 // accelerator.num_processes, shuffle=True)
+batches = DataLoader(text(), batch_size=8 // accelerator.num_processes)
 model, optimizer, batches, scheduler = accelerator.prepare(network, optimizer, batches, scheduler)
 
 for i, (inputs, labels) in enumerate(batches):

@@ -677,8 +677,8 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
-        lines = (line, *_why_never(records, never))
-        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", lines)
+        told = (line, *_why_never(records, never))
+        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", told)
 
 
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:

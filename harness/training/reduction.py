@@ -101,6 +101,10 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         fits = _Fits(found.sums[name])
         outcome = [_judge(evidence, name, record.rank, own, fits, tolerance, earlier) for record in evidence.records]
         known = [one for one in outcome if one is not None]
+        is_returned = any(name in record.returned for record in evidence.records)
+        if is_returned and any(one[0] not in ("S1", "S2", "S3") for one in known):
+            found.unseen[name] = "not judged, as user code makes it of what torch.autograd.grad() returns"
+            continue
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
                 found.unseen[name] = "it is not known, or user code did more than scale it after backward"

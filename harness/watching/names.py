@@ -131,6 +131,16 @@ def device_of(inputs: Any) -> str:
     return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
 
 
+def is_its_own(value: torch.Tensor | None) -> bool:
+    """Whether what a module has as a parameter is one, or FSDP1's view of a flat one.
+
+    Else user code computes with other tensors under the names of parameters, as ``functional_call()`` does.
+    """
+    if value is None or isinstance(value, nn.Parameter):
+        return value is not None
+    return value._base is not None and value._base.is_leaf
+
+
 def is_view(value: torch.Tensor) -> bool:
     """Whether a tensor is a view that can be used: one of an earlier forward may not even be asked."""
     try:

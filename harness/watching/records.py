@@ -107,6 +107,8 @@ class StepRecord:
     own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
     # The same before hooks of user code on the parameter, where it has some.
     given: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
+    # Of these names, those whose gradients torch.autograd.grad() returned: user code makes of them what it will.
+    returned: list[str] = dataclasses.field(default_factory=list)
     # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
     off: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
     # How many backward passes of the step had ended at each call of ``zero_grad()`` since the step before.

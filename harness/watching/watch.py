@@ -42,6 +42,7 @@ from shardproof.harness.watching.names import (
     inner_of,
     is_compiled,
     is_gathered,
+    is_its_own,
     is_view,
     modules_of,
     name_of,
@@ -52,7 +53,7 @@ from shardproof.harness.watching.names import (
     without_turn,
 )
 from shardproof.harness.watching.optimizers import seen_of
-from shardproof.harness.watching.pending import Pending, digest, last_number, ordered, readable
+from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
@@ -65,9 +66,6 @@ from shardproof.harness.watching.records import (
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
-
-#: The most elements of own gradients that are kept until others can be read with them.
-_MOST_WAITING = 1 << 22
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
@@ -240,10 +238,7 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._own: dict[str, list[tuple[int, Pending]]] = {}
-        self._given: dict[str, list[tuple[int, Pending]]] = {}
-        self._waiting: list[Pending] = []
-        self._waiting_numel = 0
+        self._own, self._given = OwnGradients(), OwnGradients()
         self._after_backward: dict[str, Pending] = {}
         self._at_step: dict[str, Pending] = {}
         self._unplaced: set[str] = set()
@@ -411,7 +406,9 @@ class Watch:
             self._sink(event, fingerprints.strided(local_of(tensor).detach()))
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
-        found: dict[str, torch.Tensor | None] = dict(module._parameters)
+        found: dict[str, torch.Tensor | None] = {
+            last: value for last, value in module._parameters.items() if is_its_own(value)
+        }
         # Flat parameters put plain views where the parameters were.
         found |= {
             last: value
@@ -430,12 +427,16 @@ class Watch:
                 self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
             # Before hooks of user code, which may change it, and after them.
-            self._on_tensors += before_others(value, functools.partial(self._on_gradient, full, True))
-            self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full, False)))
+            hook = functools.partial(self._on_gradient, full, value.is_leaf)
+            self._on_tensors += before_others(value, functools.partial(hook, True))
+            self._on_tensors.append(value.register_hook(functools.partial(hook, False)))
+            if value.is_leaf:
+                hook = functools.partial(self._on_accumulated, full)
+                self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
     @guarded
     @torch.no_grad()
-    def _on_gradient(self, name: str, is_given: bool, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, name: str, is_leaf: bool, is_given: bool, gradient: torch.Tensor) -> None:
         if not self.is_watching or self._stepped:
             return
         if not self._is_backward:
@@ -450,23 +451,16 @@ class Watch:
             self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
-        pending = Pending(local, layout)
-        (self._given if is_given else self._own).setdefault(name, []).append((self._backwards, pending))
+        own = self._given if is_given else self._own
+        pending = own.add(name, self._backwards, local, layout, is_returned=is_leaf)
         if not is_given:
             self._finite.append((f"gradient of {name!r} before its reduction", pending))
-        if not fingerprints.is_small(local):
-            digest([pending])
-            return
-        # Small ones are read together; until then they are kept, whatever becomes of the gradient.
-        pending.tensor = local.clone()
-        self._waiting.append(pending)
-        self._waiting_numel += local.numel()
-        if self._waiting_numel > _MOST_WAITING:
-            self._digest_waiting()
 
-    def _digest_waiting(self) -> None:
-        digest(self._waiting)
-        self._waiting, self._waiting_numel = [], 0
+    @guarded
+    def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
+        if self.is_watching and not self._stepped:
+            self._own.accumulate(name)
+            self._given.accumulate(name)
 
     @guarded
     @torch.no_grad()
@@ -478,7 +472,8 @@ class Watch:
             return
         self._is_backward = self._is_late = False
         self._backwards += 1
-        self._digest_waiting()
+        self._own.digest()
+        self._given.digest()
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
             self._left.end_backward(self.parameters())
@@ -806,7 +801,8 @@ class Watch:
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
     def _record(self) -> StepRecord:
-        self._digest_waiting()  # an optimizer may step in the middle of a backward
+        self._own.digest()  # an optimizer may step in the middle of a backward
+        self._given.digest()
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -817,8 +813,9 @@ class Watch:
         record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
         of_parts = iter(host_rows([one for one in self._divided if one is not None]))
         record.divided = [None if one is None else next(of_parts) for one in self._divided]
-        both = ((record.own, self._own), (record.given, self._given))
-        pending = [(to, name, *part) for to, mine in both for name, parts in mine.items() for part in parts]
+        pending = [(record.own, *one) for one in self._own.counted()]
+        record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
+        pending += [(record.given, *one) for one in self._given.counted()]
         every = [one for *_, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
             Gradient(one.layout.box, one.layout.pending, mark, one.dtype)

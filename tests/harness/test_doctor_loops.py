@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -406,6 +407,66 @@ def held_back(data):
     train(model, HoldsOne(model.parameters(), lr=0.1), data)
 
 
+# Gradients that torch.autograd.grad() returns
+
+
+def fast_weights(model, loss, *, order):
+    """An inner step of meta-learning; of the first order its weights are leaves of their own."""
+    weights = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=order == 2)
+    moved = {name: one - 0.1 * grad for (name, one), grad in zip(weights.items(), gradients, strict=True)}
+    return moved if order == 2 else {name: one.detach().requires_grad_() for name, one in moved.items()}
+
+
+def meta_learning(data, order):
+    """Gradients are reduced by hand; of the first order those of the inner weights are."""
+    model = perceptron()
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        fast = fast_weights(model, F.cross_entropy(model(inputs[:4]), labels[:4]), order=order)
+        F.cross_entropy(functional_call(model, fast, (inputs[4:],)), labels[4:]).backward()
+        for name, one in model.named_parameters():
+            one.grad = fast[name].grad if order == 1 else one.grad
+        reduces_by_hand(model)
+        optimizer.step()
+
+
+def penalized(data, *, reduces=True):
+    """The norm of the gradient of all parameters is a part of the loss."""
+    model = perceptron()
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + 0.1 * sum(one.square().sum() for one in gradients)).backward()
+        reduces_by_hand(model, loses=not reduces)
+        optimizer.step()
+
+
+def returned(data, *, microbatches=1, reduces=True):
+    """The loop puts what is returned into ``.grad`` itself."""
+    model = perceptron()
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for inputs, labels in (data.batch() for _ in range(microbatches)):
+            loss = F.cross_entropy(model(inputs), labels)
+            for one, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                one.grad = gradient if one.grad is None else 0.5 * one.grad + gradient
+        reduces_by_hand(model, loses=not reduces)
+        optimizer.step()
+
+
+def reduces_by_hand(model, *, loses=False):
+    for one in model.parameters():
+        if loses:
+            dist.broadcast(one.grad, 0)
+        else:
+            dist.all_reduce(one.grad.div_(dist.get_world_size()))
+
+
 #: Healthy loops: the notes that are printed, by check.
 HEALTHY = {
     "closure": (closures, ""),
@@ -444,6 +505,11 @@ HEALTHY = {
     "layer drop": (lambda data: layered(data, idle=[1]), "modules have no turn [D5, S10]"),
     "GAN": (adversaries, ""),
     "distillation": (distilled, ""),
+    "meta-learning": (lambda data: meta_learning(data, 2), ""),
+    "meta-learning of the first order": (lambda data: meta_learning(data, 1), ""),
+    "gradient penalty": (penalized, ""),
+    "returned gradients": (returned, ""),
+    "returned gradients of microbatches": (lambda data: returned(data, microbatches=3), ""),
 }  # fmt: skip
 
 #: Loops with a mistake, and the finding.
@@ -477,6 +543,10 @@ BROKEN = {
                            "parameters have different factors [D12, S1]"),
     "detached layer": (lambda data: layered(data, detached=[1]), "parameters get no gradient [D5, S10]"),
     "GAN never zeroed": (lambda data: adversaries(data, zeroes="never"), "gradients are never zeroed [D11, S4]"),
+    "gradient penalty loses a rank": (lambda data: penalized(data, reduces=False),
+                                      "gradients are not reduced [D11, S2]"),
+    "returned gradients lose a rank": (lambda data: returned(data, reduces=False),
+                                       "gradients are not reduced [D11, S2]"),
 }  # fmt: skip
 
 #: Of each class one pair is trained by day.
