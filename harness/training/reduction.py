@@ -376,6 +376,9 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
         and not any(record.parameters[name].mesh for name in names if name in record.parameters)
     ):
         found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
+    if not found and evidence.starts[0].is_uncalled:
+        found.append("seen: DistributedDataParallel around the module that the loop calls: call the wrapper, which "
+                     "reduces")  # fmt: skip
     if not found and not any(evidence.starts[0].wrappers):
         found.append("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
                      "call the wrapped module, or reduce gradients by hand")  # fmt: skip

@@ -130,8 +130,10 @@ class Watch:
         #: Those that have ended inside of another's step.
         self._ended: list[torch.optim.Optimizer] = []
         self._late = False
-        #: The optimizers that have stepped and have none of the parameters of the roots, by the names of their classes.
-        self.strangers: dict[str, None] = {}
+        #: The optimizers that have stepped and have none of the parameters of the roots: the names of their classes,
+        #: with the last step in which each did, and whether the process groups were destroyed by then.
+        self.strangers: dict[str, tuple[int, bool]] = {}
+        self._are_destroyed = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
@@ -594,7 +596,7 @@ class Watch:
         live = {id(one) for _, one in self.parameters()}
         is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
         self._for_others = self._backwards if is_it else self._for_others
-        self.strangers |= {type(optimizer).__name__: None} if is_it else {}
+        self.strangers |= {type(optimizer).__name__: (self.step, self._are_destroyed)} if is_it else {}
         return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -665,6 +667,7 @@ class Watch:
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
         self.end_step()
+        self._are_destroyed = True
 
     # Parts of a record ----------------------------------------------------------------------
 
