@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
 
 from shardproof.__main__ import main
 from shardproof.harness.parity.rank import Rank
@@ -345,6 +346,36 @@ def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, s
     assert len(load_run(tmp_path / "run.json").cases) == 17
     if "model" not in what or "build" in what:
         assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
+
+
+def without_gradients(layer, inputs):
+    with torch.no_grad():
+        return layer(inputs)
+
+
+#: How a layer is called that gets no gradient, and what is seen of it.
+CUT = {
+    "no_grad": (without_gradients, "runs with gradients disabled: under no_grad(), or in a reentrant checkpoint"),
+    "checkpoint": (lambda layer, inputs: checkpoint(layer, inputs, use_reentrant=True), "runs with gradients disabled"),
+    "detached": (lambda layer, inputs: layer(inputs).detach(), "runs with gradients enabled: what it returns is "),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_of_a_layer_without_a_gradient_it_is_said_whether_it_computes_with_gradients(name, traces):
+    call, said = CUT[name]
+
+    class Cut(nn.Sequential):
+        def forward(self, inputs):
+            return self[2](call(self[0], inputs).tanh())
+
+    model = Cut(*net())
+    with doctor(model, optimizer := sgd(model), on_finding="collect", steps=[0]) as watching:
+        train(model, optimizer, steps=1)
+    (found,) = [one for one in watching.findings if one.title == "parameters get no gradient"]
+    assert found.lines[0].startswith("'0.weight', '0.bias' get no gradient")
+    assert found.lines[1].startswith(f"seen: the forward of their modules {said}")
 
 
 @pytest.mark.sampled
