@@ -231,6 +231,22 @@ class Evidence:
         is_one = factors and max(factors) - min(factors) <= 1e-3 * abs(factors[0])
         return factors[0] if is_one else 1.0
 
+    def data_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with which a rank shares groups of data-parallel ranks, itself among them."""
+        members = (self.starts[one].groups for one in range(len(self.records)))
+        sets = _joined(range(len(self.records)), (own.named[name] for own in members for name in own.data))
+        return next(one for one in sets if rank in one)
+
+    def computed(self, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a gradient at the optimizer's step and the sum of what the rank and its data-parallel peers computed.
+
+        As vectors; None where one of them is not known.
+        """
+        peers = self.data_peers(rank)
+        parts = [vector_of(one) for peer in peers for _, one in self.records[peer].own.get(name, [])]
+        seen = self._assembled(name, rank, "at_step", peers) if name in self.records[rank].at_step else None
+        return None if seen is None or not parts else (seen, torch.stack(parts).sum(0))
+
     def assembled(self, name: str, rank: int, stage: str) -> torch.Tensor | None:
         """Return the vector of a reduced gradient as a rank has it, from the parts that its peers hold; None without.
 

@@ -140,16 +140,18 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
         for rank, vector in seen.items():
             factor, rest = fit(vector, seen[members[0]])
             ratios.add(f"{factor:.4g}" if rest < _SAME else "")
-            parts = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
-            are_seen &= bool(parts)
-            are_own &= bool(parts) and fit(vector, torch.stack(parts).sum(0))[1] < _SAME
+            both = evidence.computed(name, rank)
+            are_seen &= both is not None
+            are_own &= both is not None and fit(*both)[1] < _SAME
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
     if not are_own:
         return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
-    lines = [f"each rank has what it computed itself: if ranks compute parts of it, the sum over {over} is missing"]
+    is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
+    itself = f"what it computed itself{', reduced over its data-parallel ranks' if is_reduced else ''}"
+    lines = [f"each rank has {itself}: if ranks compute parts of it, the sum over {over} is missing"]
     if evidence.records[members[0]].has_dropout:
         lines.append(f"dropout is on: if ranks compute the same, their random numbers must be equal over {over}")
     return lines

@@ -529,6 +529,22 @@ def test_a_factor_of_a_hook_of_a_parameter_is_one_of_its_layer():
     assert render(made, "reduction") == []
 
 
+def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone():
+    """Each has the mean of its own and of its data-parallel peer's, where the sum over the others is missing."""
+    made = Made(sharded=False, tensors_over="tp")
+    for rank, record in enumerate(made.records):
+        made.parts[rank] = [{n: one + rank % 2 * one.roll(1) for n, one in part.items()} for part in made.parts[rank]]
+        record.own = {n: [(m, gradient(made.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
+    made.reduce(lambda name, rank: made.sum(name, [rank, (rank + 2) % 4]) / 2)
+    made.put("w", [1, 3], after=(9,))
+    made.put("b", [1, 3], after=(9,))
+    (text,) = render(made, "replicas")
+    assert "each rank has what it computed itself, reduced over its data-parallel ranks: if ranks" in text
+    for record in made.records:
+        record.at_step = {name: gradient(torch.randn(shape)) for name, shape in SHAPES.items()}
+    assert "they are not what a rank computed itself" in render(made, "replicas")[0]
+
+
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do."""
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in (invariants, reduction)]
