@@ -58,7 +58,8 @@ CHECKED = {
     "g01_divided_twice": (
         "step", ("parallelize", "data"),
         ("gradient of 'tokens.weight' in the first step", "every gradient is exactly 0.2500 x the reference's (9 of 9",
-         "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)", "multiply it by 4"),
+         "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)",
+         "multiply it by the size of dp (4 here, and 1 on one rank)"),
     ),
     "g05_means_of_means": (
         "step", ("parallelize", "data"),
