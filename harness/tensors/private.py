@@ -110,6 +110,7 @@ NAMES = tuple(
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),
+        ("Tensor._backward_hooks", "gradients before hooks of user code", "the doctor does not see them"),
         ("Tensor._make_wrapper_subclass", "tensors with hooks of the all-gather", _UNMET),
         ("autograd._unsafe_preserve_version_counter", "tensors with hooks of the all-gather", _UNMET),
         ("distributed.optim.apply_optimizer_in_backward._apply_optimizer_in_backward", "optimizers in backward",

@@ -23,6 +23,7 @@ from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import (
     DATA,
+    are_uncalled,
     groups_of,
     hooks_of,
     places_of_flat,
@@ -38,6 +39,8 @@ from shardproof.harness.watching.watch import LayoutOf, Watch
 from shardproof.harness.watching.watching import Watching
 
 CHECKS = tuple(f"D{number}" for number in range(1, 18))
+
+_GONE = "the loop destroyed its process groups before the end of {}: this step and later ones are not watched"
 
 OnFinding = Literal["raise", "warn", "collect"]
 
@@ -139,8 +142,8 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._guarded(self._watch.end_step)
-        if self._watch.goes_on and not self._is_over:  # with another model, of groups of its own
-            self._say_ended(f"step {self._watch.step}")
+        if self._seen and not self._is_over:
+            self._say_if_not_watched()
         self._finish()
 
     def step_end(self) -> None:
@@ -194,7 +197,7 @@ class Doctor(Watching):
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
-            constant=_constant(parameters),
+            is_uncalled=are_uncalled(models), constant=_constant(parameters), seed=torch.initial_seed(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class Doctor(Watching):
         """
         if not self._are_groups_there:
             # What was noted of the model when training began is of groups of ranks that are gone.
-            self._say_ended(f"step {seen.step}" if isinstance(seen, StepRecord) else "a step")
+            self._say(_GONE.format(f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"))
             self._finish()
             return []
         if self._exchange is None:
@@ -273,11 +276,6 @@ class Doctor(Watching):
             # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
             if not isinstance(seen, StepRecord):
                 return []
-
-    def _say_ended(self, which: str) -> None:
-        self._say(
-            f"the loop destroyed its process groups before the end of {which}: this step and later ones are not watched"
-        )
 
     @property
     def _are_groups_there(self) -> bool:
@@ -379,6 +377,18 @@ class Doctor(Watching):
                 self._say(self.summary())
             self._write_report()
         self._detach()
+
+    def _say_if_not_watched(self) -> None:
+        """Say why steps that should be watched were not, where the loop has gone on with another model."""
+        last = self._seen[-1].step
+        others = {kind: is_after for kind, (step, is_after) in self._watch.strangers.items() if step > last}
+        if any(others.values()):
+            self._say(_GONE.format(f"step {last + 1}"))
+        elif others:
+            model = self._starts[0].model
+            kinds = " and ".join(others)
+            self._say(f"steps after {last} are not watched: {kinds} stepped, and has none of the parameters of the "
+                      f"{model} that was watched")  # fmt: skip
 
     def _abandon(self, error: BaseException) -> None:
         self._add(self._take_waiting(), may_raise=False)

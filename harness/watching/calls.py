@@ -220,10 +220,12 @@ def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) -> Callable[..., Any]:
     @functools.wraps(method)
     def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if depth[0] == 0 and _has_ranks(group):
-            collective = collective_of(group, kind, args, kwargs)
-            for one in list(_observers):
-                one.on_collective(collective)
+        if depth[0] == 0:
+            # Of a group that the loop has destroyed nobody knows the ranks; a model may go on with it.
+            with contextlib.suppress(KeyError):
+                collective = collective_of(group, kind, args, kwargs)
+                for one in list(_observers):
+                    one.on_collective(collective)
         depth[0] += 1
         try:
             return method(group, *args, **kwargs)
@@ -231,14 +233,6 @@ def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) 
             depth[0] -= 1
 
     return issue
-
-
-def _has_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether torch knows the ranks of a group; one that was destroyed still works for whoever holds it."""
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError):
-        return False
 
 
 @contextlib.contextmanager

@@ -96,6 +96,11 @@ def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
     return (*found, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
 
 
+def are_uncalled(models: Sequence[nn.Module]) -> bool:
+    """Whether DDP wraps a model that the loop calls itself."""
+    return any(_around(models))
+
+
 def samplers() -> list[str]:
     """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)"."""
     found = []
@@ -163,6 +168,15 @@ def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
         for _, module in modules_of(model):
             if isinstance(module, DistributedDataParallel) or _is_flat(module):
                 yield module
+    yield from _around(models)
+
+
+def _around(models: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
+    """Yield the wrappers by DDP of which a model is the module: the loop calls what is in them, and not them."""
+    mine = {id(model) for model in models}
+    for one in gc.get_objects():
+        if issubclass(type(one), DistributedDataParallel) and id(one._modules.get("module")) in mine:
+            yield one
 
 
 def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:
