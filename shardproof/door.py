@@ -46,8 +46,8 @@ MOST_OF_TOML = 1 << 20
 MOST_OF_A_LINE = 1 << 24
 """Bytes of one line of a file that is read line by line."""
 
-MOST_LINES = 1 << 23
-"""Lines of such a file."""
+MOST_LINES = 1 << 21
+"""Lines of such a file, of which a kB each may be kept: a rank of a recording has one for each tensor of its steps."""
 
 _MOST_OF_A_MESSAGE = 1000
 
