@@ -232,7 +232,7 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
 
 
 @contract("FROZEN-6")
-@needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
+@needs(Capability.REGISTERED_STATE, Capability.PARAM_DTYPE)
 def test_frozen_integers(rank: Rank) -> None:
     """A frozen integer parameter keeps its values next to others that are cast to a compute dtype."""
     # They have even numbers of elements in bfloat16, which are no multiples of eight bytes.
@@ -274,7 +274,7 @@ def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
 
 
 @contract("FROZEN-6")
-@needs(Capability.REGISTERED_STATE, Capability.MIXED_PRECISION)
+@needs(Capability.REGISTERED_STATE, Capability.PARAM_DTYPE)
 def test_trainable_of_another_dtype(rank: Rank) -> None:
     """A trainable parameter of a second dtype is refused before anything is sent, or has a gradient of that dtype."""
     model, batch = shapes.Spoiled(torch.randn(3, dtype=torch.float64)), rank.batch(0, (4, 9))
