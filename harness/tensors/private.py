@@ -77,6 +77,13 @@ NAMES = tuple(
          "gathered ones are taken for the model's own"),
         ("Tensor._base", "telling views of FSDP1's flat parameters from other tensors in their places",
          "the doctor does not run"),
+        *(
+            (path, "watching what torch.func transforms", "the doctor may not run within vmap()")
+            for path in (
+                "_C._functorch.peek_interpreter_stack", "_C._functorch.is_functorch_wrapped_tensor",
+                "_C._functorch.get_unwrapped", "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+            )
+        ),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),
