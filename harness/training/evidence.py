@@ -138,7 +138,7 @@ class Evidence:
     def reduces_nothing(self) -> bool:
         """Whether no wrapper and no mesh reduces gradients, and ranks are not seen to sum anything themselves."""
         phases = ("backward", "between", "step")
-        is_named = any(start.groups.named or start.replicated or start.bypassed for start in self.starts)
+        is_named = any(start.groups.named or start.replicated for start in self.starts)
         return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
 
     @functools.cached_property

@@ -380,13 +380,13 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
     ):
         found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
     if not found and (around := evidence.starts[0].bypassed):
-        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: call "
-                     "it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
+        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
+                     "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
     parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
     if not found and parts and len({tuple(one.batches) for one in evidence.records}) == 1:
         return [
-            f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have other "
-            "gradients of their copies:",
+            f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
+            "other gradients of their copies:",
             "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed",
         ]
     if not found and not any(evidence.starts[0].wrappers):
