@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.harness.inner import ROOT, python, torchrun
+from tests.harness import forked
+from tests.harness.inner import ROOT, python
 
 EXAMPLES = ROOT / "examples"
 
@@ -58,7 +59,8 @@ CHECKED = {
     "g01_divided_twice": (
         "step", ("parallelize", "data"),
         ("gradient of 'tokens.weight' in the first step", "every gradient is exactly 0.2500 x the reference's (9 of 9",
-         "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)", "multiply it by 4"),
+         "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)",
+         "multiply it by the size of dp (4 here, and 1 on one rank)"),
     ),
     "g05_means_of_means": (
         "step", ("parallelize", "data"),
@@ -77,11 +79,11 @@ LOOPS["fsdp2-bf16"] = ["--bf16", "--clip", "hand"]
 
 
 def _watched(
-    *arguments: str | pathlib.Path, command: Sequence[str | pathlib.Path] = ("doctor", "--strict"), ranks: int = 4
+    script: pathlib.Path, *arguments: str, command: Sequence[str] = ("doctor", "--strict"), ranks: int = 4
 ) -> tuple[int, str]:
     """The exit code of ranks whose script is watched by a command, and what they print."""
-    done = torchrun(ranks, "-m", "shardproof", *command, *arguments)
-    return done.returncode, done.stdout + done.stderr
+    ran = forked.run(script, ranks, *arguments, command=command)
+    return int(not ran.is_complete), ran.text
 
 
 def _assert_says(text: str, words: Sequence[str]) -> None:
@@ -161,7 +163,7 @@ def test_each_script_has_what_is_said_of_it() -> None:
 def test_a_comparison_with_a_healthy_recording_names_the_mistake(name: str, tmp_path: pathlib.Path) -> None:
     script, (ranks, first, *said) = EXAMPLES / "incidents" / f"{name}.py", COMPARED[name]
     for out, count, arguments in (("ref", ranks, ["healthy"]), ("healthy", 4, ["healthy"]), ("mistake", 4, [])):
-        code, text = _watched(script, *arguments, command=["record", "--out", tmp_path / out], ranks=count)
+        code, text = _watched(script, *arguments, command=["record", "--out", str(tmp_path / out)], ranks=count)
         assert code == 0, text
     code, text = _shardproof("compare", tmp_path / "ref", tmp_path / "healthy")
     assert code == 0 and "no divergence" in text, text

@@ -75,6 +75,8 @@ NAMES = tuple(
          "where parts of FSDP1's flat parameters lie", "the doctor watches no FSDP1"),
         ("distributed.fsdp.FSDPModule._get_fsdp_state", "the sharded parameters of units that are gathered",
          "gathered ones are taken for the model's own"),
+        ("Tensor._base", "telling views of FSDP1's flat parameters from other tensors in their places",
+         "the doctor does not run"),
         *(
             (path, "watching what torch.func transforms", "the doctor may not run within vmap()")
             for path in (
@@ -115,12 +117,15 @@ NAMES = tuple(
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),
+        ("Tensor._backward_hooks", "gradients before hooks of user code", "the doctor does not see them"),
         ("Tensor._make_wrapper_subclass", "tensors with hooks of the all-gather", _UNMET),
         ("autograd._unsafe_preserve_version_counter", "tensors with hooks of the all-gather", _UNMET),
         ("distributed.optim.apply_optimizer_in_backward._apply_optimizer_in_backward", "optimizers in backward",
          _UNMET),
         ("_amp_foreach_non_finite_check_and_unscale_", "loss scaling with offloaded gradients", _UNMET),
         ("_dynamo", "starting ranks fast", "each of them imports it later"),
+        ("_dynamo.package.DynamoCache._path_prefix", "precompiled code of a world apart from others'",
+         "a case that precompiles is not apart"),
         ("_dynamo.backends.registry.lookup_backend", "cases of torch.compile", _UNMET),
         ("_C._current_graph_task_id", "counting recomputations", _UNMET),
         ("UntypedStorage._new_with_weak_ptr", "a census of the memory of units", _UNMET),

@@ -41,6 +41,8 @@ from shardproof.harness.watching.watching import Watching
 
 CHECKS = tuple(f"D{number}" for number in range(1, 18))
 
+_GONE = "the loop destroyed its process groups before the end of {}: this step and later ones are not watched"
+
 OnFinding = Literal["raise", "warn", "collect"]
 
 
@@ -147,6 +149,8 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._guarded(self._watch.end_step)
+        if self._seen and not self._is_over:
+            self._say_if_not_watched()
         self._finish()
 
     def step_end(self) -> None:
@@ -195,14 +199,12 @@ class Doctor(Watching):
             place = self._watch.place(name, parameter)
             box, mesh = (None, ()) if place is None else (place.box, place.mesh)
             found[name] = (box, mesh, tuple(own))
-        wrappers = wrappers_of(models)
         return Start(
             groups=groups, bits=found, replicated=replicated_ranks(models),
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers,
-            bypassed=() if wrappers else bypassed_by(models),
-            constant=_constant(parameters),
+            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
+            bypassed=bypassed_by(models), constant=_constant(parameters), seed=torch.initial_seed(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -295,11 +297,7 @@ class Doctor(Watching):
         """
         if not self._are_groups_there:
             # What was noted of the model when training began is of groups of ranks that are gone.
-            which = f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"
-            self._say(
-                f"the loop destroyed its process groups before the end of {which}: this step and later ones "
-                "are not watched"
-            )
+            self._say(_GONE.format(f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"))
             self._finish()
             return []
         if self._exchange is None:
@@ -431,6 +429,18 @@ class Doctor(Watching):
                 self._say(self.summary())
             self._write_report()
         self._detach()
+
+    def _say_if_not_watched(self) -> None:
+        """Say why steps that should be watched were not, where the loop has gone on with another model."""
+        last = self._seen[-1].step
+        others = {kind: is_after for kind, (step, is_after) in self._watch.strangers.items() if step > last}
+        if any(others.values()):
+            self._say(_GONE.format(f"step {last + 1}"))
+        elif others:
+            model = self._starts[0].model
+            kinds = " and ".join(others)
+            self._say(f"steps after {last} are not watched: {kinds} stepped, and has none of the parameters of the "
+                      f"{model} that was watched")  # fmt: skip
 
     def _abandon(self, error: BaseException) -> None:
         self._add(self._take_waiting(), may_raise=False)

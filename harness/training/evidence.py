@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
 
@@ -30,6 +31,7 @@ class Start:
         wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
         bypassed: the names of wrappers around the model that the loop does not call.
         constant: the names of parameters of which it holds one value alone, such as zeros.
+        seed: that of torch's random numbers.
     """
 
     groups: Groups
@@ -42,6 +44,7 @@ class Start:
     wrappers: tuple[str, ...] = ()
     bypassed: tuple[str, ...] = ()
     constant: frozenset[str] = frozenset()
+    seed: int = 0
 
 
 @dataclasses.dataclass
@@ -135,7 +138,7 @@ class Evidence:
     def reduces_nothing(self) -> bool:
         """Whether no wrapper and no mesh reduces gradients, and ranks are not seen to sum anything themselves."""
         phases = ("backward", "between", "step")
-        is_named = any(start.groups.named or start.replicated or start.bypassed for start in self.starts)
+        is_named = any(start.groups.named or start.replicated for start in self.starts)
         return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
 
     @functools.cached_property
@@ -212,6 +215,37 @@ class Evidence:
                 vectors[at] = vectors[at] + vector_of(gradient)
             found[record.rank] = vectors
         return found
+
+    def hooked(self, name: str) -> float:
+        """Return by what hooks of user code on a parameter multiply its gradient on all ranks; 1 if by no factor."""
+        factors = []
+        for record in self.records:
+            given, own = record.given.get(name, []), record.own.get(name, [])
+            if len(given) != len(own):
+                return 1.0
+            for (_, before), (_, after) in zip(given, own, strict=True):
+                factor, rest = fit(vector_of(after), vector_of(before))
+                if not rest <= self.tolerance(name):
+                    return 1.0
+                factors += [factor] if factor else []
+        is_one = factors and max(factors) - min(factors) <= 1e-3 * abs(factors[0])
+        return factors[0] if is_one else 1.0
+
+    def data_peers(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks with which a rank shares groups of data-parallel ranks, itself among them."""
+        members = (self.starts[one].groups for one in range(len(self.records)))
+        sets = _joined(range(len(self.records)), (own.named[name] for own in members for name in own.data))
+        return next(one for one in sets if rank in one)
+
+    def computed(self, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a gradient at the optimizer's step and the sum of what the rank and its data-parallel peers computed.
+
+        As vectors; None where one of them is not known.
+        """
+        peers = self.data_peers(rank)
+        parts = [vector_of(one) for peer in peers for _, one in self.records[peer].own.get(name, [])]
+        seen = self._assembled(name, rank, "at_step", peers) if name in self.records[rank].at_step else None
+        return None if seen is None or not parts else (seen, torch.stack(parts).sum(0))
 
     def assembled(self, name: str, rank: int, stage: str) -> torch.Tensor | None:
         """Return the vector of a reduced gradient as a rank has it, from the parts that its peers hold; None without.
@@ -328,10 +362,11 @@ def _after_drops(record: StepRecord) -> StepRecord:
         return record
     first = record.drops[-1].backwards
     kept = [number for number, read in enumerate(record.read) if read >= first]
-    own = {name: [(number - first, one) for number, one in parts if number >= first]
-           for name, parts in record.own.items()}  # fmt: skip
+    own, given = ({name: mine for name, parts in each.items()
+                   if (mine := [(number - first, one) for number, one in parts if number >= first])}
+                  for each in (record.own, record.given))  # fmt: skip
     return dataclasses.replace(
-        record, own={name: parts for name, parts in own.items() if parts}, drops=[],
+        record, own=own, given=given, drops=[],
         forwards=record.forwards - len(record.read) + len(kept), backwards=record.backwards - first,
         batches=[record.batches[number] for number in kept], rows=[record.rows[number] for number in kept],
         read=[record.read[number] - first for number in kept],

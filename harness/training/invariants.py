@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardproof.harness.collectives.trace import Trace, first_difference
+from shardproof.harness.collectives.trace import Collective, Trace, first_difference
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
@@ -34,6 +34,9 @@ NARROW = ("bfloat16", "float16")
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
 
+#: The bytes of one number at most.
+_NUMBER = 8
+
 #: Relative difference up to which microbatches count alike.
 _SAME = 1e-3
 
@@ -46,10 +49,11 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
     if differ:
         names = list(differ)
         members = differ[names[0]][0]
-        lines = [
-            f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values",
-            "as when ranks initialize with different seeds and nobody broadcasts",
-        ]
+        lines = [f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values"]
+        seeds = dict.fromkeys(starts[rank].seed for rank in members)
+        if len(seeds) > 1:
+            lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
+        lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
         yield Finding(("D1",), "S9", 0, APART_AT_THE_START, tuple(lines))
 
 
@@ -185,16 +189,18 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
         for rank, vector in seen.items():
             factor, rest = fit(vector, seen[members[0]])
             ratios.add(f"{factor:.4g}" if rest < _SAME else "")
-            parts = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
-            are_seen &= bool(parts)
-            are_own &= bool(parts) and fit(vector, torch.stack(parts).sum(0))[1] < _SAME
+            both = evidence.computed(name, rank)
+            are_seen &= both is not None
+            are_own &= both is not None and fit(*both)[1] < _SAME
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
     if not are_own:
         return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
-    lines = [f"each rank has what it computed itself: if ranks compute parts of it, the sum over {over} is missing"]
+    is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
+    itself = f"what it computed itself{', reduced over its data-parallel ranks' if is_reduced else ''}"
+    lines = [f"each rank has {itself}: if ranks compute parts of it, the sum over {over} is missing"]
     if evidence.records[members[0]].has_dropout:
         lines.append(f"dropout is on: if ranks compute the same, their random numbers must be equal over {over}")
     return lines
@@ -431,7 +437,7 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
     lines = (
         f"{ranks_of(without)} dropped the gradients without a step of the optimizer, and {ranks_of(others)} stepped by "
         "them: the parameters drift apart, and watching ends",
-        "as when each rank decides by its own norm, loss or overflow: reduce what decides over all ranks first",
+        "each rank decides by a number of its own: reduce the norm, loss or overflow that decides over all ranks first",
     )
     return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
 
@@ -498,7 +504,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 continue
             if abs(call.value / max(local[rank], 1e-300) - 1) < 1e-3:
                 what = f"it is the norm of what rank {rank} alone holds"
-            elif any(abs(ratio - math.sqrt(size)) < 1e-3 * ratio for size in _sizes(evidence, rank)):
+            elif any(abs(ratio - math.sqrt(size)) < 1e-3 * ratio for size in _sizes(evidence)):
                 what = f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
             else:
                 continue
@@ -541,10 +547,12 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
         for what, combined in (("sum", sum), ("largest", max)):
             then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
             if abs(then - now) < 1e-4 * now and _is_round(now):
+                by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
                 lines = (
                     f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
                     f"all gradients have the norms {limits[0]:.4g} and {limits[1]:.4g} after it in two steps",
-                    "as when ranks reduce their norms by themselves: the sum is of squares, its root comes last",
+                    f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
+                    "reduce the sum of the squares, and take its root last",
                 )
                 yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
                 return
@@ -553,13 +561,24 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
         return
     for name, members in last.groups_of(0).items():
         times = limits[1] * math.sqrt(len(members))
-        if len(members) > 1 and _is_round(times):
+        if len(members) > 1 and _is_round(times) and _hold_alike(last, members):
             lines = (
                 f"gradients are clipped to a norm of {limits[1]:.4g}, which is {times:.2g} / sqrt({len(members)})",
-                f"as when elements that the {len(members)} ranks of {name} hold are counted on each",
+                f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
             )
             yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
             return
+
+
+def _hold_alike(evidence: Evidence, members: Sequence[int]) -> bool:
+    """Whether some ranks hold the same elements of each parameter that trains."""
+    sets = [[set(one) for one in evidence.holders.get(name, ())] for name in evidence.trained]
+    return all(any(own >= set(members) for own in found) for found in sets)
+
+
+def _is_of_number(collective: Collective) -> bool:
+    """Whether a collective between backward and the step reduces one number."""
+    return (collective.phase, collective.kind) == ("between", "all_reduce") and collective.nbytes <= _NUMBER
 
 
 def _local_norms(evidence: Evidence) -> list[float]:
@@ -592,10 +611,13 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
         if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + _SAME):
             fewest, most = min(counts), max(counts)
+            seen = f"the loss of each {who} is divided by its own tokens"
+            if all(record.are_means for record in evidence.records):
+                seen = "seen: cross_entropy divides by its own tokens (reduction='mean')"
             more = f"a token of the {who} with {fewest} counts {most / fewest:.4g} x one of that with {most}"
             lines = (
                 f"{', '.join(map(str, counts[:8]))} tokens: {more}",
-                "as when each loss is divided by its own tokens: sum, divide by those of all ranks and microbatches,",
+                f"{seen}: sum, divide by those of all ranks and microbatches,",
                 "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
             )
             yield Finding(("D17",), "S5", evidence.step, f"each {who} counts alike, whatever its tokens", lines, True)
@@ -657,11 +679,21 @@ def check_contributions(evidence: Evidence) -> Iterator[Finding]:
         return
     silent = [rank for rank, mine in enumerate(own) if mine and not any(one.fingerprint.squares for one in mine)]
     if silent:
-        lines = (
-            f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not",
-            "as when the loss of a rank is multiplied by zero, or all its samples are masked",
-        )
-        yield Finding(("D5",), "S10", evidence.step, "a rank contributes nothing", lines)
+        line = f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not"
+        lines = [line, *_why_silent([evidence.records[rank].tokens for rank in silent])]
+        title = "a rank contributes nothing"
+        yield Finding(("D5",), "S10", evidence.step, title, tuple(lines), is_open=len(lines) == 1)
+
+
+def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
+    """Say why the gradients of ranks are zero, if it is seen at their cross-entropies."""
+    if not all(tokens):
+        return []
+    if not any(count for mine in tokens for count, _ in mine):
+        return ["seen: no label of their cross_entropy counts: each is ignore_index"]
+    if not any(weight for mine in tokens for _, weight in mine):
+        return ["seen: their cross_entropy has labels that count, and the loss multiplies it by zero"]
+    return []
 
 
 def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -696,12 +728,30 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
-        lines = (
-            line,
-            "as when what depends on it is detached, unused, goes through a collective without a gradient, or is in a "
-            "reentrant checkpoint of inputs that require none",
-        )
-        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", lines)
+        told = (line, *_why_never(records, never))
+        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", told)
+
+
+def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
+    """Say how modules were called whose parameters get no gradient."""
+    every = [record for one in seen for record in one.records]
+    if any(text.endswith("it is compiled") for record in every for text in record.unseen):
+        return
+    detached = [name for name in names if all(name in one.detached or name in one.idle for one in every)]
+    if detached:
+        yield (f"seen: the forward of {_those(detached, names)} runs with gradients disabled: under no_grad(), or in a "
+               "reentrant checkpoint of inputs that require none")  # fmt: skip
+    if rest := [name for name in names if name not in detached]:
+        kinds = {one.kind for record in every for one in record.collectives if one.phase == "forward"}
+        if any(one.mesh for record in every for one in record.parameters.values()) or seen[0].starts[0].flat:
+            kinds -= {"all_gather"}  # of parameters, which has a gradient
+        through = f" ({', '.join(sorted(kinds))} was seen)" if kinds else ""
+        yield (f"seen: the forward of {_those(rest, names)} runs with gradients enabled: what it returns is detached "
+               f"or unused after it, or goes through a collective without a gradient{through}")  # fmt: skip
+
+
+def _those(some: list[str], every: Sequence[str]) -> str:
+    return "their modules" if len(some) == len(every) else f"the modules of {listed(some)}"
 
 
 def _has_gradient(gradient: object) -> bool:
@@ -729,9 +779,9 @@ def scale_of(evidence: Evidence, rank: int) -> float | None:
     return sorted(found)[len(found) // 2]
 
 
-def _sizes(evidence: Evidence, rank: int) -> list[int]:
-    groups = [len(members) for members in evidence.groups_of(rank).values()]
-    return sorted({len(evidence.records), *groups} - {1})
+def _sizes(evidence: Evidence) -> set[int]:
+    """How many ranks hold the same elements, of each parameter that trains."""
+    return {len(one) for name in evidence.trained for one in evidence.holders.get(name, ())} - {1}
 
 
 def _where(evidence: Evidence, members: Sequence[int]) -> str:

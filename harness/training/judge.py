@@ -713,16 +713,23 @@ class Judge:
             back, last = self._since
             lines.append(f"after backward it is {back:.4g} x, and user code multiplies it by {last / back:.4g} x what "
                          f"the reference's is multiplied by: {1 / back:.4g} x is right")  # fmt: skip
-            lines.append(f"multiply gradients by {1 / last:.4g} more before the step")
+            lines.append(f"multiply gradients by {self._mend(last)} more before the step")
         elif loss is not None:
             told, since = ("losses and own gradients", "backward") if self._has_own else ("losses", "the loss")
             lines.append(f"{told} agree (factor {loss:.4g}): the mistake lies between {since} and the gradients")
         if self._since is None and everything and loss == 1 and abs(factor * size - 1) < self._near:
-            lines.append("as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
-                         f"multiply it by {size}, or set_gradient_divide_factor(1) of fully_shard")  # fmt: skip
+            lines.append(
+                "as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
+                f"multiply it by {self._mend(1 / size)}, or set_gradient_divide_factor(1) of fully_shard"
+            )
         elif self._since is None and everything:
-            lines.append(f"multiply the loss of each microbatch by {1 / exact:.4g}")
+            lines.append(f"multiply the loss of each microbatch by {self._mend(exact)}")
         self.outcome.lines += lines + (self._hidden() if everything else [])
+
+    def _mend(self, factor: float) -> str:
+        """Return what to multiply by where a factor is wrong: the reference runs the same step, on one rank."""
+        exact, name = self._named(1 / factor)
+        return f"{name or 'a number of the mesh'} ({exact:.4g} here, and 1 on one rank)"
 
     def _hidden(self) -> list[str]:
         """Say what does not show the factor, and what does."""

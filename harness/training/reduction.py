@@ -117,7 +117,8 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
             for stage in _STAGES:
                 fitted = [one for record in evidence.records if (one := fits.of(evidence, name, record.rank, stage))]
                 if fitted and all(one.residual <= tolerance and one.factor != 0 for one in fitted):
-                    values[stage][name] = (fitted[0].factor, max(one.residual for one in fitted))
+                    factor = fitted[0].factor * evidence.hooked(name)
+                    values[stage][name] = (factor, max(one.residual for one in fitted))
             continue
         key = tuple(sorted({one[0] for _, one in bad}))
         details = [(rank, one[3], one[2]) for rank, one in bad]
@@ -379,10 +380,8 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
     ):
         found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
     if not found and (around := evidence.starts[0].bypassed):
-        found.append(
-            f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: call it, "
-            "and not its .module; what other methods compute belongs into forward"
-        )
+        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
+                     "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
     parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
     if not found and parts and len({tuple(one.batches) for one in evidence.records}) == 1:
         return [
@@ -428,7 +427,7 @@ def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) 
         lines = (
             f"under the communication hook {hook} gradients are nearer to the sum without rank {rank} (a relative "
             f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
-            "as when the hook drops what a rank has, or reduces over a part of the ranks",
+            f"look in the hook for where it leaves out what rank {rank} has, or reduces over a part of the ranks",
         )
         return Finding(("D11",), "S3", evidence.step, SOME_MISSING, lines)
     lines = (
@@ -485,6 +484,9 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
         name = name_of_factor(ratio, sizes, spread=1e-3)
         times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
         lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
+        if by_hooks := {f"{found:.4g}" for one in other.names if (found := evidence.hooked(one)) != 1}:
+            by = ", ".join(sorted(by_hooks))
+            lines.append(f"seen: a hook of each of them (register_hook) multiplies its gradient by {by}")
     is_note = _are_of_classes(evidence, {name: one.value for one in factors for name in one.names})
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
     if is_note:

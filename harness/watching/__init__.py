@@ -8,7 +8,8 @@ never gathers, waits for a stream or changes what it sees.
 - ``events``: what a tensor of a step is, for those that take each as it appears.
 - ``names``: the names of parameters in the unsharded, unwrapped model.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records; ``hooks``, which user code
-  does not notice; ``pending``, gradients whose digests are read when the step has ended.
+  does not notice; ``pending``, gradients whose digests are read when the step has ended; ``left``, those that
+  are gone before an optimizer steps by them.
 - ``watching``: ``Watching``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.

@@ -248,9 +248,11 @@ def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) 
     @functools.wraps(method)
     def issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if depth[0] == 0:
-            collective = collective_of(group, kind, args, kwargs)
-            for one in list(_observers):
-                one.on_collective(collective)
+            # Of a group that the loop has destroyed nobody knows the ranks; a model may go on with it.
+            with contextlib.suppress(KeyError):
+                collective = collective_of(group, kind, args, kwargs)
+                for one in list(_observers):
+                    one.on_collective(collective)
         depth[0] += 1
         try:
             return method(group, *args, **kwargs)

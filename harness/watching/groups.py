@@ -98,12 +98,7 @@ def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
 
 def bypassed_by(models: Sequence[nn.Module]) -> tuple[str, ...]:
     """Return the names of what would reduce gradients of models, if the loop called it, and not the model inside."""
-    roots, found = {id(model) for model in models}, dict[str, None]()
-    for one in gc.get_objects():
-        is_wrapper = issubclass(type(one), nn.Module) and (isinstance(one, DistributedDataParallel) or _is_flat(one))
-        if is_wrapper and id(one) not in roots and any(id(module) in roots for module in one.modules()):
-            found[type(one).__name__] = None
-    return tuple(found)
+    return tuple(dict.fromkeys(type(one).__name__ for one in _around(models)))
 
 
 def samplers() -> list[str]:
@@ -173,6 +168,18 @@ def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
         for _, module in modules_of(model):
             if isinstance(module, DistributedDataParallel) or _is_flat(module):
                 yield module
+    yield from _around(models)
+
+
+def _around(models: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the wrappers by DDP or FSDP1 in which models are: the loop calls what is in them, and not them."""
+    mine = {id(model) for model in models}
+    for one in gc.get_objects():
+        # Not by isinstance, which asks proxies of dead objects.
+        if not issubclass(type(one), nn.Module) or not (isinstance(one, DistributedDataParallel) or _is_flat(one)):
+            continue
+        if id(one) not in mine and any(id(module) in mine for module in one.modules()):
+            yield one
 
 
 def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:

@@ -60,5 +60,16 @@ class Hook:
         return Hook, (_nothing,)
 
 
+def before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Register a hook of a tensor's gradient before those that it has; return its handle, or nothing if it has none."""
+    hooks: Any = tensor._backward_hooks
+    if not hooks:
+        return []
+    handle = tensor.register_hook(hook)
+    for key in [key for key in hooks if key != handle.id]:  # torch goes by the order in which they were put in
+        hooks[key] = hooks.pop(key)
+    return [handle]
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """The hook of a module that was copied or saved while it was watched."""

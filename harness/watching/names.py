@@ -1,7 +1,7 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,6 +188,28 @@ def number_of(value: Any) -> float | None:
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward, and is not attention's output projection, whose weight is used without it."""
     return type(module).forward is not nn.Module.forward and type(module) is not _UNCALLED
+
+
+def without_turn(
+    roots: Sequence[nn.Module], seen: Collection[int], called: Mapping[int, bool]
+) -> tuple[list[str], list[str]]:
+    """Return the parameters of modules that were not called, and of those that were with gradients disabled alone.
+
+    Args:
+        seen: the ids of modules whose forwards are seen.
+        called: by id of a module that was called, whether it was with gradients enabled.
+    """
+    found = set[str](), set[str]()
+    for root in roots:
+        parents = {id(child): module for _, module in modules_of(root) for child in module.children()}
+        for name, module in modules_of(root):
+            mine = [f"{name}.{last}" if name else last for last in module._parameters]
+            # Lists of parameters have no forward, and attention uses its projection without calling it.
+            while id(module) in parents and not is_called(module):
+                module = parents[id(module)]
+            if id(module) in seen and not called.get(id(module)):
+                found[id(module) in called].update(mine)
+    return sorted(found[0]), sorted(found[1])
 
 
 def tied_in(roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:

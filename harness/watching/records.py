@@ -105,6 +105,8 @@ class StepRecord:
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name
     # By canonical name, for each backward the gradient before its reduction, in the order of backward.
     own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
+    # The same before hooks of user code on the parameter, where it has some.
+    given: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
     # Of these names, those whose gradients torch.autograd.grad() returned: user code makes of them what it will.
     returned: list[str] = dataclasses.field(default_factory=list)
     # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
@@ -117,12 +119,15 @@ class StepRecord:
     at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     # Parameters of modules that no forward of the step has called.
     idle: list[str] = dataclasses.field(default_factory=list)
+    # Parameters of modules that were called, and never with gradients enabled.
+    detached: list[str] = dataclasses.field(default_factory=list)
     # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order
     norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
     # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    are_means: bool = True  # whether each of them divides by its own labels that count
     has_dropout: bool = False  # whether a module of the model drops elements at random in this step
     clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
     # The first tensors with a NaN or an infinity, in execution order.

@@ -4,7 +4,8 @@ Own gradients: what a module finds under the name of a parameter when its forwar
 gradient of this rank alone, before anything is reduced; a hook of that tensor digests it. Reduced gradients are read
 from ``.grad`` when a backward pass has ended, and again when the optimizer's step begins: what lies between is clipping
 and scaling. Digests are computed on the stream and on the device where a gradient appears, and are copied to the host
-when the step has ended, so that nothing is waited for.
+when the step has ended, so that nothing is waited for; but where user code clears gradients without a step, whether
+they are gone is read at once (``left``).
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
-from shardproof.harness.watching.hooks import Hook, guarded
+from shardproof.harness.watching.hooks import Hook, before_others, guarded
+from shardproof.harness.watching.left import Left, Seen
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
-    is_called,
     is_compiled,
     is_gathered,
     is_its_own,
@@ -51,17 +52,10 @@ from shardproof.harness.watching.names import (
     switched_off,
     tied_in,
     untransformed,
+    without_turn,
 )
 from shardproof.harness.watching.optimizers import seen_of
-from shardproof.harness.watching.pending import (
-    OwnGradients,
-    Pending,
-    digest,
-    few_values,
-    last_number,
-    ordered,
-    readable,
-)
+from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
     Gradient,
@@ -138,8 +132,10 @@ class Watch:
         #: Those that have ended inside of another's step.
         self._ended: list[torch.optim.Optimizer] = []
         self._late = False
-        #: The optimizers that have stepped and have none of the parameters of the roots, by the names of their classes.
-        self.strangers: dict[str, None] = {}
+        #: The optimizers that have stepped and have none of the parameters of the roots: the names of their classes,
+        #: with the last step in which each did, and whether the process groups were destroyed by then.
+        self.strangers: dict[str, tuple[int, bool]] = {}
+        self._are_destroyed = False
         self._patches = contextlib.ExitStack()
         self._unseen: set[str] = set()
         self._last = ""
@@ -244,7 +240,7 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._own = OwnGradients()
+        self._own, self._given = OwnGradients(), OwnGradients()
         self._after_backward: dict[str, Pending] = {}
         self._at_step: dict[str, Pending] = {}
         self._unplaced: set[str] = set()
@@ -252,6 +248,7 @@ class Watch:
         self._stepped: list[Optimizer] = []
         self._norms: list[tuple[str, Any, float | None, float]] = []
         self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._are_means: list[bool] = []
         self._norm: Any = None
         self._norm_calls = 0
         self._calls: collections.Counter[str] = collections.Counter()
@@ -259,16 +256,17 @@ class Watch:
         self._read: list[int] = []
         self._rows: list[int] = []
         self._drops: list[Drop] = []
-        self._values: list[torch.Tensor] = []
-        self._called: set[int] = set()
+        self._left, self._dropped = Left(), Seen()
+        #: By module that was called, whether it was with gradients enabled.
+        self._called: dict[int, bool] = {}
         self._asks: list[bool] = []
-        self._is_for_others = self._leaks = False
+        #: How many backward passes there had been when another model's optimizer stepped, and when one began after it.
+        self._for_others = self._leaks = 0
         self._divided: list[torch.Tensor | None] = []
         self._off: list[tuple[str, ...]] = []
         self._collectives = Trace()
         self._clipped_scaled = False
         self._finite: list[tuple[str, torch.Tensor | Pending]] = []
-        self._dropped_outputs = 0
         self._output: tuple[Callable[[], torch.Tensor | None], int] = (lambda: None, 0)
         self._forwards = self._backwards = 0
         self._is_backward = self._is_late = self._wants_batch = self._is_engine_step = False
@@ -280,7 +278,10 @@ class Watch:
         """End the step, if an optimizer has stepped in it, and hand its record on."""
         if not self._stepped:
             return
-        record = self._record() if self.is_watching else None
+        record = None
+        if self.is_watching:
+            self._take_drops(is_last=True)
+            record = self._record() if self.is_attached else None  # another rank has stepped where this one has not
         self.step += 1
         self._zeroed, self._zeroed_since = self._zeroed_since, []
         self._begin()
@@ -325,7 +326,7 @@ class Watch:
                     self._take_batch((args, kwargs))
                     self._off.append(tuple(name for root in self.roots for name in switched_off(root)))
         if self._is_training and self.is_watching:
-            self._called.add(id(module))
+            self._called[id(module)] = torch.is_grad_enabled() or self._called.get(id(module), False)
         if not self.is_watching or not torch.is_grad_enabled():
             return
         if is_root and self._late:
@@ -369,29 +370,24 @@ class Watch:
         """
         if not self._makes_digests or self._engine is not None:
             return
-        if not self._values:
-            self._values = few_values(self.parameters())
-        if not self._after_backward or not self._is_zeroed():
-            return
-        before, self._values = self._values, few_values(self.parameters())
-        # Parameters may come and go, as those that are frozen.
-        has_moved = len(before) != len(self._values) or not all(map(torch.equal, before, self._values))
         is_of_input = any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < self._backwards)
-        is_meant = has_moved or is_of_input or self._is_for_others or self._evaluations > 1
-        self._drops.append(Drop(self._backwards, is_meant))
-        self._is_for_others = self._leaks = False
-        self._dropped_outputs = len(self._finite)
-        for seen in (self._after_backward, self._norms, self._tokens):
-            seen.clear()
-        if not is_meant and self._on_drop is not None:
-            self._on_drop(self._backwards)
+        drop = Drop(self._backwards, is_of_input or self._for_others > 0 or self._evaluations > 1)
+        seen = Seen(len(self._finite), len(self._norms), len(self._tokens))
+        is_cleared = self._backwards in self._zeroed
+        self._left.begin(self.parameters(), drop, seen, after=self._after_backward.values(), is_cleared=is_cleared)
+        self._take_drops()
 
-    def _is_zeroed(self) -> bool:
-        gradients = [one.grad for _, one in self.parameters() if one.grad is not None]
-        if any(bool(fingerprints.strided(local_of(one)).any()) for one in gradients):
-            return False
-        # They may have been zero before.
-        return not gradients or any(float(last_number(one)) for one in self._after_backward.values())
+    @torch.no_grad()
+    def _take_drops(self, *, is_last: bool = False) -> None:
+        for drop, seen in self._left.gone(is_last=is_last):
+            self._drops.append(drop)
+            self._dropped = seen
+            self._for_others *= self._for_others > drop.backwards
+            self._leaks *= self._leaks > drop.backwards
+            if self._backwards == drop.backwards:
+                self._after_backward.clear()
+            if not drop.is_meant and self._on_drop is not None:
+                self._on_drop(drop.backwards)
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
@@ -432,17 +428,19 @@ class Watch:
             if known is not None and known() is value:
                 continue
             self._hooked[id(value)] = weakref.ref(value)
+            self._shapes.setdefault(full, value.shape)
+            # Before hooks of user code, which may change it, and after them.
+            hook = functools.partial(self._on_gradient, full, value.is_leaf)
+            self._on_tensors += before_others(value, functools.partial(hook, True))
+            self._on_tensors.append(value.register_hook(functools.partial(hook, False)))
             if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
                 self._gathered[full] = weakref.ref(value)
-            self._shapes.setdefault(full, value.shape)
-            self._on_tensors.append(value.register_hook(functools.partial(self._on_gradient, full, value.is_leaf)))
-            if value.is_leaf:
                 hook = functools.partial(self._on_accumulated, full)
                 self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
     @guarded
     @torch.no_grad()
-    def _on_gradient(self, name: str, is_leaf: bool, gradient: torch.Tensor) -> None:
+    def _on_gradient(self, name: str, is_leaf: bool, is_given: bool, gradient: torch.Tensor) -> None:
         if not self.is_watching or self._stepped or untransformed(gradient) is not gradient:
             return
         if not self._is_backward:
@@ -453,16 +451,20 @@ class Watch:
         self._last = f"backward of {name!r}"
         if (local := self._readable(name, gradient, layout)) is None:
             return
-        self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
+        if not is_given:
+            self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
-        pending = self._own.add(name, self._backwards, local, layout, is_returned=is_leaf)
-        self._finite.append((f"gradient of {name!r} before its reduction", pending))
+        own = self._given if is_given else self._own
+        pending = own.add(name, self._backwards, local, layout, is_returned=is_leaf)
+        if not is_given:
+            self._finite.append((f"gradient of {name!r} before its reduction", pending))
 
     @guarded
     def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
         if self.is_watching and not self._stepped:
             self._own.accumulate(name)
+            self._given.accumulate(name)
 
     @guarded
     @torch.no_grad()
@@ -475,8 +477,10 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._own.digest()
+        self._given.digest()
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
+            self._left.end_backward(self.parameters())
 
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
@@ -593,8 +597,8 @@ class Watch:
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(one) for _, one in self.parameters()}
         is_it = not any(id(one) in live for one in mine) and any(one.grad is not None for one in mine)
-        self._is_for_others = self._is_for_others or (is_it and bool(self._backwards))
-        self.strangers |= {type(optimizer).__name__: None} if is_it else {}
+        self._for_others = self._backwards if is_it else self._for_others
+        self.strangers |= {type(optimizer).__name__: (self.step, self._are_destroyed)} if is_it else {}
         return is_it
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -622,7 +626,7 @@ class Watch:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
             self._note_drop()
-            self._leaks = self._leaks or self._is_for_others
+            self._leaks = self._leaks or (self._backwards if self._for_others else 0)
             for index, tensor in enumerate(scalars):
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
                 self._emit(Event(Stage.LOSS, "", "", self._backwards, 0, index, place), tensor)
@@ -630,10 +634,11 @@ class Watch:
     @guarded
     def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
         is_plain = all(type(one) is torch.Tensor and untransformed(one) is one for one in (value, target))
-        is_plain = is_plain and not target.is_floating_point()
-        if self.is_watching and not self._stepped and is_plain and value.ndim == 0 and value.requires_grad:
+        is_number = value.ndim == 0 and value.requires_grad and not target.is_floating_point()
+        if self.is_watching and not self._stepped and is_plain and is_number:
             count, tokens = (target != options.get("ignore_index", -100)).sum(), self._tokens
-            divisor = count if options.get("reduction", "mean") == "mean" else 1
+            self._are_means.append(options.get("reduction", "mean") == "mean")
+            divisor = count if self._are_means[-1] else 1
             value.register_hook(lambda gradient: tokens.append((count, gradient.detach() / divisor)))
 
     @guarded
@@ -653,7 +658,9 @@ class Watch:
 
     @guarded
     def on_unscale(self) -> None:
-        self._clipped_scaled = self._clipped_scaled or any(limit is not None for _, _, limit, _ in self._norms)
+        self._clipped_scaled = self._clipped_scaled or any(
+            limit is not None for _, _, limit, _ in self._norms[self._dropped.norms :]
+        )
 
     @guarded
     def on_scaler_update(self) -> None:
@@ -663,6 +670,7 @@ class Watch:
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
         self.end_step()
+        self._are_destroyed = True
 
     # Parts of a record ----------------------------------------------------------------------
 
@@ -800,6 +808,7 @@ class Watch:
 
     def _record(self) -> StepRecord:
         self._own.digest()  # an optimizer may step in the middle of a backward
+        self._given.digest()
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -810,33 +819,37 @@ class Watch:
         record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
         of_parts = iter(host_rows([one for one in self._divided if one is not None]))
         record.divided = [None if one is None else next(of_parts) for one in self._divided]
-        pending = list(self._own.counted())
-        record.returned = sorted({name for name, _, one in pending if one.is_returned})
-        every = [one for _, _, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
+        pending = [(record.own, *one) for one in self._own.counted()]
+        record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
+        pending += [(record.given, *one) for one in self._given.counted()]
+        every = [one for *_, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
             Gradient(one.layout.box, one.layout.pending, mark, one.dtype)
             for one, mark in zip(every, on_host([one.digest for one in every if one.digest is not None]), strict=True)
         ]
-        for (name, number, _), gradient in zip(pending, seen, strict=False):
-            record.own.setdefault(name, []).append((number, gradient))
+        for (to, name, number, _), gradient in zip(pending, seen, strict=False):
+            to.setdefault(name, []).append((number, gradient))
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
-        record.idle = sorted(self._idle())
+        certain = self._names.keys() - self._uncertain
+        record.idle, record.detached = without_turn(self.roots, certain, self._called)
         dropped = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
-        record.tokens = [(int(count), float(weight)) for count, weight in self._tokens]
-        record.norms = [NormCall(name, number_of(value), limit, kind) for name, value, limit, kind in self._norms]
+        finite, norms, tokens = self._dropped
+        record.are_means = all(self._are_means)
+        record.tokens = [(int(count), float(weight)) for count, weight in self._tokens[tokens:]]
+        record.norms = [NormCall(name, number_of(one), limit, kind) for name, one, limit, kind in self._norms[norms:]]
         values = host_rows([last_number(one) for _, one in self._finite])
         is_wrong = [not math.isfinite(value) for value in values]
         # What is not finite is dropped for that reason, and is no gradient of this step.
-        is_skipped = any(is_wrong[: self._dropped_outputs])
-        record.read, record.leaks = self._read, self._leaks
+        is_skipped = any(is_wrong[:finite])
+        record.read, record.leaks = self._read, self._leaks > 0
         record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._drops]
         found = [what for (what, _), bad in zip(self._finite, is_wrong, strict=True) if bad]
-        wrong = list(dict.fromkeys(found[sum(is_wrong[: self._dropped_outputs]) :]))[:_MOST_NOT_FINITE]
+        wrong = list(dict.fromkeys(found[sum(is_wrong[:finite]) :]))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
         record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
@@ -847,18 +860,6 @@ class Watch:
         record.clipped_scaled = self._clipped_scaled
         record.autocast = self._autocast
         return record
-
-    def _idle(self) -> Iterator[str]:
-        """Yield the parameters of modules that could have been seen in a forward, and were in none."""
-        for root in self.roots:
-            parents = {id(child): module for _, module in modules_of(root) for child in module.children()}
-            for name, module in modules_of(root):
-                mine = [f"{name}.{last}" if name else last for last in module._parameters]
-                # Lists of parameters have no forward, and attention uses its projection without calling it.
-                while id(module) in parents and not is_called(module):
-                    module = parents[id(module)]
-                if id(module) in self._names and id(module) not in self._called | self._uncertain:
-                    yield from mine
 
     def _parameters_held(self) -> dict[str, Parameter]:
         live = dict(self.parameters())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
 
 from shardproof.__main__ import main
 from shardproof.harness.parity.rank import Rank
@@ -312,6 +313,9 @@ print("the training has ended")
 """
 
 BEGINS_ANEW = "begin(); model = build(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+OTHERS = (
+    "steps after 1 are not watched: SGD stepped, and has none of the parameters of the FSDPSequential that was watched"
+)
 ENDED = "the loop destroyed its process groups before the end of step {}: this step and later ones are not watched"
 
 
@@ -323,8 +327,9 @@ ENDED = "the loop destroyed its process groups before the end of step {}: this s
         (f"dist.destroy_process_group(); {BEGINS_ANEW}", "1", True, "steps 0-1", ENDED.format(2)),
         (f"dist.destroy_process_group(dist.group.WORLD); {BEGINS_ANEW}", "0", False, "step 0", ENDED.format(1)),
         (f"dist.destroy_process_group(); {BEGINS_ANEW}", "0, 1, 2", False, "step 0", ENDED.format(1)),
-        ("dist.destroy_process_group(); begin()", "1", False, "steps 0-1", ""),  # the model keeps its dead groups
-        (BEGINS_ANEW.partition("; ")[2], "1", False, "steps 0-2", ""),
+        # The model keeps its dead groups, which work.
+        ("dist.destroy_process_group(); begin()", "1", False, "steps 0-1", ENDED.format(2)),
+        (BEGINS_ANEW.partition("; ")[2], "1", False, "steps 0-1", OTHERS),
         ("dist.destroy_process_group(group); group = dist.new_group()", "0, 1", False, "steps 0-2", ""),
     ],
     ids=["groups", "groups of DDP", "the world by name", "every step", "groups of one model", "model", "subgroup"],
@@ -340,8 +345,37 @@ def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, s
     assert done.stdout.count(f"shardproof doctor: {line}\n") == bool(line), done.stdout
     assert f"shardproof doctor: {seen} of 2 ranks" in done.stdout, done.stdout
     assert len(load_run(tmp_path / "run.json").cases) == 17
-    if "model" not in what or "build" in what:
-        assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
+    assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
+
+
+def without_gradients(layer, inputs):
+    with torch.no_grad():
+        return layer(inputs)
+
+
+#: How a layer is called that gets no gradient, and what is seen of it.
+CUT = {
+    "no_grad": (without_gradients, "runs with gradients disabled: under no_grad(), or in a reentrant checkpoint"),
+    "checkpoint": (lambda layer, inputs: checkpoint(layer, inputs, use_reentrant=True), "runs with gradients disabled"),
+    "detached": (lambda layer, inputs: layer(inputs).detach(), "runs with gradients enabled: what it returns is "),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_of_a_layer_without_a_gradient_it_is_said_whether_it_computes_with_gradients(name, traces):
+    call, said = CUT[name]
+
+    class Cut(nn.Sequential):
+        def forward(self, inputs):
+            return self[2](call(self[0], inputs).tanh())
+
+    model = Cut(*net())
+    with doctor(model, optimizer := sgd(model), on_finding="collect", steps=[0]) as watching:
+        train(model, optimizer, steps=1)
+    (found,) = [one for one in watching.findings if one.title == "parameters get no gradient"]
+    assert found.lines[0].startswith("'0.weight', '0.bias' get no gradient")
+    assert found.lines[1].startswith(f"seen: the forward of their modules {said}")
 
 
 @pytest.mark.sampled

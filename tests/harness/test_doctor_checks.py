@@ -1,7 +1,9 @@
 """Each check of the doctor on records that are made by hand: nothing is found in a healthy step, one change is."""
 
 import dataclasses
+import inspect
 import math
+import pathlib
 import re
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import invariants
+from shardproof.harness.training import invariants, reduction
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
@@ -96,6 +98,14 @@ class Made:
             parameters = self.records[rank].parameters
             parameters[name] = dataclasses.replace(parameters[name], **changes)
 
+    def seed(self, seeds):
+        self.starts = [dataclasses.replace(one, seed=seed) for one, seed in zip(self.starts, [*seeds, 3], strict=True)]
+
+    def silence(self, rank, tokens):
+        self.put_all(tokens=[(8, 0.25)])
+        record = self.records[rank]
+        record.own, record.tokens = {name: [(0, gradient(torch.zeros(SHAPES[name])))] for name in SHAPES}, tokens
+
     def put_all(self, **changes):
         for record in self.records:
             for field, value in changes.items():
@@ -137,7 +147,11 @@ def test_nothing_is_found_in_a_healthy_step(check, sharded):
 #: The check, the change, and what is found, line by line: "~" is a number that depends on the gradients, "..." advice.
 FOUND = {
     "D1-start": ("start", lambda m: m.starts[2].bits.update(w=(m.box("w", 2), tuple(EVERY), (9,))),
-        "step 0: replicas differ when training begins [D1, S9]|'w': ranks 0, 2 hold the same elements and have ..."),
+        "step 0: replicas differ when training begins [D1, S9]|'w': ranks 0, 2 hold the same elements and have "
+        "different values|give each the values of one rank: broadcast them, or build and load the model alike on each"),
+    "D1-seeds": ("start", lambda m: (m.starts[2].bits.update(w=(m.box("w", 2), tuple(EVERY), (9,))), m.seed([3, 3, 4])),
+        "step 0: replicas differ when training begins [D1, S9]|...|seen: the seeds of these ranks differ (3, 4)|give "
+        "each the values of one rank: ..."),
     "D1": ("replicas", lambda m: m.put("w", [2], after=(9,)), "step 0: replicas differ after the step [D1, S9]|"
         "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step|from equal gradients "
         "and optimizer states: another learning rate, or a write to it after the step before"),
@@ -169,12 +183,25 @@ FOUND = {
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
-        "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|..."),
+        "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|seen: the forward "
+        "of their modules runs with gradients enabled: what it returns is detached or unused after it, or goes through "
+        "a collective without a gradient (all_reduce was seen)"),
+    "D5-disabled": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "detached", ["b"]))
+        for one in m.records], "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
+        "step|seen: the forward of their modules runs with gradients disabled: under no_grad(), or in a reentrant "
+        "checkpoint of inputs that require none"),
+    "D5-compiled": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), one.unseen.append("it is compiled"))
+        for one in m.records], "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
+        "step"),
     "D5-idle": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "idle", ["b"]))
         for one in m.records], "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
         "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else ..."),
     "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
-        "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and ..."),
+        "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and others' are not"),
+    "D5-silent-ignored": ("contributions", lambda m: m.silence(2, [(0, 0.25)]), "step 0: a rank contributes nothing "
+        "[D5, S10]|...|seen: no label of their cross_entropy counts: each is ignore_index"),
+    "D5-silent-zero": ("contributions", lambda m: m.silence(2, [(8, 0.0)]), "step 0: a rank contributes nothing "
+        "[D5, S10]|...|seen: their cross_entropy has labels that count, and the loss multiplies it by zero"),
     "D6": ("updates", lambda m: m.put("w", before=(1,), after=(1,), dtype="bfloat16"), "step 0: parameters do not move "
         "[D6, S7]|'w': the gradient is not zero, and no bit changes in the step|in bfloat16 ..."),
     "D6-lost": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0, dtype="bfloat16", lr=1e-3),
@@ -202,7 +229,8 @@ FOUND = {
     "D10-twice": ("norm", lambda m: m.clip(math.sqrt(2) * m.norm()), "step 0: the norm is not the norm of all "
         "gradients [D10, S6]|...|it is 1.414 times that: elements that several ranks hold are counted on each"),
     "D10-limit": ("limit", lambda m: m.reduce(m.mean, lambda rank: math.sqrt(0.5) / m.norm()), "step 0: the norm is "
-        "not the norm of all gradients [D10, S6]|gradients are clipped to a norm of 0.7071, which is 1 / sqrt(2)|..."),
+        "not the norm of all gradients [D10, S6]|gradients are clipped to a norm of 0.7071, which is 1 / sqrt(2)|seen: "
+        "the 2 ranks of replicate hold the same elements: the norm must count these once"),
     "D10-unscaled": ("norm", lambda m: setattr(m.records[0], "clipped_scaled", True),
         "step 0: gradients are clipped while they are scaled [D10, S6]|..."),
     "D11-lost": ("reduction", lambda m: [(one.at_step.pop("w"), one.after_backward.pop("w")) for one in m.records],
@@ -238,10 +266,12 @@ FOUND = {
         "finite [D16]|first: output of '0' on rank 2|all gradients are finite: meant, ...?|seen on rank 2 of 4"),
     "D17": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / 8), (2 + n, 1 / (2 + n))]) for n in EVERY],
         "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]|"
-        "8, 2, 8, 3, 8, 4, 8, 5 tokens: a token of the microbatch with 2 counts 4 x one of that with 8|..."),
-    "D17-ranks": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / (9 + n)), (1 + n, 1 / (9 + n))])
-        for n in EVERY], "note: step 0: each rank counts alike, whatever its tokens [D17, S5]|"
-        "9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of that with 12|..."),
+        "8, 2, 8, 3, 8, 4, 8, 5 tokens: a token of the microbatch with 2 counts 4 x one of that with 8|seen: "
+        "cross_entropy divides by its own tokens (reduction='mean'): sum, divide by ...|..."),
+    "D17-ranks": ("tokens", lambda m: (m.put_all(are_means=False), [setattr(one, "tokens", [
+        (8, 1 / (9 + n)), (1 + n, 1 / (9 + n))]) for n, one in enumerate(m.records)]), "note: step 0: each rank counts "
+        "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
+        "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
 }  # fmt: skip
 
 
@@ -474,3 +504,68 @@ def test_of_a_sum_that_is_pending_each_part_counts_once():
         record.at_step["w"] = gradient(made.sum("w", [rank // 2]), pending=(rank % 2, rank % 2 + 2))
     expected = digest(made.sum("w", [0, 1])).numbers[:-1]
     torch.testing.assert_close(made.evidence().assembled("w", 1, "at_step"), expected)
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+@pytest.mark.parametrize("combined", [sum, max])
+def test_a_sum_of_norms_is_named_and_an_all_reduce_only_where_one_was_seen(combined, is_seen):
+    one_number = Collective("between", "all_reduce", "float32", 4, tuple(EVERY))
+    seen = []
+    for factor in (1.0, 5.0):
+        made = Made()
+        first = torch.ones(8, 1)
+        first[:4] *= factor  # what ranks hold grows by factors of their own
+        mean = lambda name, rank, made=made, first=first: made.mean(name, rank) * (first if name == "w" else 1)  # noqa: E731
+        made.reduce(mean)
+        scale = 0.1 / combined([made.local_norm(rank) for rank in EVERY])
+        made.reduce(mean, lambda rank, scale=scale: scale)
+        made.put_all(collectives=Trace([one_number] * is_seen))
+        seen.append(made.evidence())
+    (found,) = invariants.check_limit(seen)
+    assert f"clipped to 0.1 by the {'sum' if combined is sum else 'largest'} of the norms" in found.lines[0]
+    mend = "reduce the sum of the squares, and take its root last"
+    assert found.lines[1] == ("seen: an all_reduce of one number before the step: " if is_seen else "") + mend
+
+
+def test_a_limit_that_only_fits_a_number_is_no_finding_where_ranks_hold_other_elements():
+    """A user may clip to the root of a half."""
+    made = Made()
+    made.reduce(made.mean, lambda rank: math.sqrt(0.5) / made.norm())
+    made.starts = [dataclasses.replace(one, bits={name: (made.box(name, rank), (), (rank,)) for name in SHAPES})
+                   for rank, one in enumerate(made.starts)]  # fmt: skip
+    assert render(made, "limit") == []
+
+
+def test_a_factor_of_a_hook_of_a_parameter_is_one_of_its_layer():
+    """What hooks of user code multiply a gradient by is no part of what autograd has computed."""
+    made = Made(sharded=False)
+    for record in made.records:
+        record.given = {"b": [(n, gradient(2 * made.parts[record.rank][n]["b"])) for n in range(2)]}
+    (text,) = render(made, "reduction")
+    assert "'b': c = 0.1250, 0.5 times as much" in text and "(register_hook) multiplies its gradient by 0.5" in text
+    # What is more than a factor, as a mask or a limit, is judged by what it leaves.
+    for record in made.records:
+        record.given = {"b": [(n, gradient(made.parts[record.rank][n]["b"] ** 3)) for n in range(2)]}
+    assert render(made, "reduction") == []
+
+
+def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone():
+    """Each has the mean of its own and of its data-parallel peer's, where the sum over the others is missing."""
+    made = Made(sharded=False, tensors_over="tp")
+    for rank, record in enumerate(made.records):
+        made.parts[rank] = [{n: one + rank % 2 * one.roll(1) for n, one in part.items()} for part in made.parts[rank]]
+        record.own = {n: [(m, gradient(made.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
+    made.reduce(lambda name, rank: made.sum(name, [rank, (rank + 2) % 4]) / 2)
+    made.put("w", [1, 3], after=(9,))
+    made.put("b", [1, 3], after=(9,))
+    (text,) = render(made, "replicas")
+    assert "each rank has what it computed itself, reduced over its data-parallel ranks: if ranks" in text
+    for record in made.records:
+        record.at_step = {name: gradient(torch.randn(shape)) for name, shape in SHAPES.items()}
+    assert "they are not what a rank computed itself" in render(made, "replicas")[0]
+
+
+def test_no_line_of_the_doctor_guesses():
+    """What is printed was seen, or is what to do."""
+    sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in (invariants, reduction)]
+    assert not [line.strip() for text in sources for line in text.splitlines() if '"as when' in line]

@@ -205,7 +205,7 @@ class HoldsOne(torch.optim.SGD):
 # Reductions
 
 
-def hooked(data, hook, state=None):
+def reduced_by(data, hook, state=None):
     model = DDP(perceptron())
     model.register_comm_hook(state, hook)
     train(model, sgd(model), data)
@@ -337,6 +337,27 @@ def scaled(data, factors):
         for one in layer.parameters():
             one.register_post_accumulate_grad_hook(scale)
     train(model, adamw(model), data)
+
+
+def hooked(data, hooks):
+    """Gradients of layers are changed by a hook each, before DDP reduces them."""
+    model = Layers()
+    for layer, hook in zip(model.layers, hooks, strict=True):
+        for one in layer.parameters() if hook is not None else ():
+            one.register_hook(hook)
+    train(DDP(model), sgd(model), data)
+
+
+def times(factor):
+    return lambda gradient: gradient * factor
+
+
+def masked(gradient):
+    return gradient * (torch.arange(gradient.numel()).view_as(gradient) % 3 > 0)
+
+
+def limited(gradient):
+    return gradient.clamp(-1e-3, 1e-3)
 
 
 # Several models
@@ -534,9 +555,9 @@ HEALTHY = {
     "bfloat16": (lambda data: normalized(data, nn.LayerNorm, 1e-3, torch.bfloat16),
                  "updates are lost to rounding [D6, S13]"),
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
-    "fp16_compress_hook": (lambda data: hooked(data, default_hooks.fp16_compress_hook), ""),
-    "bfloat16 hook": (lambda data: hooked(data, rounds_to(torch.bfloat16)), ""),
-    "sparse hook": (lambda data: hooked(data, largest_of(0.3)),
+    "fp16_compress_hook": (lambda data: reduced_by(data, default_hooks.fp16_compress_hook), ""),
+    "bfloat16 hook": (lambda data: reduced_by(data, rounds_to(torch.bfloat16)), ""),
+    "sparse hook": (lambda data: reduced_by(data, largest_of(0.3)),
                     "a communication hook changes gradients, which are not judged [D11]"),
     "reduce_dtype": (reduces_in_bfloat16, ""),
     "local SGD": (averages, "parameters are averaged, and gradients are not [D11, S2]"),
@@ -548,6 +569,11 @@ HEALTHY = {
     "sharded optimizer": (sharded, "gradients are reduced in the optimizer's step, and not judged [D11, S2]"),
     "muP": (lambda data: scaled(data, [0.5, 0.5, 0.5]), "parameters have different factors [D12, S1]"),
     "layer-wise decay": (lambda data: scaled(data, [0.64, 0.8, 1]), "parameters have different factors [D12, S1]"),
+    "muP by hooks of tensors": (lambda data: hooked(data, [times(0.5)] * 3),
+                                "parameters have different factors [D12, S1]"),
+    "masks in hooks": (lambda data: hooked(data, [masked] * 3), ""),
+    "limits in hooks": (lambda data: hooked(data, [limited, None, None]), ""),
+    "hooks that look": (lambda data: hooked(data, [lambda gradient: None] * 3), ""),
     "layer drop": (lambda data: layered(data, idle=[1]), "modules have no turn [D5, S10]"),
     "GAN": (adversaries, ""),
     "distillation": (distilled, ""),
@@ -576,9 +602,9 @@ BROKEN = {
     "sampler repeats": (repeats, "a microbatch is read twice [D9, S11]"),
     "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
     "parameter held back": (held_back, "parameters do not move [D6, S7]"),
-    "hook loses a rank": (lambda data: hooked(data, rounds_to(torch.bfloat16, lost=[1])),
+    "hook loses a rank": (lambda data: reduced_by(data, rounds_to(torch.bfloat16, lost=[1])),
                           "gradients are not reduced [D11, S2]"),
-    "sparse hook loses a rank": (lambda data: hooked(data, largest_of(0.5, lost=[1])),
+    "sparse hook loses a rank": (lambda data: reduced_by(data, largest_of(0.5, lost=[1])),
                                  "some ranks are missing from the gradients [D11, S3]"),
     "never averaged": (lambda data: averages(data, every=9), "gradients are not reduced [D11, S2]"),
     "ZeRO without a reduction": (lambda data: redundancy_free(data, synchronizes=False),
@@ -586,6 +612,10 @@ BROKEN = {
     "sharded without a gather": (lambda data: sharded(data, gathers=False), "replicas differ after the step [D1, S9]"),
     "sharded without a reduction": (lambda data: sharded(data, reduces=False), "gradients are not reduced [D11, S2]"),
     "wrong factor": (lambda data: scaled(data, [0.5, 0.25, 0.5]), "parameters have different factors [D12, S1]"),
+    "wrong factor in a hook": (lambda data: hooked(data, [times(0.5), times(0.25), times(0.5)]),
+                               "parameters have different factors [D12, S1]"),
+    "factor in one hook": (lambda data: hooked(data, [None, times(0.5), None]),
+                           "parameters have different factors [D12, S1]"),
     "detached layer": (lambda data: layered(data, detached=[1]), "parameters get no gradient [D5, S10]"),
     "GAN never zeroed": (lambda data: adversaries(data, zeroes="never"), "gradients are never zeroed [D11, S4]"),
     "gradient penalty loses a rank": (lambda data: penalized(data, reduces=False),
