@@ -33,7 +33,7 @@ def _without_limit(config: Config) -> Clip | None:
 
 
 #: By capability, the fields of the configuration as an adapter hears them that ignores it: "a.b" is a field of a field,
-#: and a function makes the value from the configuration that the case asks for.
+#: and a function makes the value from the configuration that the case asks for. The precision is that of each unit.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "buffer-dtype": {"precision.buffers": None},
     "cast-after-init": {"cast": None},
@@ -53,10 +53,11 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "keep-after-backward": {"accumulation.keeps_gathered": False},
     "marked-last-backward": {"accumulation.marks_last": False},
     "meta-load": {"materializes": True},
-    "mixed-precision": {"precision": Precision(), "unit_precision": {}},
     "model-precision": {"precision": Precision()},
     "named-dimensions": {"named_dimensions": None},
+    "param-dtype": {"precision.compute": None},
     "parameter-meshes": {"parameter_meshes": {}},
+    "reduce-dtype": {"precision.reduce": None},
     "replicas-alone": {"shards": True},
     "replicated-modules": {"replicated": ()},
     "reshard-after-forward": {"reshard_after_forward": None},
@@ -116,10 +117,12 @@ def _heard(config: Config, options: Mapping[str, Any]) -> Config:
     """The configuration with other values of some fields."""
     for name, value in options.items():
         field, _, inner = name.partition(".")
+        values: dict[str, Any] = {field: value(config) if callable(value) else value}
         if inner:
             outer = getattr(config, field)
-            value = outer and dataclasses.replace(outer, **{inner: value})
-        elif callable(value):
-            value = value(config)
-        config = dataclasses.replace(config, **{field: value})
+            values = {field: outer and dataclasses.replace(outer, **{inner: value})}
+        if field == "precision" and inner:
+            own = {unit: dataclasses.replace(one, **{inner: value}) for unit, one in config.unit_precision.items()}
+            values["unit_precision"] = own
+        config = dataclasses.replace(config, **values)
     return config

@@ -7,7 +7,7 @@ newest version from the suites. Imports neither torch nor the harness.
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -15,6 +15,9 @@ _FILES = resources.files("shardproof")
 
 Chapter = tuple[str, str, list[tuple[str, str, bool]]]
 """Name, subject, and of each requirement the id, the text and whether it is of *any*."""
+
+_DIVIDED = {"mixed-precision": frozenset({"param-dtype", "reduce-dtype"})}
+"""By the name of a capability in the lists of closed versions, those that an item needed where it needed this one."""
 
 SHARDS = ("parameters", "gradients", "optimizer")
 """What an implementation may shard."""
@@ -116,8 +119,13 @@ def items(of: str | None = None) -> Mapping[str, Item]:
         else:
             requirements, needs, hardware = common
             ranks = int(words[0].partition("-")[0].removeprefix("w"))
-            found[f"{case}[{words[0]}]"] = Item(requirements, ranks, frozenset(needs), frozenset(hardware))
+            found[f"{case}[{words[0]}]"] = Item(requirements, ranks, _as_now(needs), frozenset(hardware))
     return found
+
+
+def _as_now(needs: Iterable[str]) -> frozenset[str]:
+    """Return what an item of any version needs by the names of this one, which profiles have."""
+    return frozenset().union(*(_DIVIDED.get(one, {one}) for one in needs))
 
 
 def items_of_profile(name: str, hardware: str, *, of: str | None = None) -> frozenset[str]:

@@ -18,7 +18,7 @@ from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
 from shardproof.testing.adapters import Accumulation, Adapter
 from shardproof.testing.axes import RESHARD
-from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters
+from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters, distance
 from shardproof.testing.checks import Census, check_bits, error_of_all, step_label
 from shardproof.testing.tensors import each_once, local_of, tensors_of
 from shardproof.testing.trained import Stacked, optim, recompute, shapes
@@ -606,11 +606,16 @@ def test_transforms_of_inputs(rank: Rank, transform: str, reshard_after_forward:
     """
     pair = tower(rank, reshard_after_forward=reshard_after_forward)
     plain, apply = models.copy_of(pair.oracle.model).float().to(rank.device), TRANSFORMS[transform]
-    x, direction = (rank.batch(0, (4, 9), microbatch=number) for number in (1, 2))
+    given = [rank.batch(0, (4, 9), microbatch=number) for number in (1, 2)]
+    exact = apply(models.copy_of(plain).double(), *(one.double() for one in given)).detach()
     for _ in range(2):
         with pair.sharded.recorder.during("forward"):
-            found = apply(pair.adapter.forward, x, direction)
-        check_bits(transform, found.detach(), apply(plain, x, direction).detach(), sides="sharded, plain")
+            found = apply(pair.adapter.forward, *given)
+        # Products of batches are rounded by how the weights are aligned, which is the implementation's own choice.
+        expected = apply(plain, *given).detach()
+        result = distance(found.detach(), expected, exact, magnitude=float(exact.abs().max()))
+        off = f"sharded by {result.sharded_ulps:.3g} ulps, plain by {result.baseline_ulps:.3g}"
+        assert not result.is_too_far, f"{transform} is off the float64 result: {off}"
     train_and_check(pair, batches(rank, 2, (4, 9)))
 
 

@@ -315,7 +315,7 @@ def test_new_data_after_an_evaluation(
 
 
 @contract("EVALUATION-3")
-@needs(Capability.FLAT_PARAMETERS, Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.FLAT_PARAMETERS, Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION)
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("trains", [False, True])
 def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:

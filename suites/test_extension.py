@@ -243,7 +243,7 @@ def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@needs(Capability.MIXED_PRECISION)
+@needs(Capability.PARAM_DTYPE)
 def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     """Hooks receive the compute dtype, and outputs and gradients are those of tensors without hooks."""
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()

@@ -168,7 +168,7 @@ def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torc
     assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"
 
 
-MIXED, WHOLE = needs(Capability.MIXED_PRECISION), needs(Capability.REPLICAS_ALONE)
+WHOLE = needs(Capability.REPLICAS_ALONE)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES = {
     "bf16": Precision(compute=BRAIN),
@@ -177,14 +177,29 @@ POLICIES = {
     "fp16-fp32": Precision(compute=HALF, reduce=FULL),
     "inputs-as-they-are": Precision(compute=BRAIN, casts_inputs=False),
 }
+
+
+def each_policy(*names: str) -> pytest.MarkDecorator:
+    """The names of policies as values of a parameter, each with what it needs."""
+    values = [pytest.param(name, marks=needs(*POLICIES[name].needs())) for name in names]
+    return pytest.mark.parametrize("policy", values)
+
+
 FLAT = pytest.mark.parametrize(
     "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
 #: Where compute and reduction have one dtype, unreduced gradients can add up in no other.
 ADDED = pytest.mark.parametrize(
     "policy",
-    ["bf16", *(pytest.param(one, marks=needs(Capability.ACCUMULATION_DTYPES)) for one in ("bf16-fp32", "fp32-bf16"))],
+    [
+        pytest.param("bf16", marks=needs(*POLICIES["bf16"].needs())),
+        *(
+            pytest.param(one, marks=needs(*POLICIES[one].needs(), Capability.ACCUMULATION_DTYPES))
+            for one in ("bf16-fp32", "fp32-bf16")
+        ),
+    ],
 )
+MIXED = needs(*POLICIES["bf16-fp32"].needs())
 NORMS = ("inner.1", "norm", "last")
 
 ROWS = 7
@@ -195,9 +210,8 @@ LARGE_SUM = 81920
 
 
 @contract("PRECISION-1", "PRECISION-2")
-@MIXED
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize("policy", POLICIES)
+@each_policy(*POLICIES)
 def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
     """Compute and collectives have the dtypes of the policy; gradients, shards and optimizer state are float32."""
     precision, model = POLICIES[policy], mixed.Mixed()
@@ -207,8 +221,8 @@ def test_training(rank: Rank, policy: str, reshard_after_forward: bool | int | N
 
 
 @contract("PRECISION-1", "PRECISION-5")
-@needs(Capability.MIXED_PRECISION, Capability.RECOMPUTATION)
-@pytest.mark.parametrize("policy", POLICIES)
+@needs(Capability.RECOMPUTATION)
+@each_policy(*POLICIES)
 @pytest.mark.parametrize("name", ["low", "high"], ids=["around", "reentrant-inside"])
 def test_recomputation(rank: Rank, name: str, policy: str) -> None:
     """A unit that backward recomputes has the same dtypes in both computations, and its gradients are reduced."""
@@ -226,8 +240,7 @@ def test_recomputation(rank: Rank, name: str, policy: str) -> None:
 
 
 @contract("PRECISION-1")
-@MIXED
-@pytest.mark.parametrize("policy", ["bf16", "inputs-as-they-are"])
+@each_policy("bf16", "inputs-as-they-are")
 def test_evaluation(rank: Rank, policy: str) -> None:
     """An evaluation has a training forward's dtypes and values, and the next step the dtypes and values of any step."""
     precision, model = POLICIES[policy], mixed.Mixed()
@@ -237,7 +250,7 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-1")
-@MIXED
+@needs(Capability.PARAM_DTYPE)
 @pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
 def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
     """Parameters are cast to a compute dtype that has as many bytes as their own."""
@@ -247,7 +260,8 @@ def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtyp
 
 
 @contract("PRECISION-1")
-@needs(Capability.MIXED_PRECISION, Capability.REGISTERED_STATE)  # flat parameters have one dtype
+@MIXED
+@needs(Capability.REGISTERED_STATE)  # flat parameters have one dtype
 def test_frozen_of_another_dtype(rank: Rank) -> None:
     """Forward uses a frozen parameter of another floating-point dtype in the compute dtype; its shards keep theirs."""
     precision, model = POLICIES["bf16-fp32"], mixed.Mixed()
@@ -257,7 +271,8 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
 
 
 @contract("PRECISION-2")
-@needs(Capability.MIXED_PRECISION, Capability.CAST_AFTER_INIT)
+@MIXED
+@needs(Capability.CAST_AFTER_INIT)
 def test_cast_after_sharding(rank: Rank) -> None:
     """A model that is cast to a wider dtype after sharding computes and reduces in the dtype of its policy."""
     precision = Precision(compute=BRAIN, reduce=BRAIN)
@@ -268,8 +283,8 @@ def test_cast_after_sharding(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+@KEEPS
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
     """With full precision in evaluation, evaluations cast nothing, and training steps before and after them do."""
     precision = Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
@@ -283,7 +298,7 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
 
 
 @contract("PRECISION-11")
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
 def test_a_part_in_full_precision(rank: Rank) -> None:
     """With full precision in evaluation, a unit whose module alone is in evaluation mode is not cast; others are."""
     model, precision = mixed.Mixed(), Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
@@ -297,9 +312,9 @@ def test_a_part_in_full_precision(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("policy", ["bf16", "fp32-bf16"])
+@needs(Capability.FULL_PRECISION_EVALUATION)
+@KEEPS
+@each_policy("bf16", "fp32-bf16")
 def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forward: bool | None) -> None:
     """With full precision in evaluation, a step in evaluation mode reduces in full precision; other steps do not."""
     precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
@@ -315,10 +330,15 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 
 
 @contract("PRECISION-11")
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
-    [*({}, {"reshard_after_forward": False}, {"flat_parameters": True}), pytest.param({"shards": False}, marks=WHOLE)],
+    [
+        {},
+        pytest.param({"reshard_after_forward": False}, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
+        pytest.param({"flat_parameters": True}, marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param({"shards": False}, marks=WHOLE),
+    ],
     ids=["None", "False", "flat", "replicas-alone"],
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
@@ -341,9 +361,11 @@ def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]
 
 
 @contract("PRECISION-12")
-@needs(Capability.MIXED_PRECISION, Capability.LOW_PRECISION_GRADIENTS)
-@pytest.mark.parametrize("flat_parameters", [False, True], ids=["original", "flat"])
-@pytest.mark.parametrize("policy", ["bf16", "fp32-bf16", "bf16-fp32"])
+@needs(Capability.LOW_PRECISION_GRADIENTS)
+@pytest.mark.parametrize(
+    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["original", "flat"]
+)
+@each_policy("bf16", "fp32-bf16", "bf16-fp32")
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
 def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_parameters: bool) -> None:
     """With gradients kept in the reduce dtype, they have it after a move too, and updates are float32."""
@@ -387,7 +409,7 @@ def test_gradient_dtype(rank: Rank, how: str, dtype: torch.dtype | None, defers:
 
 
 @contract("PRECISION-13")
-@needs(Capability.GRADIENT_DTYPE, Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
+@needs(Capability.GRADIENT_DTYPE, Capability.REDUCE_DTYPE, Capability.RANKS_DIFFER)
 def test_zeros_of_any_dtype(rank: Rank) -> None:
     """Zeros for what a rank does not use are refused by name if gradients may have any dtype and no policy has one."""
     for reduce in (FULL, None):
@@ -404,9 +426,9 @@ def test_zeros_of_any_dtype(rank: Rank) -> None:
 
 
 @contract("PRECISION-14")
-@needs(Capability.MIXED_PRECISION, Capability.PARAMETER_DTYPES)
+@needs(Capability.PARAMETER_DTYPES)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32"])
+@each_policy("bf16", "bf16-fp32")
 def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
     """Single parameters compute in their own dtype; a gather moves the bytes of both, and all are reduced once."""
     precision, model = POLICIES[policy], mixed.Mixed()
@@ -423,7 +445,7 @@ def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_fo
 
 
 @contract("PRECISION-14")
-@needs(Capability.MIXED_PRECISION, Capability.PARAMETER_DTYPES)
+@needs(Capability.PARAM_DTYPE, Capability.PARAMETER_DTYPES)
 @subjects("dtype", [HALF, "float32"], ids=["another", "no-dtype"])
 def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
     """What is neither a parameter's own dtype nor that of compute is refused by name, and the model is unchanged."""
@@ -436,8 +458,8 @@ def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
 
 @contract("PRECISION-1", "PRECISION-2")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.TENSOR_PARALLEL)
-@pytest.mark.parametrize("policy", ["bf16", "bf16-fp32", "fp32-bf16"])
+@needs(Capability.TENSOR_PARALLEL)
+@each_policy("bf16", "bf16-fp32", "fp32-bf16")
 def test_tensor_parallel_shards(rank: Rank, policy: str) -> None:
     """Tensor-parallel parameters are gathered, used and reduced in the dtypes of the policy."""
     precision, mesh = POLICIES[policy], rank.mesh((2, 2), ("dp", "tp"))
@@ -461,7 +483,8 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
 
 
 @contract("PRECISION-1")
-@needs(Capability.MIXED_PRECISION, Capability.WHOLE_PARAMETERS)
+@MIXED
+@needs(Capability.WHOLE_PARAMETERS)
 @FLAT
 @KEEPS
 def test_whole_parameters(rank: Rank, reshard_after_forward: bool | None, flat_parameters: bool) -> None:
@@ -490,7 +513,8 @@ def gather_between_steps(rank: Rank, run: Run, step: int) -> None:
 
 
 @contract("PRECISION-1")
-@needs(Capability.MIXED_PRECISION, Capability.DISTRIBUTED_CHECKPOINT)
+@MIXED
+@needs(Capability.DISTRIBUTED_CHECKPOINT)
 @FLAT
 @KEEPS
 @pytest.mark.parametrize("form", ["sharded", pytest.param("full", marks=needs(Capability.FULL_STATE_DICT))])
@@ -525,7 +549,8 @@ def test_forward_that_is_dropped(rank: Rank, flat_parameters: bool) -> None:
 
 @contract("PRECISION-1")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
+@MIXED
+@needs(Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the compute dtype."""
     # Outputs of units are rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
@@ -541,8 +566,8 @@ def test_smaller_shards(rank: Rank) -> None:
 
 @contract("PRECISION-2")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.HYBRID)
-@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+@needs(Capability.HYBRID)
+@each_policy("bf16-fp32", "fp32-bf16")
 def test_replicas(rank: Rank, policy: str) -> None:
     """Replicas reduce in the same dtype as shards."""
     precision = POLICIES[policy]
@@ -552,7 +577,6 @@ def test_replicas(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@MIXED
 @ADDED
 @pytest.mark.parametrize(
     "defers",
@@ -568,7 +592,6 @@ def test_microbatches(rank: Rank, defers: bool, policy: str) -> None:
 
 
 @contract("PRECISION-3")
-@MIXED
 @needs(Capability.DEFERRED_REDUCTION, Capability.UNUSED_MODULE)
 @ADDED
 def test_parameters_of_one_microbatch(rank: Rank, policy: str) -> None:
@@ -583,7 +606,7 @@ def test_parameters_of_one_microbatch(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-2")
-@needs(Capability.MIXED_PRECISION, Capability.RANKS_DIFFER)
+@needs(Capability.PARAM_DTYPE, Capability.RANKS_DIFFER)
 def test_parameters_of_one_rank(rank: Rank) -> None:
     """Zeros that a rank contributes for parameters that it does not use have the dtype of its real gradients."""
     precision = POLICIES["bf16"]
@@ -595,9 +618,9 @@ def test_parameters_of_one_rank(rank: Rank) -> None:
 
 @contract("PRECISION-3")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs(Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+@each_policy("bf16-fp32", "fp32-bf16")
 def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
     """Shards whose all-reduce is deferred add up in the reduce dtype."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
@@ -608,7 +631,7 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 @contract("PRECISION-3")
 @world(2, 4)
 @meaningful_from(4)
-@needs(Capability.MIXED_PRECISION, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs(Capability.REDUCE_DTYPE, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.UNUSED_MODULE)
 def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
     """Deferred shards add up in the reduce dtype, also where microbatches use different parameters.
@@ -642,7 +665,8 @@ def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
+@MIXED
+@needs(Capability.OUTPUT_DTYPE)
 @subjects("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are not cast as inputs or outputs; wide floats are."""
@@ -669,7 +693,8 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 
 
 @contract("PRECISION-6")
-@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE)
+@MIXED
+@needs(Capability.OUTPUT_DTYPE)
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_outputs(rank: Rank, recomputes: bool) -> None:
     """A unit's output is cast to the output dtype, in a container too, in each computation; integers are not."""
@@ -683,7 +708,8 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
+@MIXED
+@needs(Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
 def test_casts_of_a_registered_method(rank: Rank) -> None:
     """A method that is registered in addition to forward has its inputs and its output cast as forward has."""
     inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
@@ -699,7 +725,8 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
 
 
 @contract("PRECISION-5", "PRECISION-6")
-@needs(Capability.MIXED_PRECISION, Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
+@MIXED
+@needs(Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
 def test_casts_of_several_modules(rank: Rank) -> None:
     """Each of several modules that form one unit has its inputs and its output cast, not just the first or last."""
     inner, layers = Precision(compute=BRAIN, reduce=FULL, output=FULL), [f"layers.{index}" for index in range(3)]
@@ -714,7 +741,7 @@ def test_casts_of_several_modules(rank: Rank) -> None:
 
 
 @contract("PRECISION-7")
-@needs(Capability.MIXED_PRECISION, Capability.BUFFER_DTYPE)
+@needs(Capability.PARAM_DTYPE, Capability.BUFFER_DTYPE)
 @pytest.mark.parametrize("saves", [False, pytest.param(True, marks=needs(Capability.DISTRIBUTED_CHECKPOINT))])
 def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
@@ -731,7 +758,18 @@ def test_buffers(rank: Rank, saves: bool) -> None:
 
 
 @contract("PRECISION-7")
-@MIXED
+@needs(Capability.BUFFER_DTYPE)
+def test_buffers_beside_full_parameters(rank: Rank) -> None:
+    """Floating-point buffers have the buffer dtype where parameters are computed with, and reduced, in their own."""
+    precision, model = Precision(buffers=HALF), mixed.Mixed()
+    run = trained(rank, model, precision=precision)
+    found = {seen for unit in (model.low, model.high) for seen in unit.seen}
+    assert found == {mixed.Seen(FULL, FULL, HALF)}, f"in forward the dtypes are {found}"
+    assert_dtypes(run, precision)
+
+
+@contract("PRECISION-7")
+@needs(Capability.PARAM_DTYPE)
 @pytest.mark.parametrize("buffers", [None, pytest.param(BRAIN, marks=needs(Capability.BUFFER_DTYPE))], ids=str)
 def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
     """Batch norms amid bfloat16 train and evaluate as the baseline does, with the same statistics after each."""
@@ -747,8 +785,8 @@ def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
 
 
 @contract("PRECISION-8")
-@needs(Capability.MIXED_PRECISION, Capability.UNUSED_OUTPUT)
-@pytest.mark.parametrize("policy", ["bf16-fp32", "fp32-bf16"])
+@needs(Capability.UNUSED_OUTPUT)
+@each_policy("bf16-fp32", "fp32-bf16")
 def test_thawed_unit(rank: Rank, policy: str) -> None:
     """A unit that is frozen in the first step and thawed later is reduced in the same dtype as the others."""
     precision, model = POLICIES[policy], mixed.Mixed()

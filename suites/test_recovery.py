@@ -204,7 +204,8 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 
 @contract("RECOVERY-1")
 @RECOVERS
-@needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION, Capability.ACCUMULATION_DTYPES)
+@needs(Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
+@needs(Capability.DEFERRED_REDUCTION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
     """Recovery drops gradients of earlier microbatches that have accumulated in the reduce dtype."""

@@ -24,7 +24,7 @@ from shardproof.testing.trained import mixed, optim, parallel, shapes
 pytestmark = world(2)
 
 SHAPE = (6, 4)
-LOW = needs(Capability.MIXED_PRECISION)
+LOW = needs(Capability.REDUCE_DTYPE)
 NAMES = ("replicate", "shard")
 #: Two replicas, which are of one rank each in a world of two; or shards alone.
 REPLICAS = pytest.mark.parametrize(
@@ -32,6 +32,7 @@ REPLICAS = pytest.mark.parametrize(
     [False, pytest.param(True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK))],
     ids=["shards", "replicas"],
 )
+IN_FLOAT32 = Precision(compute=torch.bfloat16, reduce=torch.float32)
 FREED = needs(
     Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD
 )
@@ -188,7 +189,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 
 @contract("REDUCTION-6")
 @world(4)  # of two ranks all of the division comes before the sum
-@needs(Capability.REDUCTION_HOOK, Capability.MIXED_PRECISION)
+@needs(Capability.REDUCTION_HOOK, Capability.REDUCE_DTYPE)
 @SHARDS
 def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> None:
     """In float16, where an average would be divided in two parts, the function's output is divided no further."""
@@ -439,7 +440,6 @@ def compare_gradients(
 
 @contract("REDUCTION-5")
 @world(4)
-@needs(Capability.MIXED_PRECISION)
 @pytest.mark.parametrize(
     ("mesh", "shards"),
     [
@@ -452,8 +452,14 @@ def compare_gradients(
 )
 @pytest.mark.parametrize(
     ("compute", "reduce"),
-    [(torch.float16, torch.float32), (torch.float16, None), (None, torch.float16)],
-    ids=["half-to-float", "half", "float-to-half"],
+    [
+        pytest.param(*dtypes, id=name, marks=needs(*Precision(compute=dtypes[0], reduce=dtypes[1]).needs()))
+        for name, *dtypes in (
+            ("half-to-float", torch.float16, torch.float32),
+            ("half", torch.float16, None),
+            ("float-to-half", None, torch.float16),
+        )
+    ],
 )
 def test_averages_in_two_dtypes(
     rank: Rank, compute: torch.dtype | None, reduce: torch.dtype | None, mesh: tuple[int, int] | None, shards: bool
@@ -530,7 +536,7 @@ LIMITS = {torch.float16: (81920.0, 2.0**-23), torch.bfloat16: (2.0**127, 2.0**-1
 
 @contract("REDUCTION-13")
 @world(4)  # of two ranks all of the division may come before the sum
-@needs(Capability.MIXED_PRECISION)
+@needs(Capability.REDUCE_DTYPE)
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("path", [pytest.param(name, marks=needs(*names)) for name, (_, names) in PATHS.items()])
 def test_values_near_the_limits_of_the_reduce_dtype(rank: Rank, path: str, dtype: torch.dtype) -> None:
@@ -633,7 +639,7 @@ def memory_of_nan() -> Iterator[None]:
     [
         False,
         pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION)),
-        pytest.param("in-float32", marks=needs(Capability.DEFERRED_REDUCTION, Capability.MIXED_PRECISION)),
+        pytest.param("in-float32", marks=needs(Capability.DEFERRED_REDUCTION, *IN_FLOAT32.needs())),
     ],
 )
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
@@ -644,7 +650,7 @@ def test_gradients_of_gradients(rank: Rank, reshard_after_forward: bool | None, 
     """
     how = Accumulation() if defers else None
     # Then copies in the reduce dtype are deferred to the last microbatch, and not autograd's own gradients.
-    low = Precision(compute=torch.bfloat16, reduce=torch.float32) if defers == "in-float32" else Precision()
+    low = IN_FLOAT32 if defers == "in-float32" else Precision()
     runs = two_runs(rank, microbatches=2, accumulation=how, reshard_after_forward=reshard_after_forward, precision=low)
     run = runs[1]
 

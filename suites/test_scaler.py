@@ -17,8 +17,8 @@ from shardproof.testing.checks import step_label
 from shardproof.testing.trained import mixed, optim
 
 pytestmark = [needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER), world(2)]
-LOW = needs(Capability.MIXED_PRECISION)
 HALF = Precision(compute=torch.float16, reduce=torch.float32)
+LOW = needs(*HALF.needs())
 PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
 SHAPE = (7, 6)
 NAMES = ("replicate", "shard")
@@ -86,7 +86,8 @@ def test_rank_without_a_gradient(rank: Rank) -> None:
 
 @contract("SCALER-1")
 @world(4)
-@needs(Capability.MIXED_PRECISION, Capability.HYBRID)
+@LOW
+@needs(Capability.HYBRID)
 def test_replicas(rank: Rank) -> None:
     """An infinite gradient in one replica makes all ranks skip the step and lower the scale."""
     check(rank, precision=HALF, mesh=rank.mesh((2, 2), NAMES))
@@ -94,7 +95,8 @@ def test_replicas(rank: Rank) -> None:
 
 @contract("SCALER-1")
 @world(2)  # the order of a sum of four is not the baseline's
-@needs(Capability.MIXED_PRECISION, Capability.HYBRID, Capability.SINGLE_RANK)
+@LOW
+@needs(Capability.HYBRID, Capability.SINGLE_RANK)
 def test_replicas_of_one(rank: Rank) -> None:
     """An infinite gradient of one rank, which has all parameters, makes the others skip the step too."""
     check(rank, precision=HALF, mesh=rank.mesh((2, 1), NAMES))

@@ -154,7 +154,7 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 
 @contract("SHARDING-2")
 @world(2)
-@needs(Capability.REPLICAS_ALONE, Capability.MIXED_PRECISION)
+@needs(Capability.REPLICAS_ALONE, Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
 @subjects("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
     """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
@@ -172,7 +172,7 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
 
 @contract("SHARDING-4")
 @world(2)
-@needs(Capability.MIXED_PRECISION, Capability.REPLICAS_ALONE)
+@needs(Capability.PARAM_DTYPE, Capability.REPLICAS_ALONE)
 @pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
 def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> None:
     """Where nothing is sharded and units compute in another dtype, an evaluation does not hide a later change."""

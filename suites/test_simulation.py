@@ -33,6 +33,7 @@ RESHARDS = pytest.mark.parametrize(
     ],
 )
 MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
+LOW = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 
 def chosen(rank: Rank) -> list[int]:
@@ -93,7 +94,7 @@ def check_bytes(items: Sequence[Collective], expected: Sequence[int], what: str)
 @contract("SIMULATION-1", "SIMULATION-2")
 @needs(Capability.COUNTED_UNITS)
 @RESHARDS
-@pytest.mark.parametrize("precision", [Precision(), pytest.param(MIXED, marks=needs(Capability.MIXED_PRECISION))])
+@pytest.mark.parametrize("precision", [Precision(), pytest.param(MIXED, marks=needs(*MIXED.needs()))])
 def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_forward: bool | None) -> None:
     """A step gathers each unit in order, again in backward if it was freed, and reduces it once, with exact bytes."""
     size = rank.simulates
@@ -329,7 +330,7 @@ def test_units_held_at_a_time(rank: Rank) -> None:
     "precision",
     [
         Precision(),
-        pytest.param(Precision(compute=torch.bfloat16, reduce=torch.bfloat16), marks=needs(Capability.MIXED_PRECISION)),
+        pytest.param(LOW, marks=needs(*LOW.needs())),
     ],
     ids=["float32", "bfloat16"],
 )

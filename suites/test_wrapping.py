@@ -300,7 +300,7 @@ def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.MIXED_PRECISION)
+@needs(Capability.PARAM_DTYPE)
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
     """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
     bfloat16 = torch.bfloat16
@@ -313,7 +313,7 @@ def test_batch_norm_in_full_precision(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.MIXED_PRECISION, Capability.IGNORED_MODULES)
+@needs(Capability.PARAM_DTYPE, Capability.IGNORED_MODULES)
 def test_ignored_batch_norm(rank: Rank) -> None:
     """An ignored batch normalisation becomes no unit, with a compute dtype either."""
     model = Normed()
@@ -329,7 +329,7 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.MIXED_PRECISION, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION)
 def test_batch_norm_after_a_step(rank: Rank) -> None:
     """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
     run, seen = run_normed(rank, Precision(compute=torch.bfloat16, full_in_evaluation=True))

@@ -3,6 +3,7 @@
 import pytest
 
 from shardproof import contract
+from shardproof.harness.adapters.capability import Capability
 from tests.harness.inner import python
 
 
@@ -28,3 +29,11 @@ def test_an_item_has_its_needs():
     item = contract.items()["suites/test_overlap.py::test_collectives_run_beside_computation[w4]"]
     assert (item.requirements, item.ranks, item.hardware) == (("OVERLAP-1",), 4, {"streams"})
     assert "sharded" in item.needs
+
+
+def test_profiles_have_their_items_of_a_closed_version():
+    """Its list has names of capabilities that there were, and profiles those that they have become."""
+    kept = {hardware: contract.items_of_profile("hsdp", hardware, of="2026.12") for hardware in ("cpu-4", "nccl-2")}
+    assert "suites/test_precision.py::test_small_updates[w2]" in kept["cpu-4"] and not kept["nccl-2"]
+    needed = {one for version in contract.versions() for item in contract.items(version).values() for one in item.needs}
+    assert needed - {one for one in needed if one.startswith("a name for ")} <= {*Capability}

@@ -145,6 +145,14 @@ BAD = {
     "name": (["--impl", "torch.fsdp3"], "unknown implementation 'torch.fsdp3': did you mean torch.fsdp"),
     "ddp": (["--impl", "ddp"], "implementation 'ddp' cannot be simulated: RuntimeError: The tensor has"),
     "capability": (["--impl", "torch.fsdp", *RESHARD, "2"], "torch.fsdp lacks the capability reshard-to-size: --resh"),
+    "param dtype": (
+        ["--impl", "torch.zero_optimizer", "--param-dtype", "bfloat16"],
+        "torch.zero_optimizer lacks the capability param-dtype: --param-dtype cannot be planned",
+    ),
+    "reduce dtype": (
+        ["--impl", "torch.zero_optimizer", "--reduce-dtype", "bfloat16"],
+        "torch.zero_optimizer lacks the capability reduce-dtype: --reduce-dtype cannot be planned",
+    ),
     "groups": (
         [*RESHARD, "3"],
         "cannot be simulated under torch.fully_shard: ValueError: If passing reshard_after_for",

@@ -11,7 +11,8 @@ accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 set_seed(SEED)
 network = GPT()
 optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+warmup = 3 * accelerator.num_processes  # accelerate's scheduler steps once for each process
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / warmup))
 batches = DataLoader(text(), batch_size=8 // accelerator.num_processes)
 model, optimizer, batches, scheduler = accelerator.prepare(network, optimizer, batches, scheduler)
 

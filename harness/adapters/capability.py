@@ -5,9 +5,37 @@ import enum
 import inspect
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+DIVIDED = {"mixed-precision": ("param-dtype", "reduce-dtype", "buffer-dtype")}
+"""By the name of a capability that there was, those that it has become: an adapter declares the ones that it has."""
 
 
-class Capability(enum.StrEnum):
+class _Names(enum.EnumType):
+    """Says of an attribute that is no capability which one may be meant."""
+
+    if not TYPE_CHECKING:  # mypy would take every attribute for a capability
+
+        def __getattr__(cls, name: str) -> Any:
+            found = vars(cls).get("_member_map_", {}).get(name)  # Python 3.11 finds members so
+            if found is None:
+                raise AttributeError(_why_not(cls, name) if name.isupper() else name)
+            return found
+
+
+def _why_not(capabilities: enum.EnumType, name: str) -> str:
+    """Return a line about what is no capability, by its value or as an attribute."""
+    value = name.lower().replace("_", "-") if name.isupper() else name
+    if value in DIVIDED:
+        *others, last = DIVIDED[value]
+        parts = f"{', '.join(others)} and {last}, of which an adapter declares those that it has"
+        return f"{value} is no capability any more: it is {parts}"
+    near = difflib.get_close_matches(value, capabilities, n=2, cutoff=0.6)
+    known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
+    return f"there is no capability {name!r}: {known}"
+
+
+class Capability(enum.StrEnum, metaclass=_Names):
     """A named feature of an implementation.
 
     A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``. The
@@ -180,26 +208,29 @@ class Capability(enum.StrEnum):
 
     # Dtypes.
     # ``cast-after-init`` if ``module.to(dtype)`` works after sharding, ``model-precision`` if the whole model
-    # computes in one lower dtype, and ``mixed-precision`` for a policy of each unit, which most of the others need.
+    # computes in one lower dtype. ``param-dtype``, ``reduce-dtype`` and ``buffer-dtype``, each by itself, for what user
+    # code chooses for each unit. The others are further options of that choice, or of a parameter.
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
-    MIXED_PRECISION = "mixed-precision"
-    """Compute and reductions may have dtypes other than the parameters', in each unit its own."""
+    PARAM_DTYPE = "param-dtype"
+    """Parameters can be gathered, and computed with, in a dtype other than their own, in each unit in another one."""
+    REDUCE_DTYPE = "reduce-dtype"
+    """Gradients can be reduced in a dtype other than the one they are computed in, in each unit in another one."""
+    BUFFER_DTYPE = "buffer-dtype"
+    """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
     ACCUMULATION_DTYPES = "accumulation-dtypes"
     """Reduced gradients of several microbatches add up in the parameters' dtype, deferred ones in the reduction's."""
     OUTPUT_DTYPE = "output-dtype"
     """A unit can cast its outputs to a dtype."""
-    BUFFER_DTYPE = "buffer-dtype"
-    """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
     FULL_PRECISION_EVALUATION = "full-precision-evaluation"
-    """With mixed precision, forwards in evaluation mode can do without any cast."""
+    """With a compute dtype, forwards in evaluation mode can do without any cast."""
     LOW_PRECISION_GRADIENTS = "low-precision-gradients"
-    """With mixed precision, gradients can stay in the dtype in which they are reduced."""
+    """The optimizer can get gradients in the dtype in which they are reduced."""
     GRADIENT_DTYPE = "gradient-dtype"
     """A parameter keeps its ``grad_dtype``, in which its gradient adds up and is shown."""
     PARAMETER_DTYPES = "parameter-dtypes"
-    """With mixed precision, single parameters of a unit can keep their own dtype in compute."""
+    """With a compute dtype, single parameters of a unit can keep their own dtype in compute."""
     MODEL_PRECISION = "model-precision"
     """The whole model can compute in one lower dtype, on inputs as they are; the optimizer updates float32 copies."""
 
@@ -306,9 +337,7 @@ class Capability(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability":
-        near = difflib.get_close_matches(str(value), cls, n=2, cutoff=0.6)
-        known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
-        raise ValueError(f"there is no capability {value!r}: {known}")
+        raise ValueError(_why_not(cls, str(value)))
 
     @classmethod
     def of(cls, names: str) -> "frozenset[Capability]":
@@ -343,21 +372,20 @@ PREREQUISITES = {
         "reshard-to-size": "root-reshard counted-units",
         "wrapping-policy": "counted-units",
         # A part or a variant of another.
-        "accumulation-dtypes": "mixed-precision deferred-reduction",
-        "buffer-dtype": "mixed-precision",
+        "accumulation-dtypes": "reduce-dtype deferred-reduction",
         "clip-any-norm": "clipping",
         "clip-empty-shards": "clipping",
         "clip-raises": "clipping clip-by-call sharded",
         "clip-some": "clipping",
-        "full-precision-evaluation": "mixed-precision",
+        "full-precision-evaluation": "param-dtype",
         "full-state-dict": "distributed-checkpoint",
         "gather-release": "gather-extension",
-        "low-precision-gradients": "mixed-precision",
+        "low-precision-gradients": "reduce-dtype",
         "offload-choice": "offload",
         "optimizer-keys": "distributed-checkpoint",
-        "output-dtype": "mixed-precision",
+        "output-dtype": "param-dtype reduce-dtype",
         "pageable-offload": "offload",
-        "parameter-dtypes": "mixed-precision",
+        "parameter-dtypes": "param-dtype",
         "spmd-types": "named-dimensions tensor-parallel",
         "tensor-parallel-checkpoint": "distributed-checkpoint tensor-parallel",
         "tensor-parallel-counts": "tensor-parallel",

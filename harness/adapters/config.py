@@ -106,17 +106,20 @@ class Accumulation:
 class Precision:
     """The dtypes of a unit where they differ from those of its parameters.
 
-    Needs :attr:`Capability.MIXED_PRECISION`, or :attr:`Capability.MODEL_PRECISION` alone where all units have the same
-    and it casts no inputs. Values other than a field's default may need what is named there.
+    Values other than a field's default need what is named there, or :attr:`Capability.MODEL_PRECISION` alone where all
+    units have the same and it casts no inputs.
     """
 
     compute: torch.dtype | None = None
-    """The dtype in which parameters are gathered and computed with; None is that of the parameters."""
+    """The dtype in which parameters are gathered and computed with; None is that of the parameters.
+
+    Needs :attr:`Capability.PARAM_DTYPE`.
+    """
 
     reduce: torch.dtype | None = None
     """The dtype in which gradients are reduced, and added up before they are; None is the implementation's default.
 
-    :meth:`reduce_dtype` is the dtype that this comes to.
+    :meth:`reduce_dtype` is the dtype that this comes to. Needs :attr:`Capability.REDUCE_DTYPE`.
     """
 
     output: torch.dtype | None = None
@@ -142,6 +145,16 @@ class Precision:
 
     Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
     """
+
+    def needs(self) -> frozenset[Capability]:
+        """Return the capabilities without which no unit can have these dtypes of its own."""
+        named = {
+            Capability.PARAM_DTYPE: self.compute, Capability.REDUCE_DTYPE: self.reduce,
+            Capability.OUTPUT_DTYPE: self.output, Capability.BUFFER_DTYPE: self.buffers,
+            Capability.FULL_PRECISION_EVALUATION: self.full_in_evaluation,
+            Capability.LOW_PRECISION_GRADIENTS: self.keeps_gradients,
+        }  # fmt: skip
+        return frozenset(capability for capability, value in named.items() if value)
 
     def reduce_dtype(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
         """Return the dtype in which an implementation with these traits reduces the gradients of a unit.
@@ -352,10 +365,7 @@ class Config:
     """The dtypes of every unit that :attr:`unit_precision` does not name."""
 
     unit_precision: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
-    """The dtypes of the units of some modules, by the name of the unit's first module.
-
-    Needs :attr:`Capability.MIXED_PRECISION`.
-    """
+    """The dtypes of the units of some modules, by the name of the unit's first module."""
 
     ignored: tuple[str, ...] = ()
     """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMETERS`."""

@@ -264,12 +264,12 @@ class FlatAdapter(WrappingAdapter):
             | ORDERED
             | Capability.of(
                 "sharded reshard-after-forward hybrid replicas-alone unused-output recomputation cast-after-init "
-                "mixed-precision model-precision ignored-parameters ignored-modules wrapping-policy meta-device "
-                "process-groups default-mesh buffer-dtype full-precision-evaluation low-precision-gradients "
+                "param-dtype reduce-dtype buffer-dtype full-precision-evaluation low-precision-gradients "
+                "model-precision ignored-parameters ignored-modules wrapping-policy meta-device process-groups "
                 "deferred-reduction keep-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
                 "offload distributed-checkpoint full-state-dict whole-parameters whole-on-cpu flat-parameters "
                 "fsdp1-api sync-states order-validation tensor-parallel inputs-to-device autograd-calls ranks-differ "
-                "reduction-hook gathers-ahead optimizer-keys step-in-backward unreduced-gradients"
+                "reduction-hook gathers-ahead optimizer-keys step-in-backward unreduced-gradients default-mesh"
             )
         )
 

@@ -133,8 +133,8 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # Fabric converts the model, inputs and outputs to the dtype of its own precision.
-        missing = {Capability.MIXED_PRECISION, Capability.MODEL_PRECISION, Capability.BUFFER_DTYPE}
-        missing |= {Capability.LOW_PRECISION_GRADIENTS, Capability.CAST_AFTER_INIT}
+        missing = {Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE, Capability.BUFFER_DTYPE}
+        missing |= {Capability.MODEL_PRECISION, Capability.LOW_PRECISION_GRADIENTS, Capability.CAST_AFTER_INIT}
         missing |= {Capability.AUTOGRAD_CALLS}  # only Fabric's own backward may be called
         return super().capabilities() - missing | {Capability.CLIP_RAISES}
 

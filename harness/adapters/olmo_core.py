@@ -22,7 +22,7 @@ from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
     "sharded reshard-after-forward root-reshard hybrid single-rank default-mesh counted-units gather-order "
     "unused-output post-accumulate-grad-hook recomputation autograd-calls recovery deferred-all-reduce "
-    "mixed-precision clip-empty-shards own-optimizer dtensor-parameters registered-state meta-device "
+    "param-dtype reduce-dtype clip-empty-shards own-optimizer dtensor-parameters registered-state meta-device "
     "distributed-checkpoint full-state-dict own-checkpoint"
 )
 

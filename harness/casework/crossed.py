@@ -18,7 +18,11 @@ _WHOLE, _STATE = (Capability.WHOLE_PARAMETERS,), (Capability.DISTRIBUTED_CHECKPO
 AXES: dict[str, dict[str, Needs]] = {
     "strategy": {"shards": _ANY, "replicas": (Capability.HYBRID,), "whole": (Capability.REPLICAS_ALONE,)},
     "parameters": {"originals": _ANY, "flat": (Capability.FLAT_PARAMETERS,)},
-    "precision": {"full": _ANY, "bf16": (Capability.MIXED_PRECISION,), "bf16-fp32": (Capability.MIXED_PRECISION,)},
+    "precision": {
+        "full": _ANY,
+        "bf16": (Capability.PARAM_DTYPE,),
+        "bf16-fp32": (Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE),
+    },
     "reshards": {
         "default": _ANY,
         "yes": (Capability.RESHARD_AFTER_FORWARD,),

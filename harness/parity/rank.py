@@ -309,8 +309,10 @@ class Rank(Member):
         The first exception of a teardown is raised after the other adapters are torn down too.
         """
         errors: list[BaseException] = []
-        if self.explainer is not None and self._world_ranks is None:
-            self.explainer.close()
+        if self._world_ranks is None:  # another world ends before the case does, whose they are
+            if self.explainer is not None:
+                self.explainer.close()
+            self.courses.clear()  # they reach the runs, and with them the models
         for run in (run for owner in self._watched for run in owner.runs):
             if run.adapter.name == self.implementation.name:
                 trace: list[Collective] = run.trace
@@ -322,7 +324,6 @@ class Rank(Member):
             except BaseException as error:  # SystemExit too: the rank must end by no adapter's hand
                 errors.append(error)
         self._watched.clear()
-        self.courses.clear()  # they reach the runs, and with them the models
         for ledger in self._ledgers:
             self.record.add_peak(ledger.most_in_a_step())
         if errors:

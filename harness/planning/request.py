@@ -62,7 +62,8 @@ def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
     reshards = request.reshard_after_forward
     needs: list[tuple[bool, Capability, str]] = [
         (dimensions > 1, Capability.HYBRID, "a mesh of replicas and shards"),
-        (request.precision != Precision(), Capability.MIXED_PRECISION, "--param-dtype and --reduce-dtype"),
+        (request.compute is not None, Capability.PARAM_DTYPE, "--param-dtype"),
+        (request.reduce is not None, Capability.REDUCE_DTYPE, "--reduce-dtype"),
         (isinstance(reshards, bool), Capability.RESHARD_AFTER_FORWARD, "--reshard-after-forward"),
         (type(reshards) is int, Capability.RESHARD_TO_SIZE, "--reshard-after-forward with a number"),
         (request.checkpointing, Capability.RECOMPUTATION, "--checkpointing"),

@@ -461,8 +461,10 @@ class _RunObserver:
         for worker in self._workers:
             worker.terminate()
         if not self._is_traced:
-            # pytest parses the source of each entry, of which it prints the last line.
-            excinfo.traceback = Traceback(excinfo.traceback[-1:])
+            # pytest parses the source of each entry, and prints the line of the last that is not hidden, as those of
+            # pytest.exit() are.
+            shown = [entry for entry in excinfo.traceback if not entry.ishidden(excinfo)]
+            excinfo.traceback = Traceback(shown[-1:] or excinfo.traceback)
         # Its summary imports all of hypothesis, to print what it has seen.
         if "hypothesis" not in sys.modules and self._manager.has_plugin(_HYPOTHESIS):
             self._manager.unregister(name=_HYPOTHESIS)

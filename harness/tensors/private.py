@@ -75,6 +75,15 @@ NAMES = tuple(
          "where parts of FSDP1's flat parameters lie", "the doctor watches no FSDP1"),
         ("distributed.fsdp.FSDPModule._get_fsdp_state", "the sharded parameters of units that are gathered",
          "gathered ones are taken for the model's own"),
+        ("Tensor._base", "telling views of FSDP1's flat parameters from other tensors in their places",
+         "the doctor does not run"),
+        *(
+            (path, "watching what torch.func transforms", "the doctor may not run within vmap()")
+            for path in (
+                "_C._functorch.peek_interpreter_stack", "_C._functorch.is_functorch_wrapped_tensor",
+                "_C._functorch.get_unwrapped", "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+            )
+        ),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),
@@ -115,6 +124,8 @@ NAMES = tuple(
          _UNMET),
         ("_amp_foreach_non_finite_check_and_unscale_", "loss scaling with offloaded gradients", _UNMET),
         ("_dynamo", "starting ranks fast", "each of them imports it later"),
+        ("_dynamo.package.DynamoCache._path_prefix", "precompiled code of a world apart from others'",
+         "a case that precompiles is not apart"),
         ("_dynamo.backends.registry.lookup_backend", "cases of torch.compile", _UNMET),
         ("_C._current_graph_task_id", "counting recomputations", _UNMET),
         ("UntypedStorage._new_with_weak_ptr", "a census of the memory of units", _UNMET),

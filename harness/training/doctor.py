@@ -23,7 +23,7 @@ from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import (
     DATA,
-    are_uncalled,
+    bypassed_by,
     groups_of,
     hooks_of,
     places_of_flat,
@@ -199,7 +199,7 @@ class Doctor(Watching):
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
-            is_uncalled=are_uncalled(models), constant=_constant(parameters), seed=torch.initial_seed(),
+            bypassed=bypassed_by(models), constant=_constant(parameters), seed=torch.initial_seed(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ class Doctor(Watching):
         known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
         if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
-            found = [one for one in found if "D1" not in one.checks and "D3" not in one.checks]
+            found = [one for one in found if "D1" not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
         if any("D11" in one.checks and one.title != reduction.PARTS for one in known):
             found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
@@ -344,6 +344,14 @@ class Doctor(Watching):
             found = [one for one in found if one not in apart]
             self._apart += [] if self._are_averaged else apart
         return found
+
+    def _check_states(self) -> list[Finding]:
+        """Check the states of all steps whose gradients were judged; replicas that differ explain theirs."""
+        is_told = any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings)
+        if is_told or self._are_averaged:
+            return []
+        judged = zip(self._seen, reversed(self._reduced), strict=True)
+        return list(invariants.check_states_ever([one for one, reduced in judged if not reduced.is_skipped]))
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]
@@ -375,6 +383,7 @@ class Doctor(Watching):
         else:
             self._settle(is_last=True)
             self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
+            self._add(self._check_states())
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
@@ -433,7 +442,7 @@ class Doctor(Watching):
 def _is_of_apart(finding: Finding) -> bool:
     """Whether parameters that are averaged later explain a finding."""
     is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
-    return not finding.is_note and (is_local or bool({"D1", "D3"} & set(finding.checks)))
+    return not finding.is_note and (is_local or "D1" in finding.checks)
 
 
 doctor = Doctor

@@ -29,7 +29,7 @@ class Start:
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
         hooks: the names of functions that reduce gradients in the place of the wrapper's own.
         wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
-        is_uncalled: whether the loop does not call a wrapper among these, but the module in it.
+        bypassed: the names of wrappers around the model that the loop does not call.
         constant: the names of parameters of which it holds one value alone, such as zeros.
         seed: that of torch's random numbers.
     """
@@ -42,7 +42,7 @@ class Start:
     flat: dict[str, tuple[int, tuple[int, ...]]]
     hooks: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
-    is_uncalled: bool = False
+    bypassed: tuple[str, ...] = ()
     constant: frozenset[str] = frozenset()
     seed: int = 0
 

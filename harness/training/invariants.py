@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -57,12 +58,12 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
-    """D1 to D3: ranks that hold the same elements have equal gradients, parameters and optimizer states.
+    """D1 and D2: ranks that hold the same elements have equal gradients and parameters.
 
     Where the step has moved parameters and they are equal after it, it has gathered what differs before: gradients and
     states are sharded. Where it reduces gradients by itself, they may differ when it begins.
     """
-    partly, gradients, after, states = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(4))
+    partly, gradients, after = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(3))
     distance: dict[str, float] = {}
     for name, sets in evidence.holders.items():
         for members in sets:
@@ -83,9 +84,6 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
                 distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
             if len({one.after for one in held if one.after is not None}) > 1:
                 after[name].append(members)
-            # Of an optimizer that ranks divide, one alone has the state.
-            if len({tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}) > 1:
-                states[name].append(members)
     drifted = {name for name in after if name in gradients or name in partly}
     for alike, names in _by_sets(partly):
         first = alike[0]
@@ -95,20 +93,71 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(("D2",), "S9", evidence.step, "replicas differ: some have no gradient", (line,))
     for alike, names in _by_sets(gradients):
         yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
-    for found, check, what in (
-        (after, "D1", "parameter {0}: {1} hold the same elements and differ after the step"),
-        (states, "D3", "state of {0}: {1} hold the same elements and have different states"),
-    ):
-        rest = {name: sets for name, sets in found.items() if name not in drifted and name not in gradients}
-        for alike, names in _by_sets(rest):
-            title = "replicas differ after the step" if check == "D1" else "optimizer states of replicas differ"
-            lines = [what.format(listed(names), _sets(evidence, alike))]
-            has_gradient = names[0] in evidence.records[alike[0][0]].at_step
-            if check == "D1" and has_gradient and not set(names) & set(states):
-                lines.append("from equal gradients and optimizer states: another learning rate, or a write to it after "
-                             "the step before")  # fmt: skip
-            yield Finding((check,), "S9", evidence.step, title, tuple(lines), is_open=True)
-        drifted |= set(found)
+    rest = {name: sets for name, sets in after.items() if name not in drifted and name not in gradients}
+    for alike, names in _by_sets(rest):
+        of = _sets(evidence, alike)
+        lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
+        has_gradient = names[0] in evidence.records[alike[0][0]].at_step
+        if has_gradient and not any(len(_states(evidence, name, sets)) > 1 for name in names for sets in alike):
+            lines.append(_why_alone(evidence, alike[0], names[0]))
+        yield Finding(("D1",), "S9", evidence.step, "replicas differ after the step", tuple(lines), is_open=True)
+
+
+def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D3, after the last step: ranks that hold the same elements have equal optimizer states.
+
+    A step that moves parameters to equal values from states that differ has ranks divide the work, and states with it.
+    A step that moves nothing, as at the start of a warm-up or with gradients of zero, does not tell; of an optimizer
+    that divides in another step nothing is said.
+    """
+    divided: set[int | None] = set()
+    apart: dict[str, list[tuple[Evidence, tuple[int, ...]]]] = {}
+    for evidence in records:
+        for name, sets in evidence.holders.items():
+            for members in sets:
+                if len(members) < 2 or len(states := _states(evidence, name, members)) < 2:
+                    continue
+                if evidence.are_gathered(name, members):
+                    divided |= {_optimizer_of(evidence, name, members)}
+                elif len(states - {()}) > 1:  # a rank that has none leaves the work to others
+                    apart.setdefault(name, []).append((evidence, members))
+    rest = {
+        name: found
+        for name, found in apart.items()
+        if not {_optimizer_of(one, name, sets) for one, sets in found} & divided
+    }
+    for first in sorted({found[0][0].step for found in rest.values()}):
+        now = {name: [one for one in found if one[0].step == first] for name, found in rest.items()}
+        sets_of = {name: [members for _, members in found] for name, found in now.items() if found}
+        evidence = next(found[0][0] for found in now.values() if found)
+        for alike, names in _by_sets(sets_of):
+            line = (
+                f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
+            )
+            yield Finding(("D3",), "S9", first, "optimizer states of replicas differ", (line,), is_open=True)
+
+
+def _states(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
+    """Return the different optimizer states that ranks have of a parameter; empty for a rank that has none."""
+    held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
+    return {tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}
+
+
+def _optimizer_of(evidence: Evidence, name: str, members: Sequence[int]) -> int | None:
+    held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
+    return next((one.optimizer for one in held if one.optimizer is not None), None)
+
+
+def _why_alone(evidence: Evidence, members: Sequence[int], name: str) -> str:
+    """Say why replicas differ whose gradients and states are equal: their learning rates, where these are seen."""
+    rates = {rank: one.lr for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None}
+    if None not in rates.values() and len(set(rates.values())) > 1:
+        texts = ", ".join(f"{rate:.4g}" for rate in rates.values())
+        return (
+            f"the learning rate is {texts} on {ranks_of(list(rates))}: a scheduler that steps by a rank's own metric "
+            "or count needs that of all ranks"
+        )
+    return "from equal gradients and optimizer states: another learning rate, or a write to it after the step before"
 
 
 def _of_gradients(
@@ -719,7 +768,12 @@ def scale_of(evidence: Evidence, rank: int) -> float | None:
             continue
         if not math.isfinite(before.fingerprint.squares) or not math.isfinite(gradient.fingerprint.squares):
             return None
-        found.append(math.sqrt(gradient.fingerprint.squares / before.fingerprint.squares))
+        if before.fingerprint.numel < 2:
+            continue  # one number is a multiple of any other
+        factor, residual = fit(vector_of(gradient), vector_of(before))
+        if residual > 2e-2:
+            return None  # it was reduced as well, or more than scaled
+        found.append(abs(factor))
     if not found or max(found) - min(found) > 2e-2 * max(found):
         return None
     return sorted(found)[len(found) // 2]

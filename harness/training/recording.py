@@ -629,6 +629,8 @@ class _Reading:
             self.events.setdefault(seen.step, []).append(seen)
         elif "end" in line:
             end = decode(EndLine, line, "the end")
+            if end.end in self.ended:
+                raise RecordError(f"end: step {end.end} has ended before")
             self.ended.add(end.end)
             self.autocast.add(end.autocast or "float64")
         elif "layout" in line:

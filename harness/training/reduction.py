@@ -161,9 +161,12 @@ def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[to
 
 def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
     """Make the note of gradients that are not reduced over ranks whose parameters were others from the start."""
+    alike = [name for name in names if all(name in start.constant for start in evidence.starts)]
+    copies = f"{listed(alike)}: of one value when training begins, so parts or copies; copies, as norms in sequence "
     lines = (
         f"{listed(names)}: each rank, or each set of ranks that began with the same values, has its own gradient "
         f"({len(names)} of {len(evidence.trained)} parameters)",
+        *([copies + "parallelism are, need the sum over the ranks"] if alike else []),
         "meant, as for parts of one model (tensor, expert or pipeline parallel by hand)? else initial values are not "
         "broadcast, and gradients are not reduced",
     )
@@ -376,9 +379,16 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
         and not any(record.parameters[name].mesh for name in names if name in record.parameters)
     ):
         found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
-    if not found and evidence.starts[0].is_uncalled:
-        found.append("seen: DistributedDataParallel around the module that the loop calls: call the wrapper, which "
-                     "reduces")  # fmt: skip
+    if not found and (around := evidence.starts[0].bypassed):
+        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
+                     "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
+    parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
+    if not found and parts and len({tuple(one.batches) for one in evidence.records}) == 1:
+        return [
+            f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
+            "other gradients of their copies:",
+            "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed",
+        ]
     if not found and not any(evidence.starts[0].wrappers):
         found.append("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
                      "call the wrapped module, or reduce gradients by hand")  # fmt: skip

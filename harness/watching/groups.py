@@ -96,9 +96,9 @@ def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
     return (*found, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
 
 
-def are_uncalled(models: Sequence[nn.Module]) -> bool:
-    """Whether DDP wraps a model that the loop calls itself."""
-    return any(_around(models))
+def bypassed_by(models: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Return the names of what would reduce gradients of models, if the loop called it, and not the model inside."""
+    return tuple(dict.fromkeys(type(one).__name__ for one in _around(models)))
 
 
 def samplers() -> list[str]:
@@ -171,11 +171,14 @@ def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
     yield from _around(models)
 
 
-def _around(models: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
-    """Yield the wrappers by DDP of which a model is the module: the loop calls what is in them, and not them."""
+def _around(models: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yield the wrappers by DDP or FSDP1 in which models are: the loop calls what is in them, and not them."""
     mine = {id(model) for model in models}
     for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel) and id(one._modules.get("module")) in mine:
+        # Not by isinstance, which asks proxies of dead objects.
+        if not issubclass(type(one), nn.Module) or not (isinstance(one, DistributedDataParallel) or _is_flat(one)):
+            continue
+        if id(one) not in mine and any(id(module) in mine for module in one.modules()):
             yield one
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from shardproof.harness.tensors import private
+
+_PEEK = "torch._C._functorch.peek_interpreter_stack"
+_CLEAR = "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack"
+
 
 def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an error of ours in a hook end the watching, and not the training."""
+    """Let an error of ours in a hook end the watching, and not the training.
+
+    What torch.func transforms is computed by the training alone: the hook computes as if it were outside of ``vmap()``.
+    """
 
     @functools.wraps(hook)
     def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return hook(self, *args, **kwargs)
+            with _untransformed():
+                return hook(self, *args, **kwargs)
         except self._passes:
             raise
         except Exception as error:
@@ -24,6 +34,17 @@ def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     disabled: Callable[..., Any] = torch.compiler.disable(inner)
     return disabled
+
+
+@functools.cache
+def _transforms() -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
+    return private.find(_PEEK), private.find(_CLEAR)
+
+
+def _untransformed() -> contextlib.AbstractContextManager[Any]:
+    peek, clear = _transforms()
+    is_inside = peek is not None and peek() is not None
+    return clear() if is_inside and clear is not None else contextlib.nullcontext()
 
 
 class Hook:

@@ -1,6 +1,7 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,6 +130,26 @@ def as_list(value: Any) -> list[Any]:
 def device_of(inputs: Any) -> str:
     """Return the type of the device of the first tensor of inputs; "cpu" without one."""
     return next((tensor.device.type for tensor in tensors_of(inputs)), "cpu")
+
+
+@functools.cache
+def _wrapping() -> tuple[Callable[[torch.Tensor], bool] | None, Callable[[torch.Tensor], torch.Tensor] | None]:
+    names = ("is_functorch_wrapped_tensor", "get_unwrapped")
+    is_wrapped, unwrap = (private.find(f"torch._C._functorch.{name}") for name in names)
+    return is_wrapped, unwrap
+
+
+def untransformed(value: Any) -> Any:
+    """Return what a tensor of one of torch.func's transforms wraps; anything else is returned itself."""
+    is_wrapped, unwrap = _wrapping()
+    while is_wrapped is not None and unwrap is not None and isinstance(value, torch.Tensor) and is_wrapped(value):
+        value = unwrap(value)
+    return value
+
+
+def readable_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, but those that live in one of torch.func's transforms alone."""
+    return (one for one in tensors_of(value) if untransformed(one) is one)
 
 
 def is_its_own(value: torch.Tensor | None) -> bool:

@@ -30,7 +30,7 @@ from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors import fingerprints, private
 from shardproof.harness.tensors.fingerprints import Box, bits_of_all, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
-from shardproof.harness.tensors.trees import local_of, tensors_of
+from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
@@ -48,8 +48,10 @@ from shardproof.harness.watching.names import (
     name_of,
     number_of,
     parameters_of,
+    readable_of,
     switched_off,
     tied_in,
+    untransformed,
     without_turn,
 )
 from shardproof.harness.watching.optimizers import seen_of
@@ -181,11 +183,9 @@ class Watch:
         """Remove all hooks and forget everything."""
         for handle in [*self._handles, *self._on_tensors]:
             handle.remove()
-        self._handles.clear()
-        self._on_tensors.clear()
         self._patches.close()
-        self._hooked.clear()
-        self._gathered.clear()
+        for seen in (self._handles, self._on_tensors, self._hooked, self._gathered):
+            seen.clear()
         fingerprints.forget()
 
     def forget_roots(self) -> None:
@@ -352,8 +352,11 @@ class Watch:
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if is_root:
             self._depth -= 1
+            if self._late and self.is_watching and torch.is_grad_enabled():  # it has no module that began after it
+                self._late = False
+                self._watch_parameters(name, module)
         if self.is_watching and torch.is_grad_enabled():
-            for tensor in tensors_of(output):
+            for tensor in readable_of(output):
                 self._note_output(f"output of {name or 'the model'!r}", tensor)
             # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
             if self._sees_modules and (is_root or self._depth) and inner_of(module) is None:
@@ -388,7 +391,7 @@ class Watch:
 
     def _emit_outputs(self, name: str, output: Any) -> None:
         number, self._calls[name] = self._calls[name], self._calls[name] + 1
-        floating = [tensor for tensor in tensors_of(output) if tensor.is_floating_point()]
+        floating = [tensor for tensor in readable_of(output) if tensor.is_floating_point()]
         for index, tensor in enumerate(floating):
             place = layout_of(tensor) if isinstance(tensor, DTensor) else None
             event = Event(Stage.MODULE_OUTPUT, name, "", self._forwards - 1, number, index, place)
@@ -409,7 +412,7 @@ class Watch:
 
     def _watch_parameters(self, name: str, module: nn.Module) -> None:
         found: dict[str, torch.Tensor | None] = {
-            last: value for last, value in module._parameters.items() if is_its_own(value)
+            last: value for last, one in module._parameters.items() if is_its_own(value := untransformed(one))
         }
         # Flat parameters put plain views where the parameters were.
         found |= {
@@ -425,21 +428,20 @@ class Watch:
             if known is not None and known() is value:
                 continue
             self._hooked[id(value)] = weakref.ref(value)
-            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
-                self._gathered[full] = weakref.ref(value)
             self._shapes.setdefault(full, value.shape)
             # Before hooks of user code, which may change it, and after them.
             hook = functools.partial(self._on_gradient, full, value.is_leaf)
             self._on_tensors += before_others(value, functools.partial(hook, True))
             self._on_tensors.append(value.register_hook(functools.partial(hook, False)))
-            if value.is_leaf:
+            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
+                self._gathered[full] = weakref.ref(value)
                 hook = functools.partial(self._on_accumulated, full)
                 self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
     @guarded
     @torch.no_grad()
     def _on_gradient(self, name: str, is_leaf: bool, is_given: bool, gradient: torch.Tensor) -> None:
-        if not self.is_watching or self._stepped:
+        if not self.is_watching or self._stepped or untransformed(gradient) is not gradient:
             return
         if not self._is_backward:
             self._is_backward = True
@@ -631,8 +633,9 @@ class Watch:
 
     @guarded
     def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
-        is_plain = type(value) is torch.Tensor and type(target) is torch.Tensor and not target.is_floating_point()
-        if self.is_watching and not self._stepped and is_plain and value.ndim == 0 and value.requires_grad:
+        is_plain = all(type(one) is torch.Tensor and untransformed(one) is one for one in (value, target))
+        is_number = value.ndim == 0 and value.requires_grad and not target.is_floating_point()
+        if self.is_watching and not self._stepped and is_plain and is_number:
             count, tokens = (target != options.get("ignore_index", -100)).sum(), self._tokens
             self._are_means.append(options.get("reduction", "mean") == "mean")
             divisor = count if self._are_means[-1] else 1
@@ -785,7 +788,7 @@ class Watch:
         self._finite += [(what, one) for one in torch.aminmax(ordered(tensor))]
 
     def _take_batch(self, inputs: Any) -> None:
-        found = list(tensors_of(inputs))
+        found = list(readable_of(inputs))
         self._wants_batch = not found
         if not found:
             return
@@ -799,7 +802,7 @@ class Watch:
 
     def _take_divided(self, inputs: Any) -> None:
         """Take the first DTensor that a module of the forward is given, by which ranks compute parts of one model."""
-        if (first := next((one for one in tensors_of(inputs) if isinstance(one, DTensor)), None)) is not None:
+        if (first := next((one for one in readable_of(inputs) if isinstance(one, DTensor)), None)) is not None:
             is_copy = all(placement.is_replicate() for placement in first.placements)
             self._divided.append(fingerprints.position_hash(local_of(first.detach())) if is_copy else None)
 
@@ -846,8 +849,7 @@ class Watch:
         record.read, record.leaks = self._read, self._leaks > 0
         record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._drops]
         found = [what for (what, _), bad in zip(self._finite, is_wrong, strict=True) if bad]
-        found = found[sum(is_wrong[:finite]) :]
-        wrong = list(dict.fromkeys(found))[:_MOST_NOT_FINITE]
+        wrong = list(dict.fromkeys(found[sum(is_wrong[:finite]) :]))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
         record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]

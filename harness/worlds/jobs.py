@@ -47,7 +47,7 @@ class Meeting:
     master: str
     port: int
     prefix: str
-    key: bytes
+    key: bytes = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory, private
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Divergence, ProtocolError
-from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded
+from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, readable
 from shardproof.harness.watching import tape
 from shardproof.harness.worlds import flight_recorder, gloo, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
@@ -164,6 +164,9 @@ def _start(spec: RankSpec) -> RankState:
     # Compiled code of this world alone: a rank that is killed while it writes to a cache leaves half a file or a lock,
     # and what one torch has compiled another one may load.
     os.environ.update({name: f"{spec.directory}/compiled/{folder}" for name, folder in _COMPILE_CACHES.items()})
+    if private.find(cache := "torch._dynamo.package.DynamoCache._path_prefix") is not None:
+        # The forkserver's import has chosen another.
+        private.put(cache, os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], "dynamo"))
     dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     device = torch.device("cpu") if key.device == "cpu" else torch.device(key.device, spec.device_index)
@@ -384,6 +387,6 @@ def _describe(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     try:
-        return "".join(traceback.format_exception(type(error), error, frames))
+        return readable("".join(traceback.format_exception(type(error), error, frames)))
     except Exception as broken:
         return f"{type(error).__name__} (formatting the exception raised {type(broken).__name__})"

@@ -329,10 +329,11 @@ def test_a_forged_summary_is_refused_in_one_line(tmp_path, change):
 
 
 @pytest.mark.sampled
-def test_a_small_file_takes_little_memory(tmp_path):
+@pytest.mark.parametrize("many", [b"{}," * 20_000_000, b'"",' * 8_000_000], ids=["objects", "strings"])
+def test_a_small_file_takes_little_memory(tmp_path, many):
     """In a process that may have 1 GB of addresses, for all bounds at once."""
     path = tmp_path / "x.json.gz"
-    text = b'{"schema_version": 2, "run_id": "%s", "x": [%s[]]}' % (b"a" * 32, b"{}," * 20_000_000)
+    text = b'{"schema_version": 2, "run_id": "%s", "x": [%s[]]}' % (b"a" * 32, many)
     path.write_bytes(gzip.compress(text, compresslevel=1))
     limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30,) * 2)"
     limited = f"{limit}; from shardproof.__main__ import main; sys.exit(main(sys.argv[1:]))"

@@ -17,12 +17,13 @@ from shardproof.harness.models.shapes import WIDTH, Rows
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import Capability, needs, world
 
+MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
 UNITS = [[f"layers.{index}"] for index in range(4)]
 SETTINGS: dict[str, tuple[dict[str, Any], list[Capability]]] = {
     "plain": ({"clip": Clip(1e-3)}, [Capability.CLIPPING]),
     "kept": ({"reshard_after_forward": False}, [Capability.RESHARD_AFTER_FORWARD]),
     "to-two": ({"reshard_after_forward": 2}, [Capability.RESHARD_TO_SIZE]),
-    "mixed": ({"precision": Precision(compute=torch.bfloat16, reduce=torch.float32)}, [Capability.MIXED_PRECISION]),
+    "mixed": ({"precision": MIXED}, [*MIXED.needs()]),
     "accumulated": ({"microbatches": 2, "accumulation": Accumulation()}, [Capability.DEFERRED_REDUCTION]),
 }
 

@@ -376,6 +376,10 @@ LINES = [
     (("--axis", "tp=1"), "parallelize() has no keyword argument 'tp'; it has none"),
     (("--param-dtype", "bfloat16"), "parallelize() has no keyword argument 'param_dtype'"),
     (("--impl", "ddp", "--param-dtype", "bfloat16"), "ddp has no --param-dtype; --dtype bfloat16"),
+    (
+        ("--impl", "torch.zero_optimizer", "--reduce-dtype", "bfloat16"),
+        "torch.zero_optimizer lacks the capability reduce-dtype, for --reduce-dtype",
+    ),
     (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not shard over 'tp': give --parallelize"),
     (("--layers", "2"), "--layers and --dim are for known shapes"),
     (("--keep", f"{__file__}/values"), "Not a directory: give a folder that can be written"),

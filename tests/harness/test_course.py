@@ -102,6 +102,22 @@ def test_of_an_error_that_the_case_raises_from_another(run, pytester):
     assert lines[-2:] == ["ValueError: no forward", "exception in forward of 'microbatch 0' in the first step (step 0)"]
 
 
+def test_of_another_world(run, pytester):
+    """The other world has ended, and its process groups are gone, when the exception reaches the harness."""
+    body = [
+        "from shardproof.testing.trained import other_worlds",
+        "with other_worlds(rank) as worlds:",
+        "    for size in (2, 1):",
+        "        with worlds.of(size) as member:",
+        "            run = breaking(trained(member), 'layers.0', 1 if size == 1 else 9)",
+        "            run.step([(member.batch(0, (2, 4)),)], loss=plain.mean_square)",
+    ]
+    failure, lines = failure_of(run, pytester, body)
+    assert failure["stage"] == "exception in forward" and SHAPES in lines
+    told = "exception in forward of 'microbatch 0' in the first step (step 0)"
+    assert any(line.startswith(told) for line in lines), lines
+
+
 def test_a_case_that_trains_nothing_has_no_calls(run, pytester):
     _, lines = failure_of(run, pytester, ["assert 1 == 2"])
     assert not any("calls before it" in line for line in lines)

@@ -44,6 +44,13 @@ BROKEN = {
         "capabilities() is ['sharded']; expected a frozenset of members of Capability"),
     "capabilities-misspelt": ("def capabilities(cls): return Capability.of('sharded defered-reduction')",
         "there is no capability 'defered-reduction': did you mean deferred-reduction"),
+    "capability-that-was-divided": ("def capabilities(cls): return Capability.of('sharded mixed-precision')",
+        "mixed-precision is no capability any more: it is param-dtype, reduce-dtype and buffer-dtype, of which an ad"),
+    "capability-that-was-divided-as-an-attribute": (
+        "def capabilities(cls): return frozenset({Capability.SHARDED, Capability.MIXED_PRECISION})",
+        "mixed-precision is no capability any more: it is param-dtype, reduce-dtype and buffer-dtype, of which an ad"),
+    "capability-misspelt-as-an-attribute": ("def capabilities(cls): return frozenset({Capability.DEFERED_REDUCTION})",
+        "there is no capability 'DEFERED_REDUCTION': did you mean deferred-reduction"),
     "capability-without-its-methods": (
         "def capabilities(cls): return ReferenceAdapter.capabilities() | Capability.of('own-checkpoint')",
         "declares own-checkpoint but does not define save_own()"),

@@ -124,6 +124,7 @@ CHECKS |= {
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
     "optimizers_ever": lambda made: invariants.check_optimizers_ever([made.evidence()]),
+    "states": lambda made: invariants.check_states_ever([made.evidence()]),
     "ties": lambda made: invariants.check_ties(made.evidence(), [("w", "head")]),
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
@@ -171,7 +172,10 @@ FOUND = {
     "D2-none": ("replicas", lambda m: (m.records[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
         "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 "
         "has no gradient"),
-    "D3": ("replicas", lambda m: (m.put("b", before=(1,), after=(1,)), m.put("b", [1], state={"exp_avg": (9,)})),
+    "D1-rate": ("replicas", lambda m: (m.put("w", [2], after=(9,), lr=0.01)), "step 0: replicas differ after the step "
+        "[D1, S9]|parameter 'w': ranks 0, 2 (replicate) ...|the learning rate is 0.1, 0.01 on ranks 0, 2: a scheduler "
+        "that steps by a rank's own metric or count needs that of all ranks"),
+    "D3": ("states", lambda m: (m.put("b", before=(1,), after=(1,)), m.put("b", [1], state={"exp_avg": (9,)})),
         "step 0: optimizer states of replicas differ [D3, S9]|state of 'b': ranks 1, 3 (replicate) hold the same "
         "elements and have different states"),
     "D4-dead": ("optimizers", lambda m: m.put_all(optimizers=[Optimizer("AdamW", 2, 0, True)]),
@@ -286,6 +290,21 @@ def test_one_change_is_one_finding(name):
     assert_is(render(made, check), expected)
 
 
+def test_states_that_ranks_divide_are_no_finding_of_a_step_that_moves_nothing():
+    made = Made(sharded=True)
+    made.put("b", before=(1,), after=(1,))
+    made.put("b", [1], state={"exp_avg": (9,)})
+    moved = Made(sharded=True)
+    moved.put("w", [2, 3], state={})  # the same optimizer: one rank of two has the state, and sends what it makes
+    made.records[0].step, moved.records[0].step = 0, 1
+    assert list(invariants.check_states_ever([made.evidence(), moved.evidence()])) == []
+    apart = Made(sharded=True)
+    apart.put("b", after=(1,), before=(1,))
+    assert [one.checks for one in invariants.check_states_ever([made.evidence(), apart.evidence()])] == [("D3",)]
+    made.put("b", [1], state={})  # owns none of it
+    assert list(invariants.check_states_ever([made.evidence()])) == []
+
+
 def of_layers(factors, *, stage="after_backward"):
     """Return the findings of a step whose parameter ``b`` is one of several layers, with a factor for each."""
     made, names = Made(sharded=False), [f"h.{number}.b" for number in range(len(factors))]
@@ -322,12 +341,13 @@ def test_what_the_step_gathers_may_differ_before_it(differs):
     made = Made()
     {
         "gradients": lambda: made.at_step(2, "w", 2),
-        "states": lambda: made.put("w", [2], state={}),
+        "states": lambda: made.put("w", [2], state={"m": (9,)}),
         "some have none": lambda: made.records[2].at_step.pop("w"),
     }[differs]()
-    assert render(made, "replicas") == []
+    check = "states" if differs == "states" else "replicas"
+    assert render(made, check) == []
     made.put("w", before=(1,), after=(1,))
-    assert len(render(made, "replicas")) == 1
+    assert len(render(made, check)) == 1
 
 
 def summed_in_step(made):

@@ -279,7 +279,7 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
         "mesh of all data-parallel ranks",
     ),
     "not-wrapped": (
-        not_wrapped, "seen: DistributedDataParallel around the module that the loop calls: call the wrapper",
+        not_wrapped, "seen: DistributedDataParallel around Net, which the loop does not call: call it, and not its",
     ),
     "optimizer-of-gathered-parameters": (
         optimizer_of_gathered, "5 of the 9 parameters of AdamW are not the model's but gathered ones, which a unit of "

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -459,6 +459,76 @@ def returned(data, *, microbatches=1, reduces=True):
         optimizer.step()
 
 
+def vectorized(data, *, reduces=True):
+    """Inner steps of several tasks at once, by torch.func."""
+    model = perceptron()
+    optimizer = sgd(model)
+
+    def outer(weights, inputs, labels):
+        def inner(weights):
+            return F.cross_entropy(functional_call(model, weights, (inputs[:2],)), labels[:2])
+
+        steps = grad(inner)(weights)
+        fast = {name: one - 0.1 * steps[name] for name, one in weights.items()}
+        return F.cross_entropy(functional_call(model, fast, (inputs[2:],)), labels[2:])
+
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        tasks = inputs.unflatten(0, (2, 4)), labels.unflatten(0, (2, 4))
+        vmap(outer, in_dims=(None, 0, 0))(dict(model.named_parameters()), *tasks).mean().backward()
+        reduces_by_hand(model, loses=not reduces)
+        optimizer.step()
+
+
+class Owners(torch.optim.Optimizer):
+    """Each rank has the momentum of some parameters, steps these, and sends them."""
+
+    def __init__(self, model, *, sends=True):
+        super().__init__(list(model.parameters()), {"lr": 0.1})
+        self.sends = sends
+
+    @torch.no_grad()
+    def step(self):
+        for number, one in enumerate(self.param_groups[0]["params"]):
+            owner = number % dist.get_world_size()
+            if owner == dist.get_rank():
+                momentum = self.state[one].setdefault("momentum", torch.zeros_like(one))
+                one.sub_(self.param_groups[0]["lr"] * momentum.lerp_(one.grad, 0.1))
+            if self.sends:
+                dist.broadcast(one.detach(), owner)
+
+
+def owned(data, *, begins=0.0, **options):
+    """The rate of the first step is zero, as that of many warm-ups."""
+    model = DDP(perceptron())
+    optimizer = Owners(model, **options)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: begins if step == 0 else 1.0)
+    train(model, optimizer, data, after=lambda step: rates.step())
+
+
+def single(data, *, clips=False):
+    """A model of one parameter: a number for each rank is between its gradient and the mean of all, if nobody looks."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3, bias=False)
+    if clips:
+        fully_shard(model)
+
+    def before(step):
+        if clips:
+            mine = model.weight.grad.to_local()
+            mine.mul_(0.01 / mine.norm())
+        else:
+            reduces_by_hand(model)
+
+    train(model, sgd(model), data, before=before)
+
+
+def goes_round(data):
+    """Calls what DDP wraps, as for a method of the model."""
+    wrapper = DDP(perceptron())
+    train(wrapper.module, sgd(wrapper), data)
+
+
 def reduces_by_hand(model, *, loses=False):
     for one in model.parameters():
         if loses:
@@ -510,6 +580,9 @@ HEALTHY = {
     "gradient penalty": (penalized, ""),
     "returned gradients": (returned, ""),
     "returned gradients of microbatches": (lambda data: returned(data, microbatches=3), ""),
+    "meta-learning by torch.func": (vectorized, ""),
+    "owners": (owned, ""),
+    "one parameter": (single, ""),
 }  # fmt: skip
 
 #: Loops with a mistake, and the finding.
@@ -547,6 +620,12 @@ BROKEN = {
                                       "gradients are not reduced [D11, S2]"),
     "returned gradients lose a rank": (lambda data: returned(data, reduces=False),
                                        "gradients are not reduced [D11, S2]"),
+    "meta-learning by torch.func loses a rank": (lambda data: vectorized(data, reduces=False),
+                                                 "gradients are not reduced [D11, S2]"),
+    "owners that do not send": (lambda data: owned(data, sends=False), "replicas differ after the step [D1, S9]"),
+    "one parameter clipped by each rank": (lambda data: single(data, clips=True),
+                                           "ranks scale gradients differently [D10, S6]"),
+    "what DDP wraps": (goes_round, "gradients are not reduced [D11, S2]"),
 }  # fmt: skip
 
 #: Of each class one pair is trained by day.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import multiprocessing.connection
 import os
@@ -21,6 +22,7 @@ from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.plugin import torchrun
 from shardproof.harness.worlds import loop
+from shardproof.harness.worlds.forkserver import ForkserverEnded
 from shardproof.harness.worlds.jobs import Meeting, RankSpec, Result, WorldKey
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.fleet import Fleet, Link, Lost, Seat, TooFewRanks, gathered, nodes_of
@@ -224,6 +226,90 @@ def test_strangers_keep_nobody_waiting_and_are_not_believed(listening, tmp_path,
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize("name", ["ECONNABORTED", "EHOSTUNREACH", "EPROTO", "EPERM"])
+def test_an_error_of_a_strangers_connection_ends_no_listener(listening, monkeypatch, name):
+    """`accept` passes on what the network says of the connection that it would return."""
+    number, errors = getattr(errno, name), iter([True, True, False])
+    own = socket.socket.accept
+
+    def accept(self):
+        found = own(self)
+        if next(errors, False):
+            found[0].close()
+            raise OSError(number, os.strerror(number))
+        return found
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    thread, found = accepting(listening, b"key")
+    for _ in range(2):
+        with socket.create_connection(listening.getsockname(), timeout=5) as stranger:
+            assert stranger.recv(1) == b""
+    meeting.connect(listening.getsockname(), b"key").close()
+    thread.join(5)
+    assert found, "an error of a stranger's connection has ended who accepts"
+
+
+def test_who_passes_on_a_proof_and_keeps_back_the_rest_keeps_nobody_else_waiting(monkeypatch):
+    """As who can write into the job's store, and announces a port of his own there, may do."""
+    monkeypatch.setenv("SHARDPROOF_SECRET", "a secret of the job")
+    monkeypatch.setattr(meeting, "announce", lambda *_: None)
+    job = Fleet(place(rank=0, size=3, node=0, nodes=1))
+    with contextlib.closing(job._listening):
+        silent = meeting.connect(job._listening.getsockname(), job._key)
+        other = meeting.connect(job._listening.getsockname(), job._key)
+        other.send(place(rank=2, size=3))
+        until = time.monotonic() + 20
+        while 2 not in job._links and time.monotonic() < until:
+            time.sleep(0.01)
+        assert job._missing() == [1], "the silent one has kept the other waiting"
+        silent.send(place(rank=1, size=3))
+        job.await_all()
+        job._links[2].close(), job._links[1].close(), silent.close(), other.close()
+
+
+def test_a_rank_that_does_not_connect_is_one_that_did_not_start(monkeypatch):
+    monkeypatch.setattr("shardproof.harness.worlds.torchrun.fleet.FORK_SECONDS", 0.1)
+    job, link = fleet((0, 0)), SimpleNamespace(call=lambda *_, **__: "")
+    job._connections = {}
+    spec = RankSpec(WorldKey(1, "cpu"), 0, "", device_index=0)
+    told = error_of(job.spawn, Seat(place(host="one"), link), 7, spec, kind=ForkserverEnded)
+    assert told == "host one: rank 0 did not connect within 0 s"
+
+
+def test_a_stranger_who_answers_slowly_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(meeting, "_PROOF_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip():
+            raw, _ = server.accept()
+            with raw, contextlib.suppress(OSError):
+                while True:
+                    raw.sendall(b"x")
+                    time.sleep(0.1)
+
+        threading.Thread(target=drip, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            meeting.connect(server.getsockname(), b"key")
+        assert time.monotonic() - began < 3, "32 bytes that come one by one take 3.2 s"
+
+
+def test_a_length_that_nobody_has_proved_takes_no_memory(listening):
+    thread, found = accepting(listening, b"key")
+    connection = meeting.connect(listening.getsockname(), b"key")
+    thread.join()
+    raw = socket.socket(fileno=os.dup(connection.fileno()))
+    raw.sendall(struct.pack("!iQ", -1, 1 << 60))
+    with pytest.raises(OSError, match="bad message length"):
+        found[0].recv()
+    raw.close()
+    connection.close()
+
+
+def test_the_key_is_in_no_text_of_a_world():
+    assert "secret" not in f"{Meeting('first', 1, 'p', b'secret')!r}"
+
+
 def test_who_does_not_know_the_key_is_refused(listening):
     thread, found = accepting(listening, b"key")
     with pytest.raises(ConnectionError, match="is no process of this job"):
@@ -349,6 +435,21 @@ def test_the_key_is_in_a_file_of_the_user_and_not_in_the_store(tmp_path, monkeyp
     made.remove(name, os.getpid())
     assert not folder.exists(), "nothing stays behind"
     assert meeting.Keys(place(nodes=nodes), environment).find(name) is None
+
+
+def test_a_job_that_ends_takes_no_folder_from_one_that_begins(tmp_path, monkeypatch):
+    """The folder is removed with the last key in it, perhaps between its making and the next key."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    keys, check, removed = meeting.Keys(place(nodes=1), {}), meeting.Keys._check, []
+
+    def checked(path, is_kind):
+        check(path, is_kind)
+        if not removed:
+            removed.append(path.rmdir())
+
+    monkeypatch.setattr(meeting.Keys, "_check", staticmethod(checked))
+    name, key = keys.make()
+    assert removed and keys.find(name) == key
 
 
 def test_the_secret_of_the_environment_needs_no_file(tmp_path, monkeypatch):

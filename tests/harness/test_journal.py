@@ -253,7 +253,7 @@ THREE = CASE.format(body="assert rank.world_size == 1").replace("2", "1, 2, 3")
 ENDED_EARLY = {
     "wrong-path": (PASSES, ["no_such_file.py"], 4, "no case was selected"),
     "no-match": (PASSES, ["-k", "nothing"], 5, "no case was selected"),
-    "no-world": (PASSES, ["--world", "3"], 5, "no case was selected"),
+    "no-world": (PASSES, ["--world", "3"], 4, "--world 3: no case that was collected runs on so many ranks"),
     "wrong-option": (PASSES, ["--impl", "nobody"], 4, "unknown implementation 'nobody'"),
     "import-error": ("import nothing_of_that_name", [], 2, "1 error during collection"),
     "stop-at-first": (THREE, ["-x"], 1, "stopping after 1 fail"),

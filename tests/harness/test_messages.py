@@ -8,7 +8,7 @@ import pytest
 
 from shardproof.alike import ALIKE, kind_of_text, without_rank
 from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind
-from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of
+from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, readable
 from tests.harness.inner import CASE
 
 pytestmark = pytest.mark.sampled
@@ -146,7 +146,7 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
     result = run(CASE.format(body=body), "--report", "run.json")
     result.stdout.fnmatch_lines(["*ValueError: begin xxx*", "... 99* characters left out ...", "*xxx end of rank 0"])
     (case,) = json.loads(pytester.path.joinpath("run.json").read_text())["cases"]
-    assert MOST_OF_A_RANK < len(case["failure"]["text"]) < MOST_CHARACTERS
+    assert MOST_OF_A_RANK - 256 < len(case["failure"]["text"]) < MOST_CHARACTERS  # less the calls before it
     assert len(result.stdout.str()) < 2 * MOST_CHARACTERS
 
 
@@ -331,3 +331,51 @@ def test_a_failure_ends_with_its_command_below_what_ranks_printed():
     silent = types.SimpleNamespace(failed=True, longrepr="[XPASS(strict)]", sections=[])
     end_with_command(silent, "c")
     assert (silent.longrepr, silent.sections) == ("[XPASS(strict)]\nreproduce: c", [])
+
+
+def traced(message):
+    """The text of an exception with this message, whose line of source has the values too."""
+    source = f"raise Error([{', '.join('1' * 400)}])"
+    return f'Traceback (most recent call last):\n  File "case.py", line 1, in case\n    {source}\nError: {message}\n'
+
+
+VALUES = {
+    "tensor": ("gradient of 'x': tensor([[1., 2.],\n        [3., 4.]]) is not 5",
+        "gradient of 'x': tensor([[1., 2.], [3., 4.]]) is not 5"),
+    "long": (f"of {list(range(200))} some are in {dict.fromkeys(range(90))}, which is wrong",
+        f"of {str(list(range(200)))[:178]} ... {str(list(range(200)))[-59:]} some are in "
+        f"{str(dict.fromkeys(range(90)))[:174]} ... {str(dict.fromkeys(range(90)))[-59:]}, which is wrong"),
+    "short": ("collectives are ['a    2 B', 'x'], not []", "collectives are ['a    2 B', 'x'], not []"),
+    "open": (f"an interval [0, 1) and {'word ' * 20}", f"an interval [0, 1) and {'word ' * 20}"),
+    "word": ("x" * 5000, f"{'x' * 933} ... {'x' * 59}"),
+    "lines": ("expected\n  [1]\nbut got\n  [2]", "expected\n  [1]\nbut got\n  [2]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "shown"), VALUES.values(), ids=VALUES)
+def test_a_long_value_is_cut_out_of_the_sentence(message, shown):
+    """Source lines stay, and so does each exception of a chain."""
+    cause = f"{traced(message)}\nThe above exception was the direct cause of the following exception:\n\n"
+    assert readable(traced(message)) == traced(shown)
+    assert readable(cause + traced(message)) == cause.replace(message, shown) + traced(shown)
+
+
+def test_brackets_of_a_huge_message_are_read_once():
+    assert readable(traced("[" * 300_000)).count("[") < 2000
+    assert readable(traced("[]" * 300_000)).count("[") < 2000
+
+
+def test_a_text_that_is_no_traceback_stays():
+    text = f"the sharded run diverges: {list(range(300))}"
+    assert readable(text) == text
+
+
+def test_what_is_said_of_a_value_is_in_the_first_line(run):
+    """Also of the rank that failed at the same place with other values."""
+    values = "import torch; found = torch.arange(900).view(30, 30) + rank.index"
+    result = run(CASE.format(body=f"{values}\n    assert found is None, f'{{found}} is wrong'"))
+    ends = (
+        "AssertionError: tensor([[][[]  0,*... *, 899]]) is wrong",
+        "rank 1 *: tensor([[][[]  1,*... *, 900]]) is wrong",
+    )
+    result.stdout.fnmatch_lines(ends)

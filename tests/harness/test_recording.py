@@ -279,6 +279,8 @@ UNREADABLE = {
     "cut": (lambda run: rewrite(run / LINES, '{"end":1}\n', '{"end"'), f"{EVENTS}: line {{last}}: it is cut off"),
     "field": (lambda run: rewrite(run / LINES, '"dtype":"float32",', ""),
               f"{EVENTS}: line 2: the event: the field 'dtype' is missing"),
+    "twice": (lambda run: rewrite(run / LINES, '{"end":1}', '{"end":0}'),
+              f"{EVENTS}: line {{last}}: end: step 0 has ended before"),
     "json": (lambda run: rewrite(run / LINES, '{"n":3', '{"n":'), None),
     "empty": (lambda run: (run / LINES).write_text(""),
               f"{EVENTS}: it has no step, and {{run}}/rank00000/done says that it is complete"),

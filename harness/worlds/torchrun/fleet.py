@@ -284,9 +284,11 @@ class Fleet:
             raise forkserver.ForkserverEnded(f"host {seat.place.host}: {refusal}")
         until = time.monotonic() + FORK_SECONDS
         with self._changed:
-            while (number, spec.index) not in self._connections and time.monotonic() < until:
+            while (connection := self._connections.pop((number, spec.index), None)) is None:
+                if time.monotonic() > until:
+                    text = f"host {seat.place.host}: rank {spec.index} did not connect within {FORK_SECONDS:.0f} s"
+                    raise forkserver.ForkserverEnded(text)
                 self._changed.wait(_POLL_SECONDS)
-            connection = self._connections.pop((number, spec.index))
         return RemoteRank(seat.link, number, connection)
 
     def meeting(self, number: int) -> Meeting:
@@ -321,14 +323,19 @@ class Fleet:
                 connection = self._listening.accept(self._key)
             except OSError:
                 return
-            with contextlib.suppress(EOFError, OSError):
-                hello = connection.recv()
-                with self._changed:
-                    if isinstance(hello, Place):
-                        self._links[hello.rank] = Link(connection, hello)
-                    else:
-                        self._connections[hello] = connection
-                    self._changed.notify_all()
+            # Who stands between two processes can pass on their proofs and keep back the rest: then one thread waits.
+            threading.Thread(target=self._welcome, args=(connection,), name="shardproof welcomes", daemon=True).start()
+
+    def _welcome(self, connection: Channel) -> None:
+        """Take what a process of the job says of itself first."""
+        with contextlib.suppress(EOFError, OSError):
+            hello = connection.recv()
+            with self._changed:
+                if isinstance(hello, Place):
+                    self._links[hello.rank] = Link(connection, hello)
+                else:
+                    self._connections[hello] = connection
+                self._changed.notify_all()
 
 
 def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:

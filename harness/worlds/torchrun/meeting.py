@@ -119,6 +119,15 @@ _MOST_STRANGERS = 256
 #: Bytes of a random number, and of a proof.
 _NONCE = _PROOF = 32
 
+#: Bytes of a message: a length comes before the code of the message, and who stands between may write any.
+_MOST_OF_A_MESSAGE = 1 << 30
+
+#: What `accept` may say of the connection that it would return, and not of the socket that listens (man 2 accept).
+_OF_A_STRANGER = {
+    errno.ECONNABORTED, errno.EPERM, errno.EPROTO, errno.ENOPROTOOPT, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET,
+    errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EOPNOTSUPP, errno.ETIMEDOUT, errno.ECONNRESET,
+}  # fmt: skip
+
 
 class Channel:
     """A connection with a process of the job; used like one of multiprocessing, and passed to a process like one."""
@@ -133,7 +142,7 @@ class Channel:
 
     def recv(self) -> Any:
         """Receive a value; EOFError if the other side has closed the connection, OSError if it is not of its."""
-        return pickle.loads(self.seal.open(self._connection.recv_bytes()))
+        return pickle.loads(self.seal.open(self._connection.recv_bytes(_MOST_OF_A_MESSAGE)))
 
     def poll(self, timeout: float | None = 0.0) -> bool:
         """Return whether something can be received, or the end has come, within so many seconds."""
@@ -182,11 +191,12 @@ class Listener:
 
     def _ready(self) -> list[socket.socket]:
         """Wait for the next socket with something to read, and dismiss the strangers whose time is over."""
-        if self._listening.fileno() < 0:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         with selectors.PollSelector() as selector:
-            for raw in (self._listening, *self._strangers):
-                selector.register(raw, selectors.EVENT_READ, raw)
+            try:
+                for raw in (self._listening, *self._strangers):
+                    selector.register(raw, selectors.EVENT_READ, raw)
+            except ValueError:  # another thread has closed it
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
             first = min((until for until, _, _ in self._strangers.values()), default=None)
             ready = selector.select(None if first is None else max(0.0, first - time.monotonic()))
         now = time.monotonic()
@@ -206,7 +216,9 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED) or not self._strangers:
+            if error.errno in _OF_A_STRANGER:
+                return
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._strangers:
                 raise
             self._dismiss(next(iter(self._strangers)))
             return
@@ -262,11 +274,12 @@ def listener(*, everywhere: bool) -> Listener:
 
 def connect(address: tuple[str, int], key: bytes) -> Channel:
     """Connect to a process of the job; OSError if there is no connection, or the other side does not know the key."""
+    until = time.monotonic() + _PROOF_SECONDS
     raw = socket.create_connection(address, timeout=_PROOF_SECONDS)
     try:
-        nonce, mine = _exactly(raw, _NONCE), secrets.token_bytes(_NONCE)
+        nonce, mine = _exactly(raw, _NONCE, until), secrets.token_bytes(_NONCE)
         raw.sendall(mine + _proof(key, b"connects", nonce, mine))
-        if not hmac.compare_digest(_exactly(raw, _PROOF), _proof(key, b"accepts", nonce, mine)):
+        if not hmac.compare_digest(_exactly(raw, _PROOF, until), _proof(key, b"accepts", nonce, mine)):
             raise EOFError
         return _channel(raw, key, nonce, mine, accepts=False)
     except EOFError:
@@ -277,9 +290,12 @@ def connect(address: tuple[str, int], key: bytes) -> Channel:
         raise
 
 
-def _exactly(raw: socket.socket, count: int) -> bytes:
+def _exactly(raw: socket.socket, count: int, until: float) -> bytes:
     found = b""
     while len(found) < count:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError("no proof of the job's key came in time")
+        raw.settimeout(left)
         try:
             part = raw.recv(count - len(found))
         except ConnectionResetError:  # by who does not believe us
@@ -354,13 +370,17 @@ class Keys:
 
     def make(self) -> tuple[str, bytes]:
         """Make a key, and return its name, which may be known, and the key; OSError if its file cannot be written."""
-        name = secrets.token_hex(16)
+        name, key = secrets.token_hex(16), secrets.token_bytes(32)
         if self._secret:
             return name, self._key_of(name, self._secret.encode())
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._check(self._folder, stat.S_ISDIR)
-        key = secrets.token_bytes(32)
-        descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        while True:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                self._check(self._folder, stat.S_ISDIR)
+                descriptor = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                break
+            except FileNotFoundError:  # another job has removed its key and the folder, which was empty
+                continue
         with os.fdopen(descriptor, "wb") as file:
             file.write(key)
         atexit.register(self.remove, name, os.getpid())
