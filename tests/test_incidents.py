@@ -149,7 +149,7 @@ def test_a_problem_of_bfloat16_under_tensor_parallelism_is_bisected() -> None:
     functions = {one: one for one in ("model", "parallelize", "step")}
     code, text = _checked("bf16_norm", functions, *MESHES["bf16_norm"], "--bisect")
     assert code == 1 and "  cured by each alone: tp -> 1; mixed-precision -> float32\n" in text, text
-    (count,) = re.findall(r"has tp and mixed-precision on   \((\d+) trials, ", text)
+    (count,) = re.findall(r"configuration: tp and mixed-precision on   \((\d+) trials, ", text)
     assert int(count) <= 20, text
 
 

@@ -16,7 +16,7 @@ from shardproof.door import PARTIAL
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report
-from shardproof.harness.training.evidence import EPS, Evidence, Start, holders_of
+from shardproof.harness.training.evidence import EPS, Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -187,6 +187,8 @@ class Doctor(Watching):
         for problem in _wrong_starts(self._starts):
             self._detach()
             raise NotWatchable(f"doctor: {problem}")
+        # Now the sizes of all ranks are known; before, what a unit of FSDP1 keeps, which other implementations do not.
+        self._watch.flat_places = flat_places([one.flat for one in self._starts], self._rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
 
