@@ -213,6 +213,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}{worlds}")
             # Before a process starts that a signal would leave.
             config.stash[_SIGNALS].install()
+            if state.is_worker:  # execnet notices five seconds after the controller was killed
+                forkserver.end_with_parent(signal.SIGTERM)
             if not _only_distributes(config):
                 _start_forkserver()
         config.stash[_SIGNALS].install()

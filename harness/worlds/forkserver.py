@@ -216,8 +216,13 @@ def leave_with_the_controller() -> None:
     os.close(vars(forkserver._forkserver)["_forkserver_alive_fd"])
     # Lead a new session, so that the processes that the rank starts can be killed with it.
     os.setsid()
+    end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when the process that has started it ends; Linux alone can."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def _start_anew(connection: Connection, spec: RankSpec) -> None:
