@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
@@ -64,8 +64,11 @@ def start() -> None:
     with _starting:
         scratch.use_for_multiprocessing()
         context().set_forkserver_preload([PRELOADED])
-        with _environment(), _without_interrupts():
-            forkserver.ensure_running()
+        with _environment():
+            # Which lets signals through when it has started its process, and so would while the forkserver starts.
+            resource_tracker.ensure_running()
+            with _without_interrupts():
+                forkserver.ensure_running()
 
 
 def context() -> ForkServerContext:
