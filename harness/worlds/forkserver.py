@@ -172,7 +172,9 @@ def _environment() -> Iterator[None]:
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(dict.fromkeys(filter(None, [*sys.path, root])))
     interfaces = _LOOPBACK if meeting.place() is None else {}
-    changes = {**_ENVIRONMENT, **interfaces, "PYTHONPATH": path}
+    # torch._dynamo makes this directory where it is imported; ranks have another, of their world.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.place("compiled"))}
+    changes = {**_ENVIRONMENT, **interfaces, **compiled, "PYTHONPATH": path}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

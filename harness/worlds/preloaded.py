@@ -7,8 +7,6 @@ because the objects of the process that does are no longer seen by its garbage c
 import contextlib
 import gc
 import importlib
-import os
-import tempfile
 
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
@@ -19,15 +17,8 @@ import shardproof.harness.adapters.replicas
 import shardproof.harness.worlds.loop  # noqa: F401
 from shardproof.harness.tensors import private
 
-# The first optimizer step would otherwise import it, which takes half a second in every rank. It makes the directory of
-# compilers' results where it is imported; ranks have others, of their world.
-with tempfile.TemporaryDirectory() as folder:
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    private.find("torch._dynamo")
-    del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    if before is not None:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+# The first optimizer step would otherwise import it, which takes half a second in every rank.
+private.find("torch._dynamo")
 with contextlib.suppress(Exception):  # one that does not import has no rank, and its cases say why
     importlib.import_module("shardproof.harness.adapters.reference")
 

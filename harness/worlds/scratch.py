@@ -30,6 +30,11 @@ def directory(prefix: str) -> pathlib.Path:
     return pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=_own(os.getpid())))
 
 
+def place(name: str) -> pathlib.Path:
+    """Return the path of this name in the directory of this process, whether there is anything or not."""
+    return _own(os.getpid()) / name
+
+
 @contextlib.contextmanager
 def temporary(prefix: str) -> Iterator[str]:
     """Make a directory as :func:`directory` does, and remove it at the end of the block."""
