@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed.algorithms.join
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 from shardproof.harness.collectives.announce import METHODS, collective_of
 from shardproof.harness.collectives.trace import Collective
@@ -69,6 +69,8 @@ _NOT_NOTED = frozenset({"send", "recv", "barrier"})
 #: could be taken back.
 _observers: list[Observer] = []
 _replacements = contextlib.ExitStack()
+_joining: list[tuple[Callable[[], None], Callable[[], None]]] = []
+_of_joins = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -92,24 +94,39 @@ def joins(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[Non
 
     It ends on all ranks together; one that an exception leaves is none that has ended.
     """
-    join: Any = torch.distributed.algorithms.join.Join
-    enter, leave = join.__enter__, join.__exit__
+    if not _joining:
+        path = f"{Join.__module__}.{Join.__name__}"
+        _of_joins.enter_context(_replaced(f"{path}.__enter__", _before_join(Join.__enter__)))
+        _of_joins.enter_context(_replaced(f"{path}.__exit__", _after_join(Join.__exit__)))
+    mine = (entered, left)
+    _joining.append(mine)
+    try:
+        yield
+    finally:
+        _joining.remove(mine)
+        if not _joining:
+            _of_joins.close()
 
+
+def _before_join(enter: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
-        entered()
+        for entered, _ in list(_joining):
+            entered()
         return enter(self)
 
+    return __enter__
+
+
+def _after_join(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> Any:
         value = leave(self, kind, error, trace)
-        if error is None:
+        for _, left in list(_joining) if error is None else ():
             left()
         return value
 
-    path = f"{join.__module__}.{join.__name__}"
-    with _replaced(f"{path}.__enter__", __enter__), _replaced(f"{path}.__exit__", __exit__):
-        yield
+    return __exit__
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
