@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from generating import ROOT, write_or_compare
 
 from shardproof.harness.adapters import registry
-from shardproof.harness.casework import crossed
+from shardproof.suites import crossed
 
 TABLE, PAGE = ROOT / "suites/crossed.toml", ROOT / "docs/crossed.md"
 TRIPLES = ("torch.fsdp", "torch.fully_shard")

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from shardproof.testing.adapters import Traits, padded_to_rows
+from shardproof.testing.make import Traits, padded_to_rows
 
 
 def coordinate_of(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,15 +12,34 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from shardproof.suites.common import pair_by_units, run_and_plain, run_by_units, tower, two_runs
-from shardproof.suites.steps import after_microbatches, batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
-from shardproof.testing.adapters import Accumulation, WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
-from shardproof.testing.baselines import Oracle, backward_of_copies, check_gradients, distance
-from shardproof.testing.checks import Finding, Location, Refusal, Stage, check_bits, numbers_of, step_label
-from shardproof.testing.tensors import Piece, each_once, in_one_tensor_with
-from shardproof.testing.trained import optim
+from shardproof.testing.compare import (
+    Finding,
+    Location,
+    Oracle,
+    Piece,
+    Stage,
+    backward_of_copies,
+    check_bits,
+    check_gradients,
+    distance,
+    each_once,
+    in_one_tensor_with,
+    numbers_of,
+    step_label,
+)
+from shardproof.testing.make import (
+    Accumulation,
+    WholeParameters,
+    pair_by_units,
+    run_and_plain,
+    run_by_units,
+    tower,
+    two_runs,
+)
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import after_microbatches, batches, checked_steps, optim, tokens, train_and_check
 
 pytestmark = world(2)
 

@@ -13,15 +13,24 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import pair_by_units, run_and_plain, subjects, tower
-from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter
-from shardproof.testing.axes import RESHARD
-from shardproof.testing.baselines import backward_of_copies, check_exact, check_gradients, check_parameters, distance
-from shardproof.testing.checks import Census, check_bits, error_of_all, step_label
-from shardproof.testing.tensors import each_once, local_of, tensors_of
-from shardproof.testing.trained import Stacked, optim, recompute, shapes
+from shardproof.testing.axes import RESHARD, subjects
+from shardproof.testing.compare import (
+    backward_of_copies,
+    check_bits,
+    check_exact,
+    check_gradients,
+    check_parameters,
+    distance,
+    each_once,
+    local_of,
+    step_label,
+    tensors_of,
+)
+from shardproof.testing.make import Accumulation, Adapter, pair_by_units, run_and_plain, tower
+from shardproof.testing.measure import Census
+from shardproof.testing.refuse import error_of_all
+from shardproof.testing.train import batches, optim, recompute, shapes, train_and_check
 
 pytestmark = world(2)
 
@@ -111,7 +120,7 @@ def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, n
     return packed[nesting]
 
 
-class InPlaceStack(Stacked):
+class InPlaceStack(models.Stacked):
     """Units ``layers.N`` whose output, a view of what they computed, is changed in place by their caller.
 
     The view is of rows or, where the width of a unit is even, of every other column. Input and output: (batch, dim).

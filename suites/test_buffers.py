@@ -7,8 +7,8 @@ from torch import nn
 from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
 from shardproof.testing.axes import KEEPS
 from shardproof.testing.casts import check_statistics, run_and_replica
-from shardproof.testing.tensors import uncut
-from shardproof.testing.trained import mixed, optim
+from shardproof.testing.compare import uncut
+from shardproof.testing.train import mixed, optim
 
 pytestmark = world(2)
 

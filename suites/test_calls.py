@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
-from shardproof.suites.common import subjects
 from shardproof.testing import Capability, Rank, contract, each_value, needs, world
-from shardproof.testing.checks import Refusal
-from shardproof.testing.tensors import private
+from shardproof.testing.axes import subjects
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 

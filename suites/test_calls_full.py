@@ -8,12 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.suites.apis import fsdp1
-from shardproof.suites.common import cut_over, run_by_units, two_runs
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import WholeParameters
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
-from shardproof.testing.tensors import full_of
-from shardproof.testing.trained import mixed, optim, shapes
+from shardproof.testing.compare import full_of
+from shardproof.testing.make import WholeParameters, cut_over, run_by_units, two_runs
+from shardproof.testing.train import mixed, optim, shapes
 
 pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS), world(2)]
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
-from shardproof.suites.common import check_left, subjects
 from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.axes import subjects
+from shardproof.testing.states import check_left
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shardproof.suites.common import REPLICAS, cut_over, pair_by_units, pair_of_mlps, run_by_units, subjects, tower
-from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Clip
-from shardproof.testing.axes import FLAT
-from shardproof.testing.checks import Refusal, check_bits
-from shardproof.testing.trained import mixed, optim, parallel, shapes
+from shardproof.testing.axes import FLAT, REPLICAS, subjects
+from shardproof.testing.compare import check_bits
+from shardproof.testing.make import Clip, cut_over, pair_by_units, pair_of_mlps, run_by_units, tower
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, checked_steps, mixed, optim, parallel, shapes, tokens, train_and_check
 
 pytestmark = [needs(Capability.CLIPPING), world(4)]
 

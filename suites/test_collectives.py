@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import cut_over, pair_by_units, subjects, tower
-from shardproof.suites.own import Own
-from shardproof.suites.steps import batches, checked_steps, train_and_check
+from shardproof.suites.apis import Own
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter, Clip, Settings
-from shardproof.testing.axes import RESHARD, RESHARD_ROOT
-from shardproof.testing.checks import Collective, Refusal, Trace, first_difference, step_label
-from shardproof.testing.trained import optim, parallel, shapes, ties
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT, subjects
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import Accumulation, Adapter, Clip, Settings, cut_over, pair_by_units, tower
+from shardproof.testing.measure import Collective, Trace, first_difference
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, checked_steps, optim, parallel, shapes, ties, train_and_check
 
 pytestmark = world(2)
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import pair_by_units
-from shardproof.suites.steps import checked_steps, tokens
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
 from shardproof.testing.axes import DELAYED_BEFORE, DELAYS, KEEPS, RESHARD
-from shardproof.testing.trained import Means, compiler, recompute
+from shardproof.testing.make import pair_by_units
+from shardproof.testing.train import Means, checked_steps, compiler, recompute, tokens
 
 pytestmark = [needs(Capability.COMPILED_MODULES), world(2)]
 

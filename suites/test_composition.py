@@ -15,15 +15,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import cut_over, pair_by_units, pair_of_mlps, run_and_plain, run_by_units, subjects
-from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Adapter, NamedDimensions
-from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, with_first
-from shardproof.testing.baselines import backward_of_copies, check_gradients, check_parameters
-from shardproof.testing.checks import Refusal, check_bits, error_of_all, sharded, step_label
-from shardproof.testing.tensors import Piece, piece_of, private
-from shardproof.testing.trained import Computations, optim, parallel, recompute
+from shardproof.testing.axes import RESHARD, RESHARD_CHOICES, subjects, with_first
+from shardproof.testing.compare import (
+    Piece,
+    backward_of_copies,
+    check_bits,
+    check_gradients,
+    check_parameters,
+    piece_of,
+    step_label,
+)
+from shardproof.testing.make import (
+    Adapter,
+    NamedDimensions,
+    cut_over,
+    pair_by_units,
+    pair_of_mlps,
+    run_and_plain,
+    run_by_units,
+    sharded,
+)
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal, error_of_all
+from shardproof.testing.train import (
+    Computations,
+    batches,
+    checked_steps,
+    optim,
+    parallel,
+    recompute,
+    tokens,
+    train_and_check,
+)
 
 pytestmark = [needs(Capability.TENSOR_PARALLEL), world(4)]
 

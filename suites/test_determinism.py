@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, pair_by_units, pair_of_mlps, run_by_units, subjects, two_runs
-from shardproof.suites.steps import batches, check_twins, tokens, train_and_check
-from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Clip, StateForm
-from shardproof.testing.axes import FLAT, KEEPS
-from shardproof.testing.baselines import StepPicture, check_exact, states
-from shardproof.testing.checks import Finding, Location, Stage, exact_difference, step_label
-from shardproof.testing.trained import mixed, optim, parallel, shapes
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, states, world
+from shardproof.testing.axes import FLAT, KEEPS, REPLICAS, subjects
+from shardproof.testing.compare import Finding, Location, Stage, StepPicture, check_exact, exact_difference, step_label
+from shardproof.testing.make import Accumulation, Clip, StateForm, pair_by_units, pair_of_mlps, run_by_units, two_runs
+from shardproof.testing.train import batches, check_twins, mixed, optim, parallel, shapes, tokens, train_and_check
 
 pytestmark = world(2, own_hash_seeds=True)
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from shardproof.testing import Capability, Rank, contract, deadline, drawn, needs, world
-from shardproof.testing.adapters import Accumulation
-from shardproof.testing.trained import Block, Part, Plan, Step, Training, needs_of, train_drawn
+from shardproof.testing.make import Accumulation
+from shardproof.testing.train import Block, Part, Plan, Step, Training, needs_of, train_drawn
 
 WORLD = 2
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
+from shardproof.suites import crossed
 from shardproof.testing import Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Clip, Precision, WholeParameters
 from shardproof.testing.casts import CastReplica, check_equal, check_evaluation
-from shardproof.testing.checks import check_bits
-from shardproof.testing.trained import Means, Stacked, compiler, crossed, optim, recompute
+from shardproof.testing.compare import check_bits
+from shardproof.testing.make import Accumulation, Clip, Precision, WholeParameters
+from shardproof.testing.train import Means, compiler, optim, recompute
 
 ROWS = crossed.rows_of(pathlib.Path(__file__).with_name("crossed.toml"))
 DIM = 5
@@ -49,7 +50,7 @@ class Layer(nn.Module):
         return found
 
 
-class Layers(Stacked):
+class Layers(models.Stacked):
     """Three layers of different sizes, each a unit, and a linear one in the root's own."""
 
     def __init__(self, row: crossed.Row) -> None:

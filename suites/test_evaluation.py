@@ -9,15 +9,30 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import everywhere, pair_by_units, run_and_plain, run_by_units, subjects, tower
-from shardproof.suites.steps import after_microbatches, batches, check_twins, checked_steps, train_and_check
-from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter, Precision, WholeParameters
-from shardproof.testing.axes import FLAT, RESHARD, SHARDS, WHOLE
-from shardproof.testing.baselines import states
-from shardproof.testing.checks import Refusal, check_bits, step_label
-from shardproof.testing.tensors import each_once, in_one_tensor_with
-from shardproof.testing.trained import Stacked, optim, ties
+from shardproof.testing import Capability, Rank, contract, models, needs, states, world
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS, subjects
+from shardproof.testing.compare import check_bits, each_once, in_one_tensor_with, step_label
+from shardproof.testing.make import (
+    Accumulation,
+    Adapter,
+    Precision,
+    WholeParameters,
+    everywhere,
+    pair_by_units,
+    run_and_plain,
+    run_by_units,
+    tower,
+)
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import (
+    after_microbatches,
+    batches,
+    check_twins,
+    checked_steps,
+    optim,
+    ties,
+    train_and_check,
+)
 
 pytestmark = world(2)
 
@@ -25,6 +40,18 @@ READ = needs(Capability.WHOLE_PARAMETERS)
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
 DEPTH = 3
+ON_CPU = needs(Capability.WHOLE_ON_CPU)
+#: What user code may ask for together of whole parameters.
+WHOLE = [
+    pytest.param(WholeParameters(keeps_changes=False), id="read"),
+    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=ON_CPU),
+    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
+    pytest.param(
+        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=ON_CPU
+    ),
+    pytest.param(WholeParameters(), id="written"),
+    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=ON_CPU),
+]
 
 
 class ScaledBase(nn.Module):
@@ -39,7 +66,7 @@ class ScaledBase(nn.Module):
         return self.scale * torch.tanh(self.base(x))
 
 
-class ScaledStack(Stacked):
+class ScaledStack(models.Stacked):
     """Layers of :class:`ScaledBase`, and a parameter of one element that is all that the root has of its own.
 
     What trains has fewer elements than there are ranks, so that an optimizer changes nothing of what most ranks hold.

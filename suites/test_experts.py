@@ -15,12 +15,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import everywhere, pair_by_units, run_by_units
-from shardproof.suites.steps import batches, checked_steps, train_and_check
-from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter, Clip, Settings
-from shardproof.testing.baselines import states
-from shardproof.testing.trained import Computations, Means, Mixture, Routing, divide_experts, optim, recompute
+from shardproof.testing import Capability, Pair, Rank, contract, models, needs, states, world
+from shardproof.testing.make import Accumulation, Adapter, Clip, Settings, everywhere, pair_by_units, run_by_units
+from shardproof.testing.train import (
+    Computations,
+    Means,
+    Mixture,
+    Routing,
+    batches,
+    checked_steps,
+    divide_experts,
+    optim,
+    recompute,
+    train_and_check,
+)
 
 pytestmark = [needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL), world(4)]
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardproof.suites.common import REPLICAS
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Adapter, Precision
-from shardproof.testing.axes import RESHARD
-from shardproof.testing.checks import Refusal, check_bits, exact_difference, sharded
-from shardproof.testing.tensors import bytes_of, map_leaves, map_tensors, private, tensors_of
+from shardproof.testing.axes import REPLICAS, RESHARD
+from shardproof.testing.compare import check_bits, exact_difference, map_leaves, map_tensors, tensors_of
+from shardproof.testing.make import Adapter, Precision, sharded
+from shardproof.testing.measure import bytes_of, private
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, checked_steps, train_and_check
 
 
 @dataclasses.dataclass

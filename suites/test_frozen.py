@@ -8,14 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import everywhere, pair_by_units, pair_of_mlps, run_by_units, subjects, tower, two_runs
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Precision
-from shardproof.testing.axes import RESHARD, RESHARD_EXPLICIT, with_first
-from shardproof.testing.checks import Census, Refusal, check_bits, step_label
-from shardproof.testing.tensors import in_one_tensor_with
-from shardproof.testing.trained import parallel, shapes
+from shardproof.testing.axes import RESHARD, RESHARD_EXPLICIT, subjects, with_first
+from shardproof.testing.compare import check_bits, in_one_tensor_with, step_label
+from shardproof.testing.make import (
+    Accumulation,
+    Precision,
+    everywhere,
+    pair_by_units,
+    pair_of_mlps,
+    run_by_units,
+    tower,
+    two_runs,
+)
+from shardproof.testing.measure import Census
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, checked_steps, parallel, shapes, train_and_check
 
 pytestmark = world(2)
 

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, tower
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Clip
-from shardproof.testing.axes import RESHARD_CHOICES, with_first
-from shardproof.testing.checks import Trace
-from shardproof.testing.trained import Computations, recompute
+from shardproof.testing.axes import REPLICAS, RESHARD_CHOICES, with_first
+from shardproof.testing.make import Accumulation, Clip, tower
+from shardproof.testing.measure import Trace
+from shardproof.testing.train import Computations, batches, checked_steps, recompute, train_and_check
 
 NAMES = ("replicate", "shard")
 DEFERRED = needs(Capability.DEFERRED_REDUCTION)

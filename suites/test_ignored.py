@@ -9,15 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import fsdp1
-from shardproof.suites.common import tower
-from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Precision
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import Refusal, step_label
-from shardproof.testing.tensors import private
-from shardproof.testing.trained import mixed, optim, shapes
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import Precision, tower
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, mixed, optim, shapes, train_and_check
 
 pytestmark = world(2)
 

@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardproof.suites.apis import fsdp2
-from shardproof.suites.common import pair_by_units, tower
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import (
     Capability,
     Hardware,
@@ -29,15 +27,16 @@ from shardproof.testing import (
     meaningful_from,
     models,
     needs,
+    states,
     takes,
     world,
 )
-from shardproof.testing.adapters import Accumulation, Adapter, Clip, Precision
 from shardproof.testing.axes import FLAT, RESHARD, RESHARD_ROOT
-from shardproof.testing.baselines import states
-from shardproof.testing.checks import Refusal, Untouched, exact_difference, sharded
-from shardproof.testing.tensors import memory, piece_of
-from shardproof.testing.trained import mixed, optim, shapes, ties
+from shardproof.testing.compare import exact_difference, piece_of
+from shardproof.testing.make import Accumulation, Adapter, Clip, Precision, pair_by_units, sharded, tower
+from shardproof.testing.measure import memory
+from shardproof.testing.refuse import Refusal, Untouched
+from shardproof.testing.train import batches, checked_steps, mixed, optim, shapes, ties, train_and_check
 
 pytestmark = world(2)
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.suites.apis import fsdp1
-from shardproof.suites.common import subjects
 from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.axes import subjects
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardproof.suites.common import run_and_plain, subjects, tower
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.baselines import backward_of_copies, check_gradients
-from shardproof.testing.checks import error_of_all
-from shardproof.testing.trained import Stacked
+from shardproof.testing.axes import subjects
+from shardproof.testing.compare import backward_of_copies, check_gradients
+from shardproof.testing.make import run_and_plain, tower
+from shardproof.testing.refuse import error_of_all
 
 pytestmark = world(2)
 
@@ -39,7 +39,7 @@ class _Layer(nn.Module):
         self.linear = nn.Linear(dim, dim)
 
 
-class _Entered(Stacked):
+class _Entered(models.Stacked):
     """A linear of the root's own, so that the inputs of its layers require gradients, and the layers."""
 
     def __init__(self, dim: int, layers: Iterable[nn.Module]) -> None:

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import run_by_units, tower
 from shardproof.testing import Capability, Hardware, Rank, Run, alone, contract, models, needs, world
-from shardproof.testing.adapters import Adapter, Settings
 from shardproof.testing.axes import RESHARD, RESHARD_FREES
-from shardproof.testing.checks import ROOT, Census, step_label
-from shardproof.testing.tensors import memory
-from shardproof.testing.trained import optim, shapes
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import Adapter, Settings, run_by_units, tower
+from shardproof.testing.measure import ROOT, Census, memory
+from shardproof.testing.train import optim, shapes
 
 DEPTH = 5
 #: On a device the bytes of a unit may be freed once the kernels that read them have run: those of this many units.

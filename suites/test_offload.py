@@ -6,13 +6,12 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from shardproof.suites.common import pair_by_units, run_by_units, tower
-from shardproof.suites.steps import batches, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
 from shardproof.testing.axes import DELAYED, DELAYS
-from shardproof.testing.checks import step_label
-from shardproof.testing.tensors import local_of, memory
-from shardproof.testing.trained import optim, shapes
+from shardproof.testing.compare import local_of, step_label
+from shardproof.testing.make import pair_by_units, run_by_units, tower
+from shardproof.testing.measure import memory
+from shardproof.testing.train import batches, optim, shapes, tokens, train_and_check
 
 WIDTH = 512
 

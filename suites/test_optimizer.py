@@ -17,15 +17,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from shardproof.suites.common import subjects
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import Trainee
-from shardproof.testing.axes import KEEPS, RESHARD
-from shardproof.testing.baselines import backward_of_copies, check_exact
+from shardproof.testing.axes import KEEPS, RESHARD, subjects
 from shardproof.testing.casts import CastReplica, check_evaluation, run_and_replica, step_and_check
-from shardproof.testing.checks import Refusal, check_bits, step_label
-from shardproof.testing.tensors import each_once, full_of, in_one_tensor_with, local_of, private
-from shardproof.testing.trained import mixed, optim, ties
+from shardproof.testing.compare import (
+    backward_of_copies,
+    check_bits,
+    check_exact,
+    each_once,
+    full_of,
+    in_one_tensor_with,
+    local_of,
+    step_label,
+)
+from shardproof.testing.make import Trainee
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import mixed, optim, ties
 
 pytestmark = world(2)
 

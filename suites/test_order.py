@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import subjects, tower
-from shardproof.suites.steps import batches, checked_steps
 from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
-from shardproof.testing.axes import RESHARD
+from shardproof.testing.axes import RESHARD, subjects
+from shardproof.testing.make import tower
+from shardproof.testing.train import batches, checked_steps
 
 Layer = Literal["", "optional", "exit"]
 

@@ -1,20 +1,22 @@
 """Chapter OVERLAP: work that the streams of a device run at the same time, and waits."""
 
+import dataclasses
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
-from shardproof.suites.common import pair_by_units, run_by_units, tower
-from shardproof.testing import Capability, Hardware, Pair, Rank, alone, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter, Clip
-from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, RESHARD, Delay
-from shardproof.testing.baselines import check_exact
-from shardproof.testing.checks import Interval, Poison, Timeline, occupy
-from shardproof.testing.tensors import each_once
-from shardproof.testing.trained import Stacked, optim
+from shardproof.testing import Capability, Hardware, Pair, Rank, Run, alone, contract, models, needs, world
+from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, RESHARD
+from shardproof.testing.compare import check_exact, each_once, tensors_of
+from shardproof.testing.make import Accumulation, Adapter, Clip, Delay, pair_by_units, run_by_units, tower
+from shardproof.testing.measure import Collective, Trace, occupy
+from shardproof.testing.train import optim
 
 #: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
 BUSY_MS = 20.0
@@ -33,8 +35,106 @@ ONE_SHARD = needs(Capability.HYBRID, Capability.SINGLE_RANK)
 
 pytestmark = [needs(Capability.SHARDED, Hardware.STREAMS), world(2)]
 
+#: A word in the names of NCCL's kernels, by the trace's kind of collective.
+_KERNELS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
+#: A word in the name of the kernel that occupies a stream.
+_BUSY = "spin_kernel"
 
-class BusyTower(Stacked):
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """When one kernel ran, in microseconds of the profiler's clock."""
+
+    start: float
+    end: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved(Interval):
+    """When the kernel of one collective of the trace ran."""
+
+    collective: Collective
+
+
+class Timeline:
+    """The kernels of one training step, which ``step`` runs.
+
+    Attributes:
+        busy: when layers occupied the stream, in the order of time.
+        moved: when collectives ran, by kind; of each kind in the order of the trace.
+
+    Raises:
+        AssertionError: the profiler has another number of kernels of a kind than the trace has collectives.
+    """
+
+    def __init__(self, step: Callable[[], object], trace: Trace) -> None:
+        before = len(trace)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            step()
+            torch.cuda.synchronize()
+        issued = trace[before:]
+        kernels = sorted(
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in profiler.events() or ()
+            if event.device_type.name == "CUDA"
+        )
+        self.busy = [Interval(start, end) for start, end, name in kernels if _BUSY in name]
+        self.moved: dict[str, list[Moved]] = {}
+        for kind, word in _KERNELS.items():
+            found = [(start, end) for start, end, name in kernels if "nccl" in name.lower() and word in name]
+            expected = [item for item in issued if item.kind == kind]
+            assert len(found) == len(expected), (
+                f"the profiler saw {len(found)} kernels of {kind} and the trace has {len(expected)}; "
+                f"kernels: {sorted({name for *_, name in kernels})}"
+            )
+            self.moved[kind] = [Moved(start, end, item) for (start, end), item in zip(found, expected, strict=True)]
+
+
+class Poison:
+    """Allocates memory of the sizes of a run's gathered units and shards, fills it with NaN and frees it.
+
+    It does so on the current stream before and after every unit's forward, when a unit's backward begins, and before
+    and after every collective, there on the stream that issues it. Memory that was freed while another stream still
+    reads or writes it is allocated here, and what that stream reads is a NaN.
+
+    The run has not trained yet; each of its units is divided among ``shards`` ranks.
+    """
+
+    def __init__(self, run: Run, *, shards: int) -> None:
+        full = {numel for unit in run.units for numel in (unit.numel, unit.padded_numel)}
+        self._numels = sorted(full | {-(-numel // shards) for numel in full})
+        device = run.adapter.config.mesh.device_type
+        self._device = torch.empty(0, device=device).device  # with the index of the rank's own
+        for unit in run.units:
+            for module in {name.rpartition(".")[0] for name in unit.names}:
+                found = run.original_module(module)
+                found.register_forward_pre_hook(lambda module, args: self._fill())
+                found.register_forward_hook(self._after_forward)
+        self._before, self._after = run.recorder.before, run.recorder.after
+        run.recorder.before, run.recorder.after = self._before_collective, self._after_collective
+
+    def _fill(self) -> None:
+        with torch.no_grad():
+            for numel in self._numels:
+                torch.empty(numel, dtype=torch.float32, device=self._device).fill_(math.nan)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._fill()
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._fill())
+
+    def _before_collective(self, collective: Collective) -> None:
+        self._fill()
+        self._before(collective)
+
+    def _after_collective(self, collective: Collective) -> None:
+        self._after(collective)
+        self._fill()
+
+
+class BusyTower(models.Stacked):
     """MLPs, each of which occupies the stream at the end of its forward and at the start of its backward.
 
     No two units have the same size, as in ``Tower``. Input and output: (batch, dim).

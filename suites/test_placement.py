@@ -11,15 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.common import pair_of_mlps, tower
 from shardproof.suites.places import Place, chunk, coordinate_of
-from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, simulated, world
-from shardproof.testing.adapters import Clip
 from shardproof.testing.axes import RESHARD
-from shardproof.testing.checks import Refusal, check_bits, sharded
-from shardproof.testing.tensors import piece_of, private
-from shardproof.testing.trained import Mixture, optim, parallel, shapes
+from shardproof.testing.compare import check_bits, piece_of
+from shardproof.testing.make import Clip, pair_of_mlps, sharded, tower
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import Mixture, batches, optim, parallel, shapes, train_and_check
 
 pytestmark = world(4)
 

@@ -13,11 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from shardproof.suites.common import REPLICAS, cut_over, subjects
-from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, world
-from shardproof.testing.adapters import Accumulation, Precision, StateForm, WholeParameters
-from shardproof.testing.axes import KEEPS, RESHARD
-from shardproof.testing.baselines import states
+from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, states, world
+from shardproof.testing.axes import KEEPS, REPLICAS, RESHARD, subjects
 from shardproof.testing.casts import (
     CastReplica,
     check_equal,
@@ -26,9 +23,10 @@ from shardproof.testing.casts import (
     run_and_replica,
     step_and_check,
 )
-from shardproof.testing.checks import Refusal, Untouched, check_bits, sharded, step_label
-from shardproof.testing.tensors import local_of
-from shardproof.testing.trained import mixed, optim, parallel, shapes
+from shardproof.testing.compare import check_bits, local_of, step_label
+from shardproof.testing.make import Accumulation, Precision, StateForm, WholeParameters, cut_over, sharded
+from shardproof.testing.refuse import Refusal, Untouched
+from shardproof.testing.train import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
 

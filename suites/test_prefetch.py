@@ -6,12 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shardproof.suites.common import pair_by_units, run_by_units, subjects
-from shardproof.suites.steps import batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
-from shardproof.testing.axes import RESHARD
-from shardproof.testing.checks import Census, step_label
-from shardproof.testing.trained import ties
+from shardproof.testing.axes import RESHARD, subjects
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import pair_by_units, run_by_units
+from shardproof.testing.measure import Census
+from shardproof.testing.train import batches, checked_steps, ties, tokens, train_and_check
 
 pytestmark = world(2)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import run_by_units
-from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing import Capability, Rank, contract, models, needs, world
 from shardproof.testing.axes import KEEPS
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import step_label
-from shardproof.testing.trained import Means, Stacked, optim, recompute
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import run_by_units
+from shardproof.testing.train import Means, optim, recompute
 
 pytestmark = world(2)
 
@@ -36,7 +36,7 @@ class Dropping(nn.Module):
         return output
 
 
-class DroppingStack(Stacked):
+class DroppingStack(models.Stacked):
     """A parameter and a dropout of the root, and two units of :class:`Dropping`."""
 
     def __init__(self, rows: int = 7, columns: int = 5) -> None:

@@ -6,13 +6,21 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import pair_by_units, run_by_units, subjects
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Accumulation
-from shardproof.testing.axes import RESHARD, RESHARD_ROOT
-from shardproof.testing.checks import Census, step_label
-from shardproof.testing.trained import Computations, Means, recomputation, recompute, ties
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT, subjects
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import Accumulation, pair_by_units, run_by_units
+from shardproof.testing.measure import Census
+from shardproof.testing.train import (
+    Computations,
+    Means,
+    batches,
+    checked_steps,
+    recomputation,
+    recompute,
+    ties,
+    train_and_check,
+)
 
 pytestmark = [needs(Capability.RECOMPUTATION), world(2)]
 

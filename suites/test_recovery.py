@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.common import run_and_plain, run_by_units, subjects, tower, two_runs
-from shardproof.suites.steps import check_twins
-from shardproof.testing import Capability, Pair, Rank, Run, contract, meaningful_from, models, needs, world
-from shardproof.testing.adapters import Accumulation, Precision, WholeParameters
-from shardproof.testing.axes import FLAT, RESHARD, SHARDS
-from shardproof.testing.baselines import Undivided, states
+from shardproof.testing import Capability, Pair, Rank, Run, contract, meaningful_from, models, needs, states, world
+from shardproof.testing.axes import FLAT, RESHARD, SHARDS, subjects
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import Census, Collective, check_bits
-from shardproof.testing.tensors import each_once
-from shardproof.testing.trained import Loss, Means, mixed, optim, other_worlds, recompute
+from shardproof.testing.compare import Undivided, check_bits, each_once
+from shardproof.testing.make import (
+    Accumulation,
+    Precision,
+    WholeParameters,
+    run_and_plain,
+    run_by_units,
+    tower,
+    two_runs,
+)
+from shardproof.testing.measure import Census, Collective
+from shardproof.testing.other_worlds import other_worlds
+from shardproof.testing.train import Loss, Means, check_twins, mixed, optim, recompute
 
 pytestmark = world(2)
 

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.suites.common import run_by_units, tower
-from shardproof.suites.own import Own
+from shardproof.suites.apis import Own
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
-from shardproof.testing.adapters import Accumulation, Clip, NamedDimensions, Precision, Settings
 from shardproof.testing.axes import RESHARD, SHARDS
 from shardproof.testing.casts import check_equal, run_and_replica
-from shardproof.testing.checks import ROOT, Refusal, check_bits, step_label
-from shardproof.testing.trained import mixed, optim, parallel, shapes
+from shardproof.testing.compare import check_bits, step_label
+from shardproof.testing.make import Accumulation, Clip, NamedDimensions, Precision, Settings, run_by_units, tower
+from shardproof.testing.measure import ROOT
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import mixed, optim, parallel, shapes
 
 pytestmark = world(2)
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import run_by_units, subjects
-from shardproof.suites.steps import batches, checked_steps
 from shardproof.testing import Capability, Rank, Run, contract, meaningful_from, models, needs, world
-from shardproof.testing.adapters import Settings
-from shardproof.testing.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, with_first
-from shardproof.testing.checks import check_bits, step_label
+from shardproof.testing.axes import RESHARD, RESHARD_ROOT, RESHARD_UNEVEN, subjects, with_first
+from shardproof.testing.compare import check_bits, step_label
+from shardproof.testing.make import Settings, run_by_units
+from shardproof.testing.train import batches, checked_steps
 
 pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 

@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.suites.common import run_by_units
-from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import StateForm
+from shardproof.testing import Capability, Rank, Run, contract, models, needs, states, world
 from shardproof.testing.axes import FLAT, RESHARD
-from shardproof.testing.baselines import StepPicture, check_exact, states
-from shardproof.testing.checks import error_of_all
-from shardproof.testing.tensors import full_of
-from shardproof.testing.trained import SplitTransformer, Stateful, optim, other_worlds, parallelize_transformer
+from shardproof.testing.compare import StepPicture, check_exact, full_of
+from shardproof.testing.make import StateForm, run_by_units
+from shardproof.testing.other_worlds import other_worlds
+from shardproof.testing.refuse import error_of_all
+from shardproof.testing.train import optim, parallel, shapes
 
 
 class BackgroundSave:
@@ -167,9 +166,9 @@ def test_two_dimensions(rank: Rank, sequence: bool, optimizer: Literal["adam", "
     """Model and optimizer, sharded over data- and tensor-parallel ranks, are restored bit for bit."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 
-    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
-    make = maker(rank, SplitTransformer, optimizer, mesh=mesh["dp"], prepare=prepare)
-    check_resumes(rank, make, SplitTransformer(), reuses=reuses, mesh=mesh["dp"])
+    prepare = functools.partial(parallel.parallelize_transformer, mesh=mesh["tp"], sequence=sequence)
+    make = maker(rank, parallel.SplitTransformer, optimizer, mesh=mesh["dp"], prepare=prepare)
+    check_resumes(rank, make, parallel.SplitTransformer(), reuses=reuses, mesh=mesh["dp"])
 
 
 @contract("RESUME-2")
@@ -342,9 +341,9 @@ def test_own_checkpoint(rank: Rank, optimizer: Literal["momentum", "adamw"], reu
     Full weights have the unsharded model's names, those of shared and frozen parameters and of buffers included.
     """
 
-    def plain(number: int) -> Stateful:
+    def plain(number: int) -> shapes.Stateful:
         torch.manual_seed(rank.seeds.init + number)
-        return Stateful(5)
+        return shapes.Stateful(5)
 
     def make(number: int) -> Run:
         model = plain(number)
@@ -398,9 +397,9 @@ def maker_on(rank: Rank, layout: Layout) -> tuple[Make, DeviceMesh]:
     """A function that makes a run on one of the meshes, and that run's data-parallel mesh."""
     names = {"shards": ("dp",), "replicas": ("replicate", "shard"), "tensor": ("dp", "tp")}[layout]
     mesh = rank.mesh((2, 2) if len(names) > 1 else None, names)
-    parallel = mesh["dp"] if layout == "tensor" else mesh
-    prepare = functools.partial(parallelize_transformer, mesh=mesh["tp"]) if layout == "tensor" else None
-    return maker(rank, SplitTransformer, mesh=parallel, prepare=prepare), parallel
+    over = mesh["dp"] if layout == "tensor" else mesh
+    prepare = functools.partial(parallel.parallelize_transformer, mesh=mesh["tp"]) if layout == "tensor" else None
+    return maker(rank, parallel.SplitTransformer, mesh=over, prepare=prepare), over
 
 
 def train_step(rank: Rank, run: Run, number: int, mesh: DeviceMesh) -> StepPicture:
@@ -424,7 +423,7 @@ def check_resumes(rank: Rank, make: Make, plain: nn.Module, *, reuses: bool, mes
     saved_rates = rates(saved)
     resumed = saved if reuses else make(1)
     if reuses:
-        states.spoil(resumed)
+        spoil(resumed)
         set_rates(resumed, [3 * rate for rate in saved_rates])
     wrong = train_step(rank, resumed, 1, mesh)
     assert not torch.equal(wrong.losses[0], expected[1].losses[0]), "before loading the loss must be another"
@@ -480,3 +479,15 @@ def set_rates(run: Run, wanted: list[float]) -> None:
 def check_rates(run: Run, expected: list[float]) -> None:
     """The learning rates must be the saved ones."""
     assert rates(run) == expected, f"learning rates {rates(run)} after loading instead of {expected}"
+
+
+@torch.no_grad()
+def spoil(run: Run) -> None:
+    """Overwrite all parameters and tensors of optimizer state in place, so that a load must restore every one."""
+    for parameter in run.adapter.module.parameters():
+        parameter.fill_(0.125)
+    assert run.adapter.optimizer is not None
+    for state in run.adapter.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.fill_(7.0)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import cut_over
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, needs, world
-from shardproof.testing.adapters import Clip, Precision, Trainee
 from shardproof.testing.axes import DELAYS
 from shardproof.testing.casts import CastReplica, check_equal, run_and_replica
-from shardproof.testing.checks import step_label
-from shardproof.testing.trained import mixed, optim
+from shardproof.testing.compare import step_label
+from shardproof.testing.make import Clip, Precision, Trainee, cut_over
+from shardproof.testing.train import mixed, optim
 
 pytestmark = [needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER), world(2)]
 HALF = Precision(compute=torch.float16, reduce=torch.float32)

@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.suites.common import subjects, tower
-from shardproof.suites.steps import batches, train_and_check
 from shardproof.testing import Capability, Rank, Run, contract, each_value, meaningful_from, models, needs, world
-from shardproof.testing.adapters import Accumulation, Clip, Precision, WholeParameters
-from shardproof.testing.axes import FLAT, SHARDS
-from shardproof.testing.baselines import StepPicture, check_exact
+from shardproof.testing.axes import FLAT, SHARDS, subjects
 from shardproof.testing.casts import run_and_replica, step_and_check
-from shardproof.testing.tensors import each_once, memory, state_numel
-from shardproof.testing.trained import mixed, optim
+from shardproof.testing.compare import StepPicture, check_exact, each_once
+from shardproof.testing.make import Accumulation, Clip, Precision, WholeParameters, tower
+from shardproof.testing.measure import memory, state_numel
+from shardproof.testing.train import batches, mixed, optim, train_and_check
 
 pytestmark = world(2, 4)
 

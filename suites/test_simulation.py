@@ -15,10 +15,9 @@ import torch
 
 from shardproof.suites.places import Place, chunk, is_by_rows, share_numel, share_of
 from shardproof.testing import Capability, Rank, contract, deadline, models, needs, simulated
-from shardproof.testing.adapters import Precision
-from shardproof.testing.checks import Collective, Trace
-from shardproof.testing.tensors import Kind
-from shardproof.testing.trained import Simulation, optim, parallel, shapes
+from shardproof.testing.make import Precision, Simulation
+from shardproof.testing.measure import Collective, Kind, Trace
+from shardproof.testing.train import optim, parallel, shapes
 
 pytestmark = [deadline(900.0), simulated()]
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardproof.suites.common import REPLICAS, check_left, subjects
-from shardproof.testing import Capability, Rank, Run, contract, each_value, models, needs, world
-from shardproof.testing.adapters import Adapter, OptimizerFactory, StateForm, built_in_with
-from shardproof.testing.axes import FLAT, RESHARD, SHARDS
-from shardproof.testing.baselines import check_exact, states
-from shardproof.testing.checks import Census, Refusal, step_label
-from shardproof.testing.tensors import Piece, each_once, original_name
-from shardproof.testing.trained import compiler, optim, recompute, shapes
+from shardproof.testing import Capability, Rank, Run, contract, each_value, models, needs, states, world
+from shardproof.testing.axes import FLAT, REPLICAS, RESHARD, SHARDS, subjects
+from shardproof.testing.compare import Piece, check_exact, each_once, original_name, step_label
+from shardproof.testing.make import Adapter, OptimizerFactory, StateForm, built_in_with
+from shardproof.testing.measure import Census
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.states import check_left
+from shardproof.testing.train import compiler, optim, recompute, shapes
 
 #: Flaws of the state dict of a ``Stateful``, each with the entry that is missing, unknown or of another size.
 FLAWED = {

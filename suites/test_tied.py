@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.suites.common import pair_by_units
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Clip
 from shardproof.testing.axes import RESHARD, RESHARD_ROOT, with_first
-from shardproof.testing.trained import Computations, recompute, ties
+from shardproof.testing.make import Clip, pair_by_units
+from shardproof.testing.train import Computations, batches, checked_steps, recompute, ties, train_and_check
 
 pytestmark = [needs(Capability.TIED_PARAMETERS), world(2)]
 

@@ -13,16 +13,41 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.suites.common import pair_by_units, run_and_plain, tower
-from shardproof.suites.steps import after_microbatches, batches, checked_steps, tokens, train_and_check
 from shardproof.testing import Capability, Hardware, Pair, Rank, contract, each_value, models, needs, world
-from shardproof.testing.adapters import Accumulation, Adapter, OptimizerFactory, Precision
-from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS, Delay
-from shardproof.testing.baselines import StepPicture, backward_of_copies, check_exact, check_gradients, check_parameters
+from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, FLAT, RESHARD, RESHARD_TO_PARTS
 from shardproof.testing.casts import run_and_replica, step_and_check
-from shardproof.testing.checks import Collective, Refusal, check_bits
-from shardproof.testing.tensors import each_once, tensors_of
-from shardproof.testing.trained import optim, parallel, shapes
+from shardproof.testing.compare import (
+    StepPicture,
+    backward_of_copies,
+    check_bits,
+    check_exact,
+    check_gradients,
+    check_parameters,
+    each_once,
+    tensors_of,
+)
+from shardproof.testing.make import (
+    Accumulation,
+    Adapter,
+    Delay,
+    OptimizerFactory,
+    Precision,
+    pair_by_units,
+    run_and_plain,
+    tower,
+)
+from shardproof.testing.measure import Collective
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import (
+    after_microbatches,
+    batches,
+    checked_steps,
+    optim,
+    parallel,
+    shapes,
+    tokens,
+    train_and_check,
+)
 
 pytestmark = world(2)
 

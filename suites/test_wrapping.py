@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.common import REPLICAS, subjects
-from shardproof.suites.steps import batches, checked_steps, train_and_check
 from shardproof.testing import Capability, Pair, Rank, Run, contract, models, needs, world
-from shardproof.testing.adapters import Precision, WrapPolicy
-from shardproof.testing.checks import Refusal, sharded
-from shardproof.testing.trained import shapes
+from shardproof.testing.axes import REPLICAS, subjects
+from shardproof.testing.make import Precision, WrapPolicy, sharded
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import batches, checked_steps, shapes, train_and_check
 
 
 class Parts(nn.Module):

@@ -14,9 +14,8 @@ import pathlib
 
 import torch
 
-from shardproof.testing import models, world
-from shardproof.testing.baselines import states
-from shardproof.testing.trained import optim
+from shardproof.testing import models, states, world
+from shardproof.testing.train import optim
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -227,9 +227,8 @@ def test_every_name_that_is_listed_is_in_the_source(table, names, folders, least
 
 CASES = """
 import os
-from shardproof.harness import models
 from shardproof.harness.tensors import private
-from shardproof.testing import simulated, world
+from shardproof.testing import models, simulated, world
 
 @world(2)
 def test_nothing(rank):

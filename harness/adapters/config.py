@@ -20,6 +20,9 @@ from shardproof.harness.tensors.trees import local_of
 Units = tuple[tuple[str, ...], ...]
 """The units of a model: each entry names the modules whose parameters are gathered by one collective."""
 
+EvaluationMode = Literal["no_grad", "inference_mode"]
+"""The context in which a forward is evaluated."""
+
 StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
 """What a state dict consists of.
 

@@ -5,25 +5,14 @@ the file and the name of the case that runs it: it has a seed of its own.
 """
 
 import dataclasses
-import functools
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
-
-from shardproof.harness.adapters.base import Accumulation, Clip, OptimizerFactory
+from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.models import drawn, optim
+from shardproof.harness.adapters.config import EvaluationMode
 from shardproof.harness.models.drawn import Described, Plan
-from shardproof.harness.models.plain import mean_square
-from shardproof.harness.parity.pair import Pair
-from shardproof.harness.parity.rank import Rank, Seeds
-from shardproof.harness.parity.run import EvaluationMode
-
-#: Below the norm of the gradients of nearly all drawn models, so that clipping scales them.
-_MAX_NORM = 1e-5
 
 #: The longest line of the source of a case.
 _MOST_COLUMNS = 120
@@ -105,14 +94,14 @@ class Training(Described):
 
 def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
-    made = [name for name in ("Block", "Part", "Plan", "Step") if f"{name}(" in body]
+    made = [name for name in ("Accumulation", "Block", "Part", "Plan", "Step") if f"{name}(" in body]
+    classes = [*made, *(["Capability"] if "needs" in marks else []), "Rank", "Training"]
     # Classes before functions, as isort has them.
-    every = [*(["Capability"] if "needs" in marks else []), "Rank", *sorted(set(marks))]
-    return [
-        f"from shardproof.testing import {', '.join(every)}",
-        *(["from shardproof.testing.adapters import Accumulation"] if "Accumulation(" in body else []),
-        f"from shardproof.testing.trained import {', '.join([*made, 'Training', 'train_drawn'])}",
-    ]
+    names = [*sorted(classes), *sorted(set(marks))]
+    line = f"from shardproof.testing import {', '.join(names)}"
+    if len(line) > _MOST_COLUMNS:
+        line = "from shardproof.testing import (\n" + "".join(f"    {name},\n" for name in names) + ")"
+    return [line, "from shardproof.testing.train import train_drawn"]
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
@@ -172,71 +161,3 @@ def needs_of(training: Training, *, world_size: int) -> frozenset[Capability]:
         Capability.ASYNC_UNSHARD: any(step.unshards for step in steps),
     }
     return frozenset(capability for capability, is_needed in needed.items() if is_needed)
-
-
-def train_drawn(rank: Rank, training: Training) -> Pair:
-    """Train what a training describes, beside the baseline and the oracle, and compare all of it (collective).
-
-    The model is in float64 and compared in float32: a drawn sum may cancel to any degree, and what remains of it must
-    not be rounding noise. It raises as :meth:`Pair.check`.
-    """
-    rank.seeds = Seeds(training.seed, training.seed + 1)
-    torch.manual_seed(training.seed)
-    plan = training.plan
-    units = plan.units()
-    pair = rank.pair(
-        drawn.DrawnModel(plan).double(), units=units, baseline="replicated", optimizer=_optimizer(training),
-        compared_as=torch.float32, prepare=functools.partial(drawn.recompute, plan=plan), **_options(rank, training),
-    )  # fmt: skip
-    if training.prefetches:
-        names = [unit[0] for unit in units]
-        following = {name: [other] for name, other in itertools.pairwise(names)}
-        pair.adapter.prefetch(forward=following, backward={other: [name] for name, (other,) in following.items()})
-    for number, step in enumerate(training.steps):
-        _step(rank, pair, training, step, number)
-    pair.check()
-    return pair
-
-
-def _options(rank: Rank, training: Training) -> dict[str, Any]:
-    shape = (training.replicas, rank.world_size // max(1, training.replicas))
-    return {
-        "mesh": rank.mesh(shape, ("replicate", "shard")) if training.replicas else rank.mesh(),
-        "reshard_after_forward": training.reshard_after_forward,
-        "microbatches": training.microbatches,
-        "accumulation": training.accumulation,
-        "clip": Clip(_MAX_NORM, float(training.clip)) if training.clip else None,
-        "must_clip": None,
-        "offload": "pageable" if training.offloads else None,
-        "flat_parameters": training.flat_parameters,
-        "find_unused": any(block.runs != "always" for _, block in training.plan.blocks()),
-    }
-
-
-def _optimizer(training: Training) -> OptimizerFactory:
-    factories = {"sgd": optim.sgd(momentum=0.0), "momentum": optim.sgd(), "adam": optim.adam()}
-    return factories[training.optimizer]
-
-
-def _step(rank: Rank, pair: Pair, training: Training, step: Step, number: int) -> None:
-    shape = (training.rows, training.plan.dim)
-    for index, mode in enumerate(step.evaluates):
-        pair.evaluate((_batch(rank, number, shape, -1 - index), 2 * number + index), mode=mode)
-    if step.unshards:
-        pair.adapter.unshard()
-    first = number * training.microbatches
-    batches = [
-        (_batch(rank, number, shape, index).requires_grad_(training.inputs_require_grad), first + index)
-        for index in range(training.microbatches)
-    ]
-    loss = functools.partial(_loss, uses=step.uses)
-    pair.step(batches, loss=loss, set_to_none=step.set_to_none, ahead=training.ahead)
-
-
-def _batch(rank: Rank, step: int, shape: tuple[int, ...], microbatch: int) -> torch.Tensor:
-    return rank.batch(step, shape, microbatch=microbatch).double()
-
-
-def _loss(outputs: tuple[torch.Tensor, ...], *, uses: tuple[int, ...]) -> torch.Tensor:
-    """The sum of the mean squares of the outputs that are used, each with a weight of its own."""
-    return torch.stack([mean_square(outputs[index]) * (1 + index) for index in uses]).sum()

@@ -1,7 +1,7 @@
 """What is compared with what? The implementation with its baseline and with a float64 oracle: the engine.
 
-Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``judging``, ``verdicts`` and ``tensors``. What cases
-call beyond a rank and its pair lies in ``casework``.
+Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``judging``, ``verdicts`` and ``tensors``. Cases call
+it by ``shardproof.testing``.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``rank_state``.
 - ``run``: ``Run`` drives an adapter through training steps and copies what each shows; ``sharded_run`` also checks that

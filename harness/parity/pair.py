@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, Precision
+from shardproof.harness.adapters.config import EvaluationMode
 from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference, gathered_in
 from shardproof.harness.collectives.units import ROOT, UnitSize
@@ -19,7 +20,7 @@ from shardproof.harness.parity.divergences import OfStep
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import Baseline, Replay, State
-from shardproof.harness.parity.run import EvaluationMode, Loss, Run, RunOptions, StepPicture, sharded_run
+from shardproof.harness.parity.run import Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.watching import capture

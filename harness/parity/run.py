@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
+from shardproof.harness.adapters.config import EvaluationMode
 from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace, gathered_in
@@ -63,9 +64,6 @@ class Snapshots:
             return tensor.detach().clone()
         return reserved.copy_(tensor)
 
-
-EvaluationMode = Literal["no_grad", "inference_mode"]
-"""The context in which a forward is evaluated."""
 
 Loss = Callable[..., torch.Tensor]
 """Maps a forward's output, and the labels of its inputs, to a scalar."""

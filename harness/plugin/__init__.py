@@ -1,15 +1,14 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
 Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, ``verdicts`` and ``tensors``,
-``casework`` and ``models`` for what it draws, and the tolerances of ``judging``. A
-project's conftest names the plugin as ``shardproof.plugin``; case modules import ``marks`` and ``axes`` by
+``models`` for what it draws, and the tolerances of ``judging``. A
+project's conftest names the plugin as ``shardproof.plugin``; case modules import ``marks`` by
 ``shardproof.testing``. Nothing else is imported from outside.
 
 - ``hooks``: the hook functions; makes one pytest item for each implementation and world; exit codes and signals.
 - ``state``: the objects that the hooks of one pytest process share.
 - ``options``: the command line; ``selection``: the checked values of its options.
-- ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share, which import torch, as
-  ``strategies`` does.
+- ``marks``: the marks of cases.
 - ``cases``: runs one item; compares expected texts; lists what no selected case asks.
 - ``drawing``: searches for an example of a drawn parameter that fails, and shrinks it; ``strategies`` draws examples
   with hypothesis.

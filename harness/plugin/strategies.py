@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.casework.drawn import Step, Training, needs_of
 from shardproof.harness.models.drawn import Block, Kind, Part, Plan, has_trained
 from shardproof.harness.models.plain import Container
 from shardproof.harness.models.recomputation import Means
+from shardproof.harness.models.trainings import Step, Training, needs_of
 
 #: Levels of blocks below the trunk, and blocks in one list.
 _DEPTH, _BREADTH = 3, 3

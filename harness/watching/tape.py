@@ -37,8 +37,10 @@ from shardproof.harness.watching.sources import Sources, Unwritable
 VARIABLE = "SHARDPROOF_TAPE"
 
 _TORCH = str(pathlib.Path(torch.__file__).parent)
+#: The files whose functions are known here.
+_OURS = re.compile("/(harness|shardproof/testing)/")
 #: Where user code's calls come from, and what compares, with the methods of adapters that read.
-_ACTS = re.compile(r"/(adapters|casework|suites|models)/[^/]*\.py:|/parity/run\.py:")
+_ACTS = re.compile(r"/(adapters|testing|suites|models)/[^/]*\.py:|/parity/run\.py:")
 _COMPARES = re.compile(
     r"/harness/(judging|collectives|tensors)/|/(replay|oracle|comparison|coverage|replicas)\.py:|/adapters/\w+\.py:"
     r"(gradients|parameters|optimizer_state|held_parameters|named_parameters|registered|norm_value)$"
@@ -92,7 +94,7 @@ class Tape:
             _, args, kwargs = _arguments(frame)
             self._made[id(made)] = (weakref.ref(made), args[1:], kwargs)
         if not code.co_filename.startswith(_TORCH):
-            return self._harness(frame) if "/harness/" in code.co_filename else None
+            return self._harness(frame) if _OURS.search(code.co_filename) else None
         caller = back.f_back if back.f_code.co_filename.endswith("contextlib.py") else back
         acts = caller.f_code.co_filename == self._path or _ACTS.search(_place(caller))
         within = caller.f_code.co_name == "__init__" and isinstance(caller.f_locals.get("self"), nn.Module)

@@ -1,14 +1,13 @@
-"""Parameter sets for ``pytest.mark.parametrize`` that several chapters share."""
+"""Over which values a case is parametrized: parameter sets that several chapters share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from shardproof.harness.adapters.base import WholeParameters
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.collectives.delays import Delay
-from shardproof.harness.plugin.marks import meaningful_from, needs
+from shardproof.harness.plugin.marks import each_value, meaningful_from, needs
 
 _CHOOSES = needs(Capability.RESHARD_AFTER_FORWARD)
 
@@ -52,6 +51,12 @@ SHARDS = pytest.mark.parametrize(
     "shards", [True, pytest.param(False, marks=needs(Capability.REPLICAS_ALONE))], ids=["shards", "replicas-alone"]
 )
 
+#: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
+#: over its replicas alone.
+REPLICAS = pytest.mark.parametrize(
+    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
+)
+
 
 DELAY_MS = 50.0
 """Far longer than any kernel or collective of the cases' models, so that a missing wait always reads too early."""
@@ -92,20 +97,18 @@ DELAYED_BEFORE = [
 FLAT = pytest.mark.parametrize(
     "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
 )
-_ON_CPU = needs(Capability.WHOLE_ON_CPU)
-#: What user code may ask for together of whole parameters.
-WHOLE = [
-    pytest.param(WholeParameters(keeps_changes=False), id="read"),
-    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=_ON_CPU),
-    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
-    pytest.param(
-        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=_ON_CPU
-    ),
-    pytest.param(WholeParameters(), id="written"),
-    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=_ON_CPU),
-]
 
 
 def with_first(value: Any, axis: Sequence[Any]) -> list[Any]:
     """Return the parameter sets with ``value``, for another parameter, in front of the values of each."""
     return [pytest.param(value, *item.values, marks=item.marks) for item in axis]
+
+
+def subjects(names: Any, values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
+    """``parametrize`` by separate subjects of a case, such as calls or errors: ``quick`` keeps an item of each."""
+
+    def mark(case: Any) -> Any:
+        each = each_value(*([names] if isinstance(names, str) else names))
+        return each(pytest.mark.parametrize(names, values, **options)(case))
+
+    return mark

@@ -1,27 +1,109 @@
-"""Baselines beside those of a pair: one process with the batch of all ranks, and plain copies that a case averages."""
+"""What a run is compared with besides the baseline of a pair: another run, plain copies, one process.
+
+A case averages the gradients of plain copies itself: a baseline of two models or of several backwards. In a world of
+two, whose sums have one order, what they compute has the bits of a sharded run's.
+"""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import OptimizerFactory
-from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.elements import check_bits, exact_difference, numbers_of
+from shardproof.harness.judging.numerics import distance, not_finite
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
+from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import picture_of
 from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.tensors.pieces import Piece
-from shardproof.harness.tensors.trees import on_host
-from shardproof.harness.verdicts.finding import raise_first, step_label
+from shardproof.harness.tensors.pieces import Piece, each_once, in_one_tensor_with, original_name, piece_of, uncut
+from shardproof.harness.tensors.trees import full_of, local_of, map_leaves, map_tensors, on_host, tensors_of
+from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first, step_label
 
-# Plain copies of a model, whose gradients a case averages itself: a baseline of two models or several backwards.
-#
-# In a world of two, whose sums have one order, what they compute has the bits of a sharded run's.
+__all__ = [
+    "Finding",
+    "Location",
+    "Oracle",
+    "Piece",
+    "Stage",
+    "StepPicture",
+    "Undivided",
+    "backward_of_copies",
+    "check_bits",
+    "check_exact",
+    "check_gradients",
+    "check_parameters",
+    "distance",
+    "each_once",
+    "exact_difference",
+    "full_of",
+    "in_one_tensor_with",
+    "local_of",
+    "map_leaves",
+    "map_tensors",
+    "numbers_of",
+    "original_name",
+    "piece_of",
+    "step_label",
+    "tensors_of",
+    "uncut",
+]
+
+
+def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
+    """Check that losses, total norms, parameters and state of two runs are bitwise equal after a step (collective).
+
+    The norm and the state are compared where both runs have them: one whose optimizers step in hooks has no state.
+    ``why`` says for the message why the arithmetic is the same by construction.
+
+    Raises:
+        Divergence: on every rank, if any tensor differs on any rank; it names the first that differs, by stage and then
+            by rank. Or if the pieces of either run do not cover the model.
+    """
+
+    def findings() -> Iterator[Finding]:
+        for stage, name, one, other in _compared(first, second):
+            difference = exact_difference(one, other)
+            if difference:
+                index, a, b = difference
+                location = Location(stage=stage, step=step, rank=member.index, name=name, element=index)
+                text = f"{a!r} and {b!r} (element of the local shard); expected equal bits: {why}"
+                if (broken := not_finite({"the first run": one, "the second": other})) is not None:
+                    text = f"{broken}: equal bits of such values would prove nothing"
+                yield Finding(location, text)
+
+    if member.explainer is not None:
+        mine, other = on_host((first.captured, second.captured))
+        member.explainer.add(Exact("another run of it", mine, other, findings, rank=member.index, step=step))
+    pictures = (first, second)
+    everyone = member.exchange((next(findings(), None), [picture.show(step=step) for picture in pictures]))
+    raise_first([found for found, _ in everyone], title="two runs that should be equal differ")
+    for number, picture in enumerate(pictures):
+        assert picture.evidence is not None
+        picture.evidence.judge([shown[number] for _, shown in everyone])
+
+
+def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:
+    """The tensors to compare, in order: losses, the norm, the local shards of parameters, and of optimizer state."""
+    for number, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
+        yield Stage.LOSS, f"microbatch {number}", one, other
+    if first.norm is not None and second.norm is not None:
+        yield Stage.TOTAL_NORM, "all gradients", local_of(first.norm), local_of(second.norm)
+    assert first.parameters.keys() == second.parameters.keys()
+    for name, piece in first.parameters.items():
+        counterpart = second.parameters[name]
+        assert piece is not None and counterpart is not None
+        yield Stage.PARAMETER, name, piece.tensor, counterpart.tensor
+    for name, state in (first.state or {}).items():
+        others = (second.state or {}).get(name, {}) if second.state is not None else state
+        assert state.keys() == others.keys(), f"the optimizer state of {name!r}: {sorted(state)} and {sorted(others)}"
+        for key, piece in state.items():
+            yield Stage.OPTIMIZER_STATE, f"{name}: {key}", piece.tensor, others[key].tensor
 
 
 def backward_of_copies(member: Member, *models: nn.Module, loss: torch.Tensor, retain_graph: bool = False) -> None:

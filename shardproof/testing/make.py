@@ -1,33 +1,63 @@
-"""What cases of many chapters shard: a model by its own units, with a baseline or without, cut over a mesh."""
+"""How a case makes what it trains: a model sharded by its own units, with a baseline or without, cut over a mesh."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import pytest
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.testing import Capability, Pair, Rank, Run, each_value, models, needs
-from shardproof.testing.tensors import local_of
-from shardproof.testing.trained import parallel
-
-#: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages
-#: over its replicas alone.
-REPLICAS = pytest.mark.parametrize(
-    "shape", [(2, 2), pytest.param((4, 1), marks=needs(Capability.SINGLE_RANK))], ids=["2x2", "4x1"]
+from shardproof.harness.adapters.base import (
+    Accumulation,
+    Adapter,
+    Clip,
+    OptimizerFactory,
+    Precision,
+    Settings,
+    StateForm,
+    Trainee,
+    Traits,
+    WholeParameters,
+    WrapPolicy,
+    padded_to_rows,
 )
+from shardproof.harness.adapters.config import NamedDimensions
+from shardproof.harness.adapters.registry import built_in_with
+from shardproof.harness.collectives.delays import Delay
+from shardproof.harness.models import parallel
+from shardproof.harness.models.plain import Tower, copy_of
+from shardproof.harness.parity.pair import Pair
+from shardproof.harness.parity.rank import Rank
+from shardproof.harness.parity.run import Run
+from shardproof.harness.simulation.training import Simulation
 
-
-def subjects(names: Any, values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
-    """``parametrize`` by separate subjects of a case, such as calls or errors: ``quick`` keeps an item of each."""
-
-    def mark(case: Any) -> Any:
-        each = each_value(*([names] if isinstance(names, str) else names))
-        return each(pytest.mark.parametrize(names, values, **options)(case))
-
-    return mark
+__all__ = [
+    "Accumulation",
+    "Adapter",
+    "Clip",
+    "Delay",
+    "NamedDimensions",
+    "OptimizerFactory",
+    "Precision",
+    "Settings",
+    "Simulation",
+    "StateForm",
+    "Trainee",
+    "Traits",
+    "WholeParameters",
+    "WrapPolicy",
+    "built_in_with",
+    "cut_over",
+    "everywhere",
+    "padded_to_rows",
+    "pair_by_units",
+    "pair_of_mlps",
+    "run_and_plain",
+    "run_by_units",
+    "sharded",
+    "tower",
+    "two_runs",
+]
 
 
 def pair_by_units(rank: Rank, model: Any, **options: Any) -> Pair:
@@ -37,7 +67,7 @@ def pair_by_units(rank: Rank, model: Any, **options: Any) -> Pair:
 
 def tower(rank: Rank, *, dim: int = 9, **options: Any) -> Pair:
     """A pair of three layers of different sizes, each a unit, and the root's own (collective)."""
-    return pair_by_units(rank, models.Tower(dim=dim), **options)
+    return pair_by_units(rank, Tower(dim=dim), **options)
 
 
 def run_by_units(rank: Rank, model: Any, **options: Any) -> Run:
@@ -47,13 +77,13 @@ def run_by_units(rank: Rank, model: Any, **options: Any) -> Run:
 
 def run_and_plain(rank: Rank, model: Any, **options: Any) -> tuple[Run, Any]:
     """:func:`run_by_units`, and a plain copy of the model on the rank's device (collective)."""
-    plain = models.copy_of(model).to(rank.device)
+    plain = copy_of(model).to(rank.device)
     return run_by_units(rank, model, **options), plain
 
 
 def two_runs(rank: Rank, model: Any, **options: Any) -> tuple[Run, Run]:
     """Two runs of copies of a model, alike, sharded by the units that it names (collective)."""
-    first, second = (run_by_units(rank, models.copy_of(model), **options) for _ in range(2))
+    first, second = (run_by_units(rank, copy_of(model), **options) for _ in range(2))
     return first, second
 
 
@@ -73,34 +103,10 @@ def everywhere(pair: Pair) -> list[dict[str, nn.Parameter]]:
     return [*(adapter.named_parameters() for adapter in runs), dict(pair.oracle.model.named_parameters())]
 
 
-def check_left(state: Any, call: Callable[[], Any]) -> None:
-    """Check that a call leaves a state dict as it was: its entries, their order, and the same tensors and values."""
-    before = _entries(state)
-    copies = {
-        name: [one.clone() for one in _parts(value)]
-        for name, value in before.items()
-        if isinstance(value, torch.Tensor)
-    }
-    call()
-    after = _entries(state)
-    assert [*after] == [*before], f"the state dict that user code passed has the entries {[*after]}, not {[*before]}"
-    replaced = [name for name in copies if after[name] is not before[name]]
-    assert not replaced, f"the state dict that user code passed has other tensors under {', '.join(replaced)}"
-    written = [name for name, parts in copies.items() if not all(map(torch.equal, _parts(after[name]), parts))]
-    assert not written, f"the tensors that user code passed have other values under {', '.join(written)}"
-    others = [name for name in before.keys() - copies if after[name] != before[name]]
-    assert not others, f"the state dict that user code passed has other values under {', '.join(sorted(others))}"
+def sharded(rank: Rank, model: nn.Module, *, optimizer: OptimizerFactory | None = None, **options: Any) -> Adapter:
+    """Shard a model by the implementation under test, and nothing else (collective).
 
-
-def _parts(value: Any) -> list[torch.Tensor]:
-    """Return this rank's part of a tensor; of a ShardedTensor there may be several, or none."""
-    return [one.tensor for one in value.local_shards()] if hasattr(value, "local_shards") else [local_of(value)]
-
-
-def _entries(value: Any, name: str = "") -> dict[str, Any]:
-    """All leaves of nested dicts and lists, by their paths."""
-    if not isinstance(value, (Mapping, list)):
-        return {name: value}
-    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-    found = (_entries(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
-    return {path: leaf for one in found for path, leaf in one.items()}
+    The options are those of :meth:`Rank.config`. The model stays on the device on which it is, where :meth:`Rank.run`
+    moves it to the rank's.
+    """
+    return rank.implementation(model, optimizer=optimizer, config=rank.config(**options))

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardproof.harness.adapters.base import Adapter, OptimizerFactory
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.parity.rank import Rank
@@ -110,12 +109,3 @@ class Untouched:
             if other.grad is not None:
                 assert mine.grad is not None, f"{name} has no gradient after a refusal"
                 assert exact_difference(mine.grad, other.grad) is None, f"after a refusal {name} has another gradient"
-
-
-def sharded(rank: Rank, model: nn.Module, *, optimizer: OptimizerFactory | None = None, **options: Any) -> Adapter:
-    """Shard a model by the implementation under test, and nothing else (collective).
-
-    The options are those of :meth:`Rank.config`. The model stays on the device on which it is, where :meth:`Rank.run`
-    moves it to the rank's.
-    """
-    return rank.implementation(model, optimizer=optimizer, config=rank.config(**options))

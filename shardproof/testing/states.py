@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import StateForm, WholeParameters
 from shardproof.harness.models import optim
+from shardproof.harness.models.plain import mean_square
 from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
@@ -285,6 +285,40 @@ def read_and_check(member: Member, run: Run, form: StateForm, unsharded: nn.Modu
     return state
 
 
+def check_left(state: Any, call: Callable[[], Any]) -> None:
+    """Check that a call leaves a state dict as it was: its entries, their order, and the same tensors and values."""
+    before = _leaves(state)
+    copies = {
+        name: [one.clone() for one in _parts(value)]
+        for name, value in before.items()
+        if isinstance(value, torch.Tensor)
+    }
+    call()
+    after = _leaves(state)
+    assert [*after] == [*before], f"the state dict that user code passed has the entries {[*after]}, not {[*before]}"
+    replaced = [name for name in copies if after[name] is not before[name]]
+    assert not replaced, f"the state dict that user code passed has other tensors under {', '.join(replaced)}"
+    written = [name for name, parts in copies.items() if not all(map(torch.equal, _parts(after[name]), parts))]
+    assert not written, f"the tensors that user code passed have other values under {', '.join(written)}"
+    others = [name for name in before.keys() - copies if after[name] != before[name]]
+    assert not others, f"the state dict that user code passed has other values under {', '.join(sorted(others))}"
+
+
+def _parts(value: Any) -> list[torch.Tensor]:
+    """Return this rank's part of a tensor; of a ShardedTensor there may be several, or none."""
+    shards = _shards(value)
+    return [local_of(value)] if shards is None else [one.tensor for one in shards]
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """All leaves of nested dicts and lists, by their paths."""
+    if not isinstance(value, (Mapping, list)):
+        return {name: value}
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    found = (_leaves(part, f"{name}.{key}" if name else str(key)) for key, part in parts)
+    return {path: leaf for one in found for path, leaf in one.items()}
+
+
 # Whole parameters in a context of user code, beside those of an unsharded model.
 
 
@@ -347,18 +381,6 @@ def load(run: Run, directory: pathlib.Path) -> None:
     run.adapter.restore(state)
 
 
-@torch.no_grad()
-def spoil(run: Run) -> None:
-    """Overwrite all parameters and tensors of optimizer state in place, so that a load must restore every one."""
-    for parameter in run.adapter.module.parameters():
-        parameter.fill_(0.125)
-    assert run.adapter.optimizer is not None
-    for state in run.adapter.optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                value.fill_(7.0)
-
-
 # Runs of a :class:`Stateful` model, which cases save and load.
 
 DIM = 5
@@ -390,7 +412,7 @@ def make(rank: Rank, number: int, *, for_flat: bool = False, has_extra: bool = F
 def train(rank: Rank, run: Run, step: int) -> StepPicture:
     """Train one step."""
     batch = rank.batch(step, (3, DIM), mesh=run.adapter.config.mesh)
-    return run.step([(batch,)], loss=models.mean_square)
+    return run.step([(batch,)], loss=mean_square)
 
 
 def check_loads(rank: Rank, saved: Run, loaded: Run, form: StateForm, *, steps_first: bool = True) -> None:

@@ -3,14 +3,13 @@
 import torch
 from torch import nn
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Precision
-from shardproof.harness.casework.casts import run_and_replica, step_and_check
 from shardproof.harness.models import mixed, optim
 from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.models.ties import TiedMLP, TiedStack
 from shardproof.harness.parity.rank import Rank
-from shardproof.testing import world
+from shardproof.testing import models, world
+from shardproof.testing.casts import run_and_replica, step_and_check
 
 DIM = 7
 

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import Accumulation, Clip, Precision
 from shardproof.harness.models import optim, parallel
 from shardproof.harness.models.shapes import WIDTH, Rows
 from shardproof.harness.parity.rank import Rank
-from shardproof.testing import Capability, needs, world
+from shardproof.testing import Capability, models, needs, world
 
 MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
 UNITS = [[f"layers.{index}"] for index in range(4)]

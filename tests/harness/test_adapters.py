@@ -212,8 +212,7 @@ class InInit(ReferenceAdapter):
 
 SEES_A_VARIABLE = """
 import os
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 @world(2)
 def test_case(rank):

@@ -34,8 +34,7 @@ class Sound(Untidy):
 
 CASES = """
 import os, torch, pathlib
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 def train(rank):
     pathlib.Path(f"{{rank.implementation.name}}-{{rank.index}}.log").open("a").write(f"{{os.getpid()}}\\n")

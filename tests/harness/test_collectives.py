@@ -231,8 +231,7 @@ def test_an_operator_that_no_list_has():
 
 NOVEL = """
 import torch
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 @world(2)
 def test_case(rank):

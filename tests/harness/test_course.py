@@ -105,7 +105,7 @@ def test_of_an_error_that_the_case_raises_from_another(run, pytester):
 def test_of_another_world(run, pytester):
     """The other world has ended, and its process groups are gone, when the exception reaches the harness."""
     body = [
-        "from shardproof.testing.trained import other_worlds",
+        "from shardproof.testing.other_worlds import other_worlds",
         "with other_worlds(rank) as worlds:",
         "    for size in (2, 1):",
         "        with worlds.of(size) as member:",

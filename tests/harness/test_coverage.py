@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import Config, Traits
 from shardproof.harness.parity.coverage import Evidence, _joined
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors.pieces import Piece, spans_of, whole
 from shardproof.harness.verdicts.finding import Divergence, Stage
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 FULL = torch.arange(24.0).view(6, 4)
 NOTHING = range(0)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardproof.harness import models
 from shardproof.harness.adapters.flat import flat_units
 from shardproof.harness.tensors.pieces import cut_like
+from shardproof.testing import models
 
 
 class Mesh:

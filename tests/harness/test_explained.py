@@ -12,8 +12,7 @@ IMPORTS = """
 import pytest
 import torch
 from torch import nn
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 from shardproof.harness.models.ties import TiedMLP
 """
 

@@ -10,8 +10,8 @@ import pytest
 
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Accumulation
-from shardproof.harness.casework.drawn import Step, Training, source_of
 from shardproof.harness.models.drawn import Block, Part, Plan
+from shardproof.harness.models.trainings import Step, Training, source_of
 from shardproof.harness.plugin import drawing
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.runfile import Verdict
@@ -161,7 +161,7 @@ def test_a_description_prints_what_is_not_the_default():
 
 CASE = """
 from shardproof.testing import drawn, world
-from shardproof.harness.casework.drawn import Training
+from shardproof.testing.train import Training
 
 @world(2)
 @drawn(training=Training)

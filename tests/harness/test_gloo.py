@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.worlds import gloo
 from shardproof.testing import world
+from shardproof.testing.other_worlds import other_worlds
 
 pytestmark = pytest.mark.sampled
 

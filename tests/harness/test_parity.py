@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip, Traits
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
@@ -21,7 +20,7 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
-from shardproof.testing import world
+from shardproof.testing import models, world
 from tests.errors import error_of
 
 

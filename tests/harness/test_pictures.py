@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness import models
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Clip
 from shardproof.harness.judging.elements import exact_difference
@@ -15,7 +14,7 @@ from shardproof.harness.models import optim
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import Snapshots
 from shardproof.harness.tensors.memory import held_bytes
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 IN_PLACE = ["reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp"]
 

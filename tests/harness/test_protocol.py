@@ -214,8 +214,7 @@ SAYS = {
 }
 
 CASE = """
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 @world(2)
 def test_case(rank):

@@ -22,8 +22,7 @@ class Nowhere(Mine):
 """
 
 CASE = """
-from shardproof.harness import models
-from shardproof.testing import world
+from shardproof.testing import models, world
 @world(2)
 def test_case(rank):
     rank.run(models.MLP(8))

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness import models
 from shardproof.harness.adapters.base import Clip
 from shardproof.harness.models import optim
 from shardproof.harness.parity.pair import Pair
@@ -15,7 +14,7 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import _MOST_BYTES, _RECOMPUTED, Packed, ReplayCache, is_equal
 from shardproof.harness.parity.replay import digest
 from shardproof.harness.watching.capture import as_inputs
-from shardproof.testing import world
+from shardproof.testing import models, world
 
 
 def model() -> nn.Module:

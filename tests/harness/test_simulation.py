@@ -23,7 +23,7 @@ from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import check_shape, simulated_world
 from shardproof.suites.places import chunk
 from shardproof.testing import simulated
-from shardproof.testing.tensors import private
+from shardproof.testing.measure import private
 from tests.allocated import allocated
 from tests.errors import error_of
 from tests.harness.planned_models import objects_of_others_rest  # noqa: F401

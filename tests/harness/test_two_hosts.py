@@ -20,8 +20,7 @@ CASES = """
 import os, pathlib, time
 import torch
 import torch.distributed as dist
-from shardproof.harness import models
-from shardproof.testing import world, deadline
+from shardproof.testing import deadline, models, world
 
 SIZE = int(os.environ["RANKS"])
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.casework.other_worlds import other_worlds
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import process_groups
 from shardproof.harness.worlds import forkserver, pool
 from shardproof.harness.worlds.jobs import Job, Result, WorldKey
 from shardproof.testing import world
+from shardproof.testing.other_worlds import other_worlds
 
 
 @world(2, debug_level="DETAIL")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.adapters import Clip
-from shardproof.testing.trained import optim
+from shardproof.testing.make import Clip
+from shardproof.testing.train import optim
 
 
 @contract("OWN-1")
