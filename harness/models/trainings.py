@@ -94,14 +94,14 @@ class Training(Described):
 
 def _imports(body: str, marks: Sequence[str]) -> list[str]:
     """Return the lines that import what the source of a training and of its marks uses."""
-    made = [name for name in ("Accumulation", "Block", "Part", "Plan", "Step") if f"{name}(" in body]
-    classes = [*made, *(["Capability"] if "needs" in marks else []), "Rank", "Training"]
+    made = [name for name in ("Block", "Part", "Plan", "Step") if f"{name}(" in body]
     # Classes before functions, as isort has them.
-    names = [*sorted(classes), *sorted(set(marks))]
-    line = f"from shardproof.testing import {', '.join(names)}"
-    if len(line) > _MOST_COLUMNS:
-        line = "from shardproof.testing import (\n" + "".join(f"    {name},\n" for name in names) + ")"
-    return [line, "from shardproof.testing.train import train_drawn"]
+    every = [*(["Capability"] if "needs" in marks else []), "Rank", *sorted(set(marks))]
+    return [
+        f"from shardproof.testing import {', '.join(every)}",
+        *(["from shardproof.testing.make import Accumulation"] if "Accumulation(" in body else []),
+        f"from shardproof.testing.train import {', '.join([*made, 'Training', 'train_drawn'])}",
+    ]
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:

@@ -14,7 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
-from shardproof.harness.models import mean_square, optim, shapes
+from shardproof.harness.models import optim, shapes
+from shardproof.harness.models.plain import mean_square
 from shardproof.harness.plugin.selection import resolve
 from shardproof.harness.simulation import training
 from shardproof.harness.simulation.memory import Kind, Ledger
