@@ -49,6 +49,20 @@ from shardproof.testing.train import (
     train_and_check,
 )
 
+
+class Buffered(nn.Module):
+    """Adds a (dim, dim) parameter and a (dim, dim) buffer to the input. Input and output: (dim, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dim, dim))
+        self.offset: torch.Tensor
+        self.register_buffer("offset", torch.randn(dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight + self.offset
+
+
 pytestmark = [needs(Capability.TENSOR_PARALLEL), world(4)]
 
 BY_HAND = needs(Capability.MANUAL_BACKWARD_FINALIZATION)
@@ -404,7 +418,7 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     """Ranks that begin with values of their own take those of the first data-parallel rank, buffers too."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     torch.manual_seed(rank.seeds.init + mesh["dp"].get_local_rank())
-    model = parallel.Buffered(8).to(rank.device)
+    model = Buffered(8).to(rank.device)
     own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
     first, last = rank.exchange(own)[rank.index % 2 :: 2]
     assert not any(torch.equal(first[name], last[name]) for name in own), "nothing would have to be sent"

@@ -36,6 +36,32 @@ class OptionalUnits(nn.Module):
         return hidden
 
 
+class TwoPaths(nn.Module):
+    """Linear(dim, 8), then either ``first`` or ``second``.
+
+    Both paths have 64 elements, so that a collective of one has the size of a collective of the other. The model starts
+    on ``first`` with ``second`` frozen; :meth:`flip` switches the path. Input: (batch, dim). Output: (batch, 8).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(dim, 8)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.second = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False))
+        self.takes_second = False
+        self.second.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        path = self.second if self.takes_second else self.first
+        return torch.tanh(path(torch.tanh(self.entry(x))))
+
+    def flip(self) -> None:
+        """Switch to the other path: unfreeze it, and freeze the path that was in use."""
+        self.first.requires_grad_(self.takes_second)
+        self.takes_second = not self.takes_second
+        self.second.requires_grad_(self.takes_second)
+
+
 pytestmark = [needs(Capability.ORDER_VALIDATION), world(2, debug_level="DETAIL")]
 
 DIM = 5
@@ -69,7 +95,7 @@ def test_ranks_differ_in_the_first_iteration(
     the others in a gather. An implementation without the comparison gathers one path for the other, of equal size, and
     fails here without hanging.
     """
-    model = models.TwoPaths(dim=DIM)
+    model = TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, reshard_after_forward=reshard_after_forward, flat_parameters=flat_parameters)
     differ(rank, model)
     with pytest.raises(RuntimeError, match=ACROSS_RANKS) as caught, run.recorder.during("forward"):
@@ -85,7 +111,7 @@ def test_ranks_differ_in_the_first_iteration(
 @needs(Capability.REPLICAS_ALONE)
 def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks with full parameters, which would reduce the gradients of different units, all raise in forward."""
-    model = models.TwoPaths(dim=DIM)
+    model = TwoPaths(dim=DIM)
     run = rank.run(model, units=UNITS, shards=False, flat_parameters=flat_parameters)
     differ(rank, model)
     raised_by(run, rank.batch(0, (8, DIM)))
@@ -96,7 +122,7 @@ def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> N
 @PARAMETERS
 def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) -> None:
     """If half of the ranks train one model and half another, the error names ranks by their numbers in the world."""
-    model, mesh = models.TwoPaths(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
+    model, mesh = TwoPaths(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
     run = rank.run(model, units=UNITS, mesh=mesh, flat_parameters=flat_parameters)
     rank.expect_different_collectives()
     if rank.index % 2:
@@ -111,7 +137,7 @@ def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) 
 @PARAMETERS
 def test_ranks_of_the_second_root_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks that differ within the second of two sharded models of a plain module all raise in forward."""
-    second = models.TwoPaths(dim=DIM)
+    second = TwoPaths(dim=DIM)
     model, units = nn.Sequential(nn.Linear(DIM, DIM), second), [["0"], ["1.first"], ["1.second"], ["1"]]
     run = rank.run(model, units=units, plain_root=True, flat_parameters=flat_parameters)
     differ(rank, second)
@@ -324,16 +350,16 @@ def test_comparing_costs_the_first_iteration_alone(
         assert sum(counts.values()) == len(pair.units) + len(extra), counts
 
 
-def differ(rank: Rank, model: models.TwoPaths) -> None:
+def differ(rank: Rank, model: TwoPaths) -> None:
     """Let all ranks but the first take the other path."""
     rank.expect_different_collectives()
     if rank.index:
         model.flip()
 
 
-def make(rank: Rank, **options: bool | None) -> tuple[Pair, models.TwoPaths]:
+def make(rank: Rank, **options: bool | None) -> tuple[Pair, TwoPaths]:
     """A model whose ranks may take different paths, next to its baseline."""
-    model = models.TwoPaths(dim=DIM)
+    model = TwoPaths(dim=DIM)
     # DDP ends with a segmentation fault at this debug level, over gloo: findings/F015.py.
     pair = rank.pair(model, units=UNITS, baseline="replicated", **options)
     return pair, model

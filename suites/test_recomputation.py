@@ -1,26 +1,99 @@
 """Chapter RECOMPUTATION: activation checkpointing of units, without a second gather."""
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, world
 from shardproof.testing.axes import RESHARD, RESHARD_ROOT, subjects
 from shardproof.testing.compare import step_label
 from shardproof.testing.make import Accumulation, pair_by_units, run_by_units
 from shardproof.testing.measure import Census
-from shardproof.testing.train import (
-    Computations,
-    Means,
-    batches,
-    checked_steps,
-    recomputation,
-    recompute,
-    ties,
-    train_and_check,
-)
+from shardproof.testing.train import Computations, Means, batches, checked_steps, recompute, ties, train_and_check
+
+Span = Literal[
+    "two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "part-of-a-layer-reentrant", "matrices-saved"
+]
+"""What one call of ``torch.utils.checkpoint`` recomputes, in a :class:`SpanTower`.
+
+- "two-layers": the last two layers together; "two-layers-reentrant" with the re-entrant autograd function.
+- "to-the-end": each layer, to its end though backward needs nothing of that (no early stop).
+- "part-of-a-layer": the first half of each layer.
+- "matrices-saved": each layer but its products of matrices, which are saved (selective recomputation).
+"""
+
+
+class SpanTower(models.Tower):
+    """A :class:`models.Tower` that can recompute spans which are not its layers; None recomputes nothing."""
+
+    span: Span | None = None
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call each layer on the output of the previous layer, within what is recomputed."""
+        layers = list(self.layers)
+        if self.span is None:
+            return super().run_layers(x)
+        if self.span in ("two-layers", "two-layers-reentrant"):
+            # The last two: a re-entrant one needs an input that requires a gradient.
+            *layers, first, second = layers
+        for layer in layers:
+            x = self._call(layer, x)
+        if len(layers) < len(self.layers):
+            x = checkpoint(lambda x: second(first(x)), x, use_reentrant=self.span == "two-layers-reentrant")
+        return x
+
+    def _call(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
+        called: torch.Tensor
+        if self.span == "to-the-end":
+            with set_checkpoint_early_stop(False):
+                called = checkpoint(layer, x, use_reentrant=False)
+        elif self.span == "matrices-saved":
+            matrices = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+            contexts: Callable[[], Any] = functools.partial(create_selective_checkpoint_contexts, matrices)
+            called = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        else:
+            called = layer(x)
+        return called
+
+
+def recompute_span(model: SpanTower, span: Span) -> SpanTower:
+    """Change a model in place so that backward recomputes ``span``, and return it."""
+    model.span = span
+    if span in ("part-of-a-layer", "part-of-a-layer-reentrant"):
+        is_reentrant = span == "part-of-a-layer-reentrant"
+        # A re-entrant one needs an input that requires a gradient.
+        for layer in list(model.layers)[is_reentrant:]:
+            half: Any = layer.in_proj
+            half.forward = functools.partial(checkpoint, half.forward, use_reentrant=is_reentrant)
+    return model
+
+
+class SpanBesideAHead(nn.Module):
+    """A span that is recomputed and ends with a head whose output the loss may leave out.
+
+    Submodules: ``entry``, ``inner``, ``side`` (an MLP) and ``out``, all (dim, dim). Input (rows, dim), output a pair of
+    that shape, of ``out`` and of ``side``. Without the second one the recomputation ends in the midst of ``side``: it
+    has then made everything that was saved, and torch stops it there.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.entry, self.inner, self.out = (nn.Linear(dim, dim) for _ in range(3))
+        self.side = models.MLP(dim)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner, side = checkpoint(self._span, self.entry(x), use_reentrant=False)
+        return self.out(inner), side
+
+    def _span(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.inner(x)), self.side(x)
+
 
 pytestmark = [needs(Capability.RECOMPUTATION), world(2)]
 
@@ -119,7 +192,7 @@ def test_recomputed_from_smaller_shards(rank: Rank, means: Means) -> None:
 
 @contract("RECOMPUTATION-4")
 @pytest.mark.parametrize("span", [*SPANS.args[1], "part-of-a-layer-reentrant"])
-def test_recomputed_spans(rank: Rank, span: recomputation.Span) -> None:
+def test_recomputed_spans(rank: Rank, span: Span) -> None:
     """Several units that are recomputed together, and parts of units, train as DDP does without recomputation."""
     pair = make_spans(rank, span)
     # User code may call backward itself where the implementation allows it, unless its own call scales the loss.
@@ -132,7 +205,7 @@ def test_recomputed_spans(rank: Rank, span: recomputation.Span) -> None:
 @contract("RECOMPUTATION-4")
 @needs(Capability.DEFERRED_REDUCTION)
 @subjects("span", ["two-layers", "to-the-end"])
-def test_recomputed_spans_of_microbatches(rank: Rank, span: recomputation.Span) -> None:
+def test_recomputed_spans_of_microbatches(rank: Rank, span: Span) -> None:
     """Units that are recomputed, together or to their ends, train as DDP does with sums over unreduced microbatches."""
     pair = make_spans(rank, span, microbatches=2, accumulation=Accumulation())
     train_and_check(pair, batches(rank, 2, (4, 9), microbatches=2))
@@ -144,7 +217,7 @@ def test_recomputed_spans_of_microbatches(rank: Rank, span: recomputation.Span) 
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_ROOT[:3])
 @AHEAD
 def test_one_gather_serves_a_span(
-    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: recomputation.Span
+    rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: Span
 ) -> None:
     """Recomputing units together, or parts of units, adds no gather either, also where forward gathers ahead."""
     pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
@@ -159,7 +232,7 @@ def test_one_gather_serves_a_span(
 @pytest.mark.parametrize(
     "ahead", [pytest.param(None, marks=needs(Capability.GATHER_ORDER)), pytest.param("before-backward", marks=CHOOSES)]
 )
-def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: recomputation.Span) -> None:
+def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
     """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
     pair = make_spans(rank, span, gathers_ahead=ahead)
     for step in checked_steps(pair, batches(rank, 3, (4, 9))):
@@ -179,7 +252,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
     seen: list[dict[str, int]] = []
     census: Census
     pair = rank.pair(
-        recomputation.SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
+        SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
         reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: seen.append(census.held()),
     )  # fmt: skip
     census = Census(pair.sharded)
@@ -225,11 +298,9 @@ def make_watched(rank: Rank, model: Any, computations: Computations, means: Mean
     return pair_by_units(rank, model, prepare=lambda plain: recompute(computations.watch(plain), means), **options)
 
 
-def make_spans(rank: Rank, span: recomputation.Span, **options: Any) -> Pair:
+def make_spans(rank: Rank, span: Span, **options: Any) -> Pair:
     """A tower of units in which ``span`` is recomputed."""
-    return pair_by_units(
-        rank, recomputation.SpanTower(dim=9), prepare=lambda plain: recomputation.recompute_span(plain, span), **options
-    )
+    return pair_by_units(rank, SpanTower(dim=9), prepare=lambda plain: recompute_span(plain, span), **options)
 
 
 def train(rank: Rank, pair: Pair, computations: Computations, step: int) -> None:

@@ -177,19 +177,6 @@ def parallelize_projections(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-class Buffered(nn.Module):
-    """Adds a (dim, dim) parameter and a (dim, dim) buffer to the input. Input and output: (dim, dim)."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim, dim))
-        self.offset: torch.Tensor
-        self.register_buffer("offset", torch.randn(dim, dim))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight + self.offset
-
-
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Convert each parameter and buffer to a DTensor that is replicated over the mesh, in place."""
     return distribute_module(model, mesh)

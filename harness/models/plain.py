@@ -197,32 +197,6 @@ class NoInputs(nn.Module):
         return torch.tanh(self.weight)
 
 
-class TwoPaths(nn.Module):
-    """Linear(dim, 8), then either ``first`` or ``second``.
-
-    Both paths have 64 elements, so that a collective of one has the size of a collective of the other. The model starts
-    on ``first`` with ``second`` frozen; :meth:`flip` switches the path. Input: (batch, dim). Output: (batch, 8).
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.entry = nn.Linear(dim, 8)
-        self.first = nn.Linear(8, 8, bias=False)
-        self.second = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, 8, bias=False))
-        self.takes_second = False
-        self.second.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        path = self.second if self.takes_second else self.first
-        return torch.tanh(path(torch.tanh(self.entry(x))))
-
-    def flip(self) -> None:
-        """Switch to the other path: unfreeze it, and freeze the path that was in use."""
-        self.first.requires_grad_(self.takes_second)
-        self.takes_second = not self.takes_second
-        self.second.requires_grad_(self.takes_second)
-
-
 Container = Literal[
     "list",
     "tuple",

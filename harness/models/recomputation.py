@@ -1,21 +1,18 @@
 """Applies activation checkpointing or ``torch.compile`` to a model's layers, before the model is sharded.
 
-Checkpointing is by each of torch's means, also of spans that are no layers: several layers together, or a part of
-each.
+Checkpointing is by each of torch's means.
 """
 
 import collections
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-from shardproof.harness.models.plain import MLP, Stacked, Tower
+from shardproof.harness.models.plain import Stacked
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import local_of
 
@@ -106,84 +103,6 @@ class Computations:
         if not is_backward:
             local = local_of(output)
             self._activations[name] = StorageWeakRef(local.untyped_storage())
-
-
-Span = Literal[
-    "two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "part-of-a-layer-reentrant", "matrices-saved"
-]
-"""What one call of ``torch.utils.checkpoint`` recomputes, in a :class:`SpanTower`.
-
-- "two-layers": the last two layers together; "two-layers-reentrant" with the re-entrant autograd function.
-- "to-the-end": each layer, to its end though backward needs nothing of that (no early stop).
-- "part-of-a-layer": the first half of each layer.
-- "matrices-saved": each layer but its products of matrices, which are saved (selective recomputation).
-"""
-
-
-class SpanTower(Tower):
-    """A :class:`Tower` that can recompute spans which are not its layers; None recomputes nothing."""
-
-    span: Span | None = None
-
-    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        """Call each layer on the output of the previous layer, within what is recomputed."""
-        layers = list(self.layers)
-        if self.span is None:
-            return super().run_layers(x)
-        if self.span in ("two-layers", "two-layers-reentrant"):
-            # The last two: a re-entrant one needs an input that requires a gradient.
-            *layers, first, second = layers
-        for layer in layers:
-            x = self._call(layer, x)
-        if len(layers) < len(self.layers):
-            x = checkpoint(lambda x: second(first(x)), x, use_reentrant=self.span == "two-layers-reentrant")
-        return x
-
-    def _call(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
-        called: torch.Tensor
-        if self.span == "to-the-end":
-            with set_checkpoint_early_stop(False):
-                called = checkpoint(layer, x, use_reentrant=False)
-        elif self.span == "matrices-saved":
-            matrices = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-            contexts: Callable[[], Any] = functools.partial(create_selective_checkpoint_contexts, matrices)
-            called = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
-        else:
-            called = layer(x)
-        return called
-
-
-def recompute_span(model: SpanTower, span: Span) -> SpanTower:
-    """Change a model in place so that backward recomputes ``span``, and return it."""
-    model.span = span
-    if span in ("part-of-a-layer", "part-of-a-layer-reentrant"):
-        is_reentrant = span == "part-of-a-layer-reentrant"
-        # A re-entrant one needs an input that requires a gradient.
-        for layer in list(model.layers)[is_reentrant:]:
-            half: Any = layer.in_proj
-            half.forward = functools.partial(checkpoint, half.forward, use_reentrant=is_reentrant)
-    return model
-
-
-class SpanBesideAHead(nn.Module):
-    """A span that is recomputed and ends with a head whose output the loss may leave out.
-
-    Submodules: ``entry``, ``inner``, ``side`` (an MLP) and ``out``, all (dim, dim). Input (rows, dim), output a pair of
-    that shape, of ``out`` and of ``side``. Without the second one the recomputation ends in the midst of ``side``: it
-    has then made everything that was saved, and torch stops it there.
-    """
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.entry, self.inner, self.out = (nn.Linear(dim, dim) for _ in range(3))
-        self.side = MLP(dim)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inner, side = checkpoint(self._span, self.entry(x), use_reentrant=False)
-        return self.out(inner), side
-
-    def _span(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(self.inner(x)), self.side(x)
 
 
 class CountingBackend:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
-from shardproof.harness.models import drawn, mixed, optim, parallel, recomputation, shapes, ties
+from shardproof.harness.models import drawn, mixed, optim, parallel, shapes, ties
 from shardproof.harness.models.drawn import Block, Part, Plan
 from shardproof.harness.models.experts import Mixture, Routing, divide_experts
 from shardproof.harness.models.plain import mean_square
@@ -42,7 +42,6 @@ __all__ = [
     "needs_of",
     "optim",
     "parallel",
-    "recomputation",
     "recompute",
     "shapes",
     "ties",
