@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from shardproof import door
-from shardproof.harness.adapters.capability import Capability
+from shardproof.testing import Capability
 
 Needs = tuple[Capability, ...]
 _ANY: Needs = ()

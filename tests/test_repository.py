@@ -1,5 +1,6 @@
 """What holds for the repository as a whole: its arrows, its pins, its size, its documents."""
 
+import ast
 import configparser
 import itertools
 import os
@@ -82,7 +83,7 @@ UPWARD = {
 }  # fmt: skip
 #: What other packages may not import.
 FORBIDDEN = {
-    "shardproof/suites": "fsdp_impl.common shardproof.reports shardproof.plugin",
+    "shardproof/suites": "fsdp_impl.common shardproof.harness.parity shardproof.reports shardproof.plugin",
     "shardproof/harness/parity": "fsdp_impl.common shardproof.suites shardproof.reports shardproof.commands.run "
     "shardproof.__main__",
     "shardproof/harness/adapters": "shardproof.suites shardproof.reports shardproof.testing",
@@ -116,6 +117,25 @@ def test_a_new_room_must_be_given_its_layer(tmp_path):
     (tmp_path / "shardproof/harness/attic/__init__.py").touch()
     done = lint_imports(tmp_path)
     assert (done.returncode, "attic" in done.stdout) == (1, True)
+
+
+def imported(*paths):
+    """{(module, name)} of what files import from modules, which none of them renames."""
+    nodes = [one for path in paths for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.ImportFrom)]
+    return {(node.module, alias.name) for node in nodes for alias in node.names}
+
+
+def test_testing_lists_each_name_of_the_harness_that_cases_use_once():
+    by_cases, listed = imported(*python_files("suites", "examples")), []
+    for path in python_files("shardproof/testing"):
+        module = f"shardproof.testing.{path.stem}".removesuffix(".__init__")
+        text = path.read_text()
+        own = {name for source, name in imported(path) if source.startswith("shardproof.harness")}
+        names = re.findall(r'^    "(\w+)",$', text.partition("__all__ = [")[2].partition("]")[0], flags=re.MULTILINE)
+        listed += [(module, name) for name in names if name in own]
+        assert re.findall(r"import (\w+) as \1\b", text) == []
+    assert len({name for _, name in listed}) == len(listed) > 60
+    assert set(listed) - by_cases == set()
 
 
 def test_no_case_names_an_implementation():
