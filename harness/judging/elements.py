@@ -21,12 +21,6 @@ def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[i
     return index, float(first[index]), float(second[index])
 
 
-def check_bits(what: str, found: torch.Tensor, expected: torch.Tensor, *, sides: str = "found and expected") -> None:
-    """Check that two tensors of one shape are equal, as :func:`exact_difference` has it."""
-    difference = exact_difference(found, expected)
-    assert difference is None, f"{what}: element, {sides}: {difference}"
-
-
 def numbers_of(result: Distance, runs: Mapping[str, torch.Tensor]) -> tuple[str, Numbers]:
     """Describe in two lines, and in numbers, the element in which the sharded run is farthest from the oracle.
 

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Set
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,27 +22,6 @@ _RECOMPUTED = "_checkpoint_wrapped_module."
 def original_name(name: str) -> str:
     """Return a parameter's name in the original model, without the prefixes of activation checkpointing wrappers."""
     return name.replace(_RECOMPUTED, "")
-
-
-_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-
-
-def each_once(named: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
-    """Return tensors by name, each under the first of its names.
-
-    A flat chunk that has several parameters is the tensor of all their names. Whatever changes parameters one after the
-    other goes through this, or it changes such a chunk once for each of its parameters.
-    """
-    found: dict[int, str] = {}
-    for name, tensor in named.items():
-        found.setdefault(id(tensor), name)
-    return {name: named[name] for name in found.values()}
-
-
-def in_one_tensor_with(names: Set[str], named: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of all parameters that lie in one tensor with one of these, and so change together with it."""
-    tensors = {id(tensor) for name, tensor in named.items() if name in names}
-    return {name for name, tensor in named.items() if id(tensor) in tensors}
 
 
 Cut = Callable[[torch.Tensor], torch.Tensor]

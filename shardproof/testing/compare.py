@@ -5,14 +5,14 @@ two, whose sums have one order, what they compute has the bits of a sharded run'
 """
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import OptimizerFactory
-from shardproof.harness.judging.elements import check_bits, exact_difference, numbers_of
+from shardproof.harness.judging.elements import exact_difference, numbers_of
 from shardproof.harness.judging.numerics import distance, not_finite
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
@@ -21,7 +21,7 @@ from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import picture_of
 from shardproof.harness.parity.run import Loss, Run, StepPicture
-from shardproof.harness.tensors.pieces import Piece, each_once, in_one_tensor_with, original_name, piece_of, uncut
+from shardproof.harness.tensors.pieces import Piece, original_name, piece_of, uncut
 from shardproof.harness.tensors.trees import full_of, local_of, map_leaves, map_tensors, on_host, tensors_of
 from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first, step_label
 
@@ -53,6 +53,15 @@ __all__ = [
     "tensors_of",
     "uncut",
 ]
+
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+
+def check_bits(what: str, found: torch.Tensor, expected: torch.Tensor, *, sides: str = "found and expected") -> None:
+    """Check that two tensors of one shape are equal, as :func:`exact_difference` has it."""
+    difference = exact_difference(found, expected)
+    assert difference is None, f"{what}: element, {sides}: {difference}"
 
 
 def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step: int, why: str) -> None:
@@ -190,3 +199,21 @@ class Undivided:
         member.record.add_losses(**{who: sum(map(float, values)) for who, values in losses.items()})
         raise_first(everyone.exchange(finding), title="the run diverges from one process with the whole batch")
         run.evidence.judge(shown)
+
+
+def each_once(named: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    """Return tensors by name, each under the first of its names.
+
+    A flat chunk that has several parameters is the tensor of all their names. Whatever changes parameters one after the
+    other goes through this, or it changes such a chunk once for each of its parameters.
+    """
+    found: dict[int, str] = {}
+    for name, tensor in named.items():
+        found.setdefault(id(tensor), name)
+    return {name: named[name] for name in found.values()}
+
+
+def in_one_tensor_with(names: Set[str], named: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of all parameters that lie in one tensor with one of these, and so change together with it."""
+    tensors = {id(tensor) for name, tensor in named.items() if name in names}
+    return {name for name, tensor in named.items() if id(tensor) in tensors}

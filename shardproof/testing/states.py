@@ -20,9 +20,9 @@ from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
-from shardproof.harness.tensors.pieces import each_once
 from shardproof.harness.tensors.trees import local_of, map_leaves
 from shardproof.harness.verdicts.finding import Finding, Location, Stage
+from shardproof.testing.compare import each_once
 
 State = dict[str, Any]
 """The state dicts of a model, under "model", and of its optimizer, under "optimizer"; as ``Adapter.checkpoint``."""
