@@ -25,9 +25,10 @@ from shardproof.harness.plugin import (
     selection,
     terminal,
     torchrun,
+    unasked,
 )
+from shardproof.harness.plugin.packaged import SuiteModule, is_suites
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import SuiteModule, is_suites
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.worlds import forkserver, scratch, waiting
 from shardproof.runfile import LeftOut, Verdict
@@ -423,7 +424,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
-        for line in [*effort.lines(state.selection, state.progress), *cases.lines(state.progress.unasked)]:
+        for line in [*effort.lines(state.selection, state.progress), *unasked.lines(state.progress.unasked)]:
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():

@@ -47,9 +47,9 @@ from packaging.version import Version
 
 from shardproof import door, runfile
 from shardproof.door import BadFile, printable
-from shardproof.harness.plugin import cases
+from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import SUITES, Selection, is_packaged
+from shardproof.harness.plugin.selection import Selection
 from shardproof.runfile import Verdict
 
 FOLDER = "expectations"
@@ -220,7 +220,7 @@ def load_given(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
     implementation = document.pop("implementation", path.name.removesuffix(".toml"))
     if not isinstance(implementation, str):
         raise BadFile(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
-    return implementation, _with_wrapped(document, path, implementation, SUITES / FOLDER)
+    return implementation, _with_wrapped(document, path, implementation, packaged.SUITES / FOLDER)
 
 
 def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]:
@@ -434,7 +434,7 @@ def _is_of(files: Collection[pathlib.PurePath], pattern: str) -> bool:
     file = _file(pattern)
     if file in files:
         return True
-    elsewhere = pathlib.Path(file).is_file() or is_packaged(file)
+    elsewhere = pathlib.Path(file).is_file() or packaged.has(file)
     return file.parent in {one.parent for one in files} and not elsewhere
 
 

@@ -13,8 +13,9 @@ import pytest
 
 import shardproof
 from shardproof.harness.plugin import cases, options
+from shardproof.harness.plugin.packaged import SuiteModule
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import Selection, SuiteModule
+from shardproof.harness.plugin.selection import Selection
 
 #: The configuration file by which ``shardproof run`` is recognised.
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites.ini"
