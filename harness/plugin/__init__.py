@@ -7,7 +7,8 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 
 - ``hooks``: the hook functions; makes one pytest item for each implementation and world; exit codes and signals.
 - ``state``: the objects that the hooks of one pytest process share.
-- ``options``: the command line; ``selection``: the checked values of its options.
+- ``options``: a row for each option, with its check; ``command_line``: the options in pytest's parser;
+  ``selection``: what their checked values select.
 - ``marks``: the marks of cases; ``axes``: parameter sets that several chapters share, which import torch, as
   ``strategies`` does.
 - ``cases``: runs one item; ``expected``: compares its inline texts.

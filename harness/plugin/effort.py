@@ -23,8 +23,9 @@ import pytest
 
 from shardproof import contract
 from shardproof.harness.plugin import cases, pairs, quick, standard
+from shardproof.harness.plugin.options import Effort
 from shardproof.harness.plugin.progress import Progress
-from shardproof.harness.plugin.selection import Effort, Selection
+from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.state import State
 from shardproof.runfile import Verdict
 

@@ -379,7 +379,7 @@ class RunKnownFailures:
         found: list[str] = []
         if not self._cases:
             return found
-        options = self._selection.worlds is not None or bool(self._selection.simulates)
+        options = self._selection.world is not None or bool(self._selection.simulate)
         narrowed = options or any("::" in argument for argument in config.args)
         narrowed = narrowed or _is_narrowed(self._collected, remaining)
         patterns = config.getini("python_files")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardproof.door import BadFile
-from shardproof.harness.plugin import cases, environment, options, origin, packaged, selection, unasked
+from shardproof.harness.plugin import cases, command_line, environment, origin, packaged, selection, unasked
 from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
@@ -94,10 +94,8 @@ class State:
         Raises:
             pytest.UsageError: an option has a value that is not valid or not available here.
         """
-        values = options.values(self._config)
-        del values["report"]
         try:
-            return selection.resolve(**values, place=self.place)
+            return selection.resolve(**command_line.values(self._config), place=self.place)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import pytest
 
-from shardproof.harness.plugin import options
+from shardproof.harness.plugin import command_line
 from shardproof.harness.plugin.packaged import is_suites
 from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun import meeting, supervisor
@@ -87,7 +87,7 @@ def end_for_a_restart(item: pytest.Item, *, has_journal: bool) -> None:
 
 def _is_ours(config: pytest.Config) -> bool:
     """Whether shardproof was asked to run: other projects start tests of their own with torchrun."""
-    if options.asks_for_a_run(config):
+    if command_line.asks_for_a_run(config):
         return True
     paths = (pathlib.Path(str(argument).partition("::")[0]) for argument in config.args)
     return any(is_suites(path if path.is_dir() else path.parent) for path in paths)
