@@ -30,7 +30,7 @@ from shardproof.harness.adapters.base import Adapter, KeyKind, StateForm, member
 from shardproof.harness.adapters.capability import PREREQUISITES, Capability, Hardware, families
 from shardproof.harness.adapters.registry import load
 from shardproof.harness.plugin import cases, effort
-from shardproof.harness.plugin.selection import Effort
+from shardproof.harness.plugin.options import Effort
 from shardproof.harness.plugin.state import STATE
 
 CONTRACT = ROOT / "docs/contract.md"

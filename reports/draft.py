@@ -13,10 +13,10 @@ _LINK = "TODO"
 
 
 def draft(run: Run, implementation: str) -> str:
-    """Write a file of known failures with one entry for each kind of failure of each case function.
+    """Write a file of known failures with one entry for each kind of failure: a verdict and a reason.
 
-    An entry names all items of a function by a wildcard if all that ran fail alike. Otherwise each item that fails has
-    an entry. The entries excuse this run, of all cases that the file is for, so that each reason must still be checked.
+    An entry names all items of a function by a wildcard if all that ran fail alike. Otherwise it names each item that
+    fails. The entries excuse this run, of all cases that the file is for, so that each reason must still be checked.
     A reason is the first divergence that ``--explain`` has found, where the run has it.
 
     Raises:
@@ -34,10 +34,16 @@ def draft(run: Run, implementation: str) -> str:
         "# before it is expected: it may be a defect of the implementation, of its adapter, or of the case.",
         f"implementation = {_string(implementation)}",
     ]
-    for case, verdict, reason in _entries(cases):
-        fields = {"case": case, "verdict": str(verdict), "reason": reason, "link": _LINK}
-        lines += ["", "[[expect]]", *(f"{name} = {_string(value)}" for name, value in fields.items())]
+    for (verdict, reason), patterns in _entries(cases).items():
+        fields = {"verdict": str(verdict), "reason": reason, "link": _LINK}
+        lines += ["", "[[expect]]", *_list(patterns), *(f"{name} = {_string(value)}" for name, value in fields.items())]
     return "\n".join(lines) + "\n"
+
+
+def _list(patterns: Sequence[str]) -> list[str]:
+    if len(patterns) == 1:
+        return [f"cases = [{_string(patterns[0])}]"]
+    return ["cases = [", *(f"    {_string(pattern)}," for pattern in patterns), "]"]
 
 
 def _string(text: str) -> str:
@@ -49,16 +55,18 @@ def _string(text: str) -> str:
     return found.replace("\x7f", "\\u007f").replace("##", "#\\u0023")
 
 
-def _entries(cases: Sequence[CaseRecord]) -> list[tuple[str, Verdict, str]]:
-    entries = []
+def _entries(cases: Sequence[CaseRecord]) -> dict[tuple[Verdict, str], list[str]]:
+    """The patterns of each kind of failure."""
+    entries: dict[tuple[Verdict, str], list[str]] = {}
     for function, items in _by_function(cases).items():
         ran = [case for case in items if not case.verdict.is_skip]
         failed = [case for case in ran if case.verdict in EXCUSABLE]
         kinds = {(case.verdict, case.reason) for case in failed}
         if len(failed) == len(ran) > 1 and len(kinds) == 1:
-            entries.append((f"{function}*", *kinds.pop()))
+            entries.setdefault(kinds.pop(), []).append(f"{function}*")
         else:
-            entries += [(case.id, case.verdict, case.reason) for case in failed]
+            for case in failed:
+                entries.setdefault((case.verdict, case.reason), []).append(case.id)
     return entries
 
 

@@ -1,11 +1,13 @@
-"""Known failures that pass now: by entry, in which versions of torch, and how to bound the entry."""
+"""Known failures that pass now: by pattern, in which versions of torch, and how to bound the entry."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from shardproof.door import BadFile, printable
 from shardproof.runfile import CaseRecord, KnownFailure, Run, Verdict
+
+_BOUND = "bound with torch = "
 
 _RELEASE = re.compile(r"(\d{1,9})\.(\d{1,9})")
 
@@ -14,7 +16,7 @@ Release = tuple[int, int]
 
 @dataclass
 class _Entry:
-    """One entry with the cases to which it was applied, by the release of torch of their run."""
+    """One pattern of an entry, with the cases to which it was applied by the release of torch of their run."""
 
     known: KnownFailure
     cases: dict[Release, list[CaseRecord]] = field(default_factory=dict)
@@ -23,7 +25,7 @@ class _Entry:
 def check(runs: Mapping[str, Run]) -> list[str]:
     """Find the known failures that need a change: those whose cases pass, and those that the runs report.
 
-    Takes complete runs, of one version of torch each, by the path of their file. Returns one text for each entry.
+    Takes complete runs, of one version of torch each, by the path of their file. Returns one text for each pattern.
 
     Raises:
         BadFile: a run is incomplete, merged, or does not name its version of torch. The message is one line.
@@ -43,7 +45,15 @@ def check(runs: Mapping[str, Run]) -> list[str]:
             elif case.verdict is Verdict.UNEXPECTED_PASS:
                 unnamed.append(f"{case.id} passes on {case.implementation}; {path} names no entry: {_told(case)}")
     newest, oldest = max(releases.values()), min(releases.values())
-    found = [text for entry in entries.values() if (text := _text(entry, oldest, newest))]
+    #: With which version the cases of an entry begin to pass, by pattern.
+    begins: dict[KnownFailure, set[Release | None]] = {}
+    for entry in entries.values():
+        begins.setdefault(replace(entry.known, case=""), set()).add(next(iter(_divided(entry)[0]), None))
+    found = []
+    for entry in entries.values():
+        if advice := _advice(entry, oldest, newest):
+            differs = advice.startswith(_BOUND) and len(begins[replace(entry.known, case="")]) > 1
+            found.append(_text(entry, advice + "; divide the entry: its other patterns differ" * differs))
     return [*found, *map(printable, [*unnamed, *problems])]
 
 
@@ -65,18 +75,24 @@ def _told(case: CaseRecord) -> str:
     return lines[-1] if lines else "no text"
 
 
-def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
-    """The change that an entry needs; empty if all its cases fail."""
-    passing = {
+def _passing(entry: _Entry) -> dict[Release, list[CaseRecord]]:
+    return {
         release: [case for case in cases if case.verdict is Verdict.UNEXPECTED_PASS]
         for release, cases in entry.cases.items()
     }
-    if not any(passing.values()):
-        return ""
+
+
+def _divided(entry: _Entry) -> tuple[list[Release], list[Release]]:
+    """The versions with which all cases pass, and the others."""
+    passing = _passing(entry)
     whole = sorted(release for release, cases in passing.items() if len(cases) == len(entry.cases[release]))
-    failing = sorted(entry.cases.keys() - whole)
+    return whole, sorted(entry.cases.keys() - whole)
+
+
+def _text(entry: _Entry, advice: str) -> str:
+    """The change that an entry needs, with what it follows from."""
+    passing, (whole, failing) = _passing(entry), _divided(entry)
     facts = [f"passes with torch {_shown(whole)}"] if whole else []
-    lines = [f"{entry.known.source}, {entry.known.link}: {entry.known.case}"]
     for release in failing:
         if passing[release]:
             which = ", ".join(f"{case.id} on {case.implementation}" for case in passing[release])
@@ -84,21 +100,22 @@ def _text(entry: _Entry, oldest: Release, newest: Release) -> str:
         else:
             facts.append(f"fails with torch {_shown([release])}")
     names = dict.fromkeys(case.implementation for cases in entry.cases.values() for case in cases)
-    lines.append(f"  {', '.join(names)}: {'; '.join(facts)}")
-    lines.append(f"  {_advice(entry, whole, failing, oldest, newest)}")
+    lines = [f"{entry.known.source}, {entry.known.link}: {entry.known.case}"]
+    lines += [f"  {', '.join(names)}: {'; '.join(facts)}", f"  {advice}"]
     return "\n".join(map(printable, lines))
 
 
-def _advice(
-    entry: _Entry, whole: Sequence[Release], failing: Sequence[Release], oldest: Release, newest: Release
-) -> str:
-    """Say how to bound an entry, and which versions the runs leave open."""
+def _advice(entry: _Entry, oldest: Release, newest: Release) -> str:
+    """Say how to bound an entry, and which versions the runs leave open; empty if all its cases fail."""
+    if not any(_passing(entry).values()):
+        return ""
+    whole, failing = _divided(entry)
     if not whole:
         return "divide the entry: a bound is for all of its cases"
     if failing and failing[-1] > whole[0]:
         return f"no upper bound fits: torch {_shown(failing[-1:])} is newer than {_shown(whole[:1])}"
     bound = f"<{_shown(whole[:1])}"
-    advice = f'bound with torch = "{entry.known.torch + "," if entry.known.torch else ""}{bound}"'
+    advice = f'{_BOUND}"{entry.known.torch + "," if entry.known.torch else ""}{bound}"'
     if whole[0] == oldest:
         advice += ", or by an older version: no run has one"
     if whole[-1] < newest:

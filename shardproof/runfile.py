@@ -226,7 +226,7 @@ class KnownFailure:
     """The entry by which a case was expected to fail."""
 
     source: str = says("the file, and the number of the entry in it")
-    case: str = says("its pattern for ids of cases")
+    case: str = says("its pattern that matches the id of the case")
     link: str = says("where the failure is described")
     torch: str = says("the versions of torch to which it applies; empty for all")
 

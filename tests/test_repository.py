@@ -143,7 +143,7 @@ def test_no_case_names_an_implementation():
     # "ddp" is also the name of a baseline, which a case does choose.
     named = re.compile("|".join(rf"[\"']{re.escape(name)}[\"']" for name in BUILT_IN if name != "ddp") + "|deepspeed")
     # What --impl means when it is not given; the engine that a user's training may have.
-    allowed = {"harness/plugin/selection.py", "harness/watching/engines.py"}
+    allowed = {"harness/plugin/options.py", "harness/watching/engines.py"}
     adapters = ROOT / "harness/adapters"
     files = [path for path in python_files("suites", "harness") if not path.is_relative_to(adapters)]
     assert len(files) > 50, "the folders have moved"
@@ -157,6 +157,7 @@ CUDA_ITSELF = {
     "harness/adapters/fairscale.py": "the package has CUDA alone",
     "harness/adapters/megatron_fsdp.py": "the package has CUDA alone",
     "harness/plugin/environment.py": "the version of NCCL",
+    "harness/plugin/options.py": "examples, in the texts of docs/options.md",
     "harness/tensors/devices.py": "the one place that knows device types",
     "harness/tensors/private.py": "names of torch",
     "shardproof/alike.py": "devices in messages of torch",

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.plugin import cases, effort
+from shardproof.harness.plugin import cases, standard
+from shardproof.harness.plugin.pairs import WORLD
 from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
-TABLE = tomllib.loads((ROOT / "suites" / effort.TABLE).read_text())
+TABLE = tomllib.loads((ROOT / "suites" / standard.TABLE).read_text())
 
 
 def pytest_collection_modifyitems(config, items):
@@ -21,7 +22,7 @@ def pytest_collection_modifyitems(config, items):
         return
     listed = defaultdict(set)
     for entry in TABLE["always"]:
-        listed[entry["case"]].update(effort.product({k: v for k, v in entry.items() if isinstance(v, list)}))
+        listed[entry["case"]].update(standard.product({k: v for k, v in entry.items() if isinstance(v, list)}))
     others = [item for item in items if not any(part <= _values(item).items() for part in listed[_case(item)])]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
@@ -41,8 +42,8 @@ def _case(item):
 
 
 def _values(item):
-    values = {name: effort.text(value) for name, value in item.callspec.params.items() if name != "rank"}
-    return {**values, effort.WORLD: effort.text(cases.launch_of(item).size)}
+    values = {name: standard.text(value) for name, value in item.callspec.params.items() if name != "rank"}
+    return {**values, WORLD: standard.text(cases.launch_of(item).size)}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,10 @@ def problems(table, items):
     listed = defaultdict(set)
     for entry in table["always"]:
         case, axes = entry["case"], {name: values for name, values in entry.items() if isinstance(values, list)}
-        parts = set(effort.product(axes))
+        parts = set(standard.product(axes))
         found = [item.items() for item in items.get(case, ())]
         yield from (f"{case} has no {_show([pair])}" for pair in set().union(*parts) - set().union(*found))
-        unnamed = {name for item in items.get(case, ()) for name in item} - axes.keys() - {effort.WORLD}
+        unnamed = {name for item in items.get(case, ()) for name in item} - axes.keys() - {WORLD}
         yield from (f"{case}: the table lists no {name}" for name in unnamed)
         yield from (f"{case}[{_show(part)}] has no item" for part in parts if not any(part <= item for item in found))
         listed[entry.get("seed")] |= {(case, part) for part in parts}

@@ -144,8 +144,8 @@ def test_the_suites_of_a_wheel_and_of_a_clone_have_one_hash(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "site/shardproof/suites/expectations/sample.toml").unlink()
-    script = "from shardproof.harness.plugin import origin, selection; "
-    script += "print(origin.hash_of(selection.packaged_files()))"
+    script = "from shardproof.harness.plugin import origin, packaged; "
+    script += "print(origin.hash_of(packaged.files()))"
     hashes = {run("-c", script, cwd=tmp_path, path=path).stdout for path in (tmp_path / "site", ROOT)}
     assert len(hashes) == 1 and len(hashes.pop().strip()) == 12
 

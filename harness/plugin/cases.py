@@ -1,26 +1,25 @@
 """One collected case: its parameters, the capabilities and hardware that it needs, and how it runs."""
 
 import dataclasses
-import functools
 import inspect
 import pathlib
 import random
 import re
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 import pytest
-from expecttest import PositionInfo, assert_expected_inline
 
-from shardproof import contract, folders
+from shardproof import folders
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.plugin import drawing
+from shardproof.harness.plugin import drawing, expected
+from shardproof.harness.plugin.options import MOST_DEADLINE_SECONDS
+from shardproof.harness.plugin.packaged import SuiteModule
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import MOST_DEADLINE_SECONDS, Selection, SuiteModule
-from shardproof.harness.verdicts.observations import ExpectedText
-from shardproof.harness.verdicts.texts import bounded, rank_count
+from shardproof.harness.plugin.selection import Selection
+from shardproof.harness.verdicts.texts import bounded
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool
@@ -28,26 +27,6 @@ from shardproof.harness.worlds.torchrun.fleet import TooFewRanks
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.world import WorldDied
 from shardproof.runfile import Verdict
-
-# Compares and accepts inline expected texts, once per case, in the pytest process, with expecttest.
-
-
-def compare(by_rank: Sequence[Sequence[ExpectedText]]) -> str | None:
-    """Compare the texts that the ranks of one case rendered, in the order of the calls, with the literals at the calls.
-
-    With ``EXPECTTEST_ACCEPT=1`` a literal that differs is rewritten instead. Returns the first difference, between
-    ranks or from a literal, or None.
-    """
-    for rank, texts in enumerate(by_rank):
-        if [item.text for item in texts] != [item.text for item in by_rank[0]]:
-            return f"ranks 0 and {rank} rendered different texts for one inline literal; render what all ranks share"
-    for item in by_rank[0]:
-        try:
-            assert_expected_inline(item.text, item.expected, pos=PositionInfo(item.filename, item.lineno))
-        except AssertionError as error:
-            return f"{item.filename}:{item.lineno}: {error}"
-    return None
-
 
 _REPLACEMENTS = {
     "tmp_path": "rank.tmp_path",
@@ -305,7 +284,7 @@ def _run_one(
                 _keep(outcome.dumps, made, pathlib.Path(report), re.sub(r"\W+", "-", item.nodeid)[-200:])
             made.results = outcome.results if captures else []
             if made.verdict == Verdict.PASS:
-                made.fail_if(compare([result.observations.expected_texts for result in outcome.results]))
+                made.fail_if(expected.compare([result.observations.expected_texts for result in outcome.results]))
             # While the case's own files are still there.
             _blame_a_full_directory(made)
     except (WorldDied, WaitedTooLong, TooFewRanks, OSError) as error:
@@ -390,50 +369,3 @@ def _own_parameters(item: pytest.Item) -> dict[str, Any]:
 def _names(mark: pytest.Mark) -> Iterator[str]:
     names = mark.args[0] if mark.args else mark.kwargs["argnames"]
     yield from (name.strip() for name in names.split(",")) if isinstance(names, str) else names
-
-
-# What is required of every implementation and no case of a run asks, because ``--world`` leaves those cases out.
-
-Unasked = Mapping[str, Mapping[str, str]]
-"""By implementation, what each requirement that no case asks would need, such as "4 ranks"."""
-
-
-def unasked(without_world: Sequence[pytest.Item], items: Iterable[pytest.Item], selection: Selection) -> Unasked:
-    """Return the requirements marked *any* in the contract that no case of the run asks of an implementation.
-
-    ``without_world`` are the collected items that ``--world`` left without a world, ``items`` those that are to run.
-    """
-    if not without_world:  # a run without `--world` need not ask what each of its items lacks
-        return {}
-    running = [item for item in items if is_case(item) and missing(item, selection) is None]
-    found: dict[str, dict[str, str]] = {}
-    for name, adapter in selection.implementations.items():
-        mine = (item for item in running if launch_of(item).implementation == name)
-        asked = {one for item in mine for one in requirements(item)}
-        sizes: dict[str, int] = {}
-        for item in without_world:
-            needed = {one for mark in item.iter_markers("needs") for one in mark.args if isinstance(one, Capability)}
-            world = item.get_closest_marker("world")
-            if needed <= adapter.capabilities() and world is not None and item.get_closest_marker("nightly") is None:
-                for one in (_required() & set(requirements(item))) - asked:
-                    sizes[one] = min(*world.args, sizes.get(one, max(world.args)))
-        if sizes:
-            found[name] = {one: rank_count(sizes[one]) for one in sorted(sizes, key=_by_chapter)}
-    return found
-
-
-def lines(found: Unasked) -> list[str]:
-    """Return a line for each implementation; none where everything is asked."""
-    texts = ((name, ", ".join(f"{one} (needs {what})" for one, what in needs.items())) for name, needs in found.items())
-    return [f"{name}: required of every implementation, not run: {text}" for name, text in texts]
-
-
-@functools.cache
-def _required() -> frozenset[str]:
-    """The ids that the contract marks as required of every implementation that trains."""
-    return frozenset(id_ for _, _, rows in contract.chapters() for id_, _, of_any in rows if of_any)
-
-
-def _by_chapter(requirement: str) -> tuple[str, int]:
-    chapter, _, number = requirement.rpartition("-")
-    return chapter, int(number)

@@ -16,6 +16,7 @@ from _pytest._code.code import Traceback
 
 from shardproof.harness.plugin import (
     cases,
+    command_line,
     drawing,
     effort,
     environment,
@@ -25,9 +26,10 @@ from shardproof.harness.plugin import (
     selection,
     terminal,
     torchrun,
+    unasked,
 )
+from shardproof.harness.plugin.packaged import SuiteModule, is_suites
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import SuiteModule, is_suites
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.worlds import forkserver, scratch, waiting
 from shardproof.runfile import LeftOut, Verdict
@@ -118,7 +120,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = metafunc.config.stash[STATE].selection
     if simulated is not None:
         # Without --simulate there is an item too, so that known failures find their cases; it is deselected.
-        sizes = chosen.simulates or (_DEFAULT_SIZE,)
+        sizes = chosen.simulate or (_DEFAULT_SIZE,)
         launches = [cases.Launch(name, 1, size) for name in chosen.implementations for size in sizes]
     else:
         assert worlds is not None
@@ -149,7 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     errors += _no_world(items, state.selection) if functions or config.option.shardproof_world else []
     if errors:
         state.refuse(config, items, errors)
-    simulates = bool(functions) and bool(state.selection.simulates)
+    simulates = bool(functions) and bool(state.selection.simulate)
     filtered = [item for item in items if _is_filtered_out(item) or _is_of_other_worlds(item, simulates=simulates)]
     state.without_world = [item for item in filtered if _is_filtered_out(item)]
     if filtered:
@@ -168,9 +170,9 @@ def _no_world(items: Sequence[pytest.Item], chosen: selection.Selection) -> list
     """Return why ``--world`` selects none of the collected cases, which are for other numbers of ranks."""
     marks = [item.get_closest_marker("world") for item in items]
     sizes = sorted({size for mark in marks if mark is not None for size in mark.args})
-    if chosen.worlds is None or not sizes or any(map(chosen.allows, sizes)):
+    if chosen.world is None or not sizes or any(map(chosen.allows, sizes)):
         return []
-    asked = ",".join(map(str, chosen.worlds))
+    asked = ",".join(map(str, chosen.world))
     ranks = " or ".join([*filter(None, [", ".join(map(str, sizes[:-1]))]), str(sizes[-1])])
     return [f"--world {asked}: no case that was collected runs on so many ranks; they run on {ranks}"]
 
@@ -189,8 +191,8 @@ _UNKNOWN = -1
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Add the options of a conformance run; none of them affects other tests."""
-    options.add_prefixed(parser)
-    options.add_short_forms_last(parser, pluginmanager)
+    command_line.add_prefixed(parser)
+    command_line.add_short_forms_last(parser, pluginmanager)
     torchrun.register(pluginmanager)
 
 
@@ -205,10 +207,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
-    if options.asks_for_a_run(config):
+    if command_line.asks_for_a_run(config):
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:
-                names = config.option.shardproof_impl or ",".join(selection.DEFAULT_IMPLEMENTATIONS)
+                names = config.option.shardproof_impl or ",".join(options.DEFAULT_IMPLEMENTATIONS)
                 worlds = f" on worlds of {sizes} ranks" if (sizes := config.option.shardproof_world) else ""
                 waiting.tell_on_stderr(f"shardproof: importing torch and collecting the cases for {names}{worlds}")
             # Before a process starts that a signal would leave.
@@ -224,7 +226,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """Print the files that the run tests, and what a reader must know about the installed torch."""
-    return environment.header(config.stash[STATE].selection) if options.asks_for_a_run(config) else []
+    return environment.header(config.stash[STATE].selection) if command_line.asks_for_a_run(config) else []
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest.Item]) -> list[str]:
@@ -313,7 +315,7 @@ def _run(item: pytest.Function, state: State) -> MadeRecord:
     made = state.run(item)
     if not item.config.getoption("runxfail", default=False):
         state.known_failures.judge(item, made)
-    if state.selection.explains:
+    if state.selection.explain:
         explaining.explain(item, state.pool, state.selection, made, numbers=state.numbers)
     torchrun.end_for_a_restart(item, has_journal=state.journal is not None)
     return made
@@ -423,7 +425,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
-        for line in [*effort.lines(state.selection, state.progress), *cases.lines(state.progress.unasked)]:
+        for line in [*effort.lines(state.selection, state.progress), *unasked.lines(state.progress.unasked)]:
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():
@@ -506,7 +508,7 @@ def _start_forkserver() -> None:
 def _names_are_known(config: pytest.Config) -> bool:
     """Return whether `--impl` has no typo, with which the run ends before anything imports torch."""
     try:
-        selection.check_names(config.option.shardproof_impl)
+        options.check_names(config.option.shardproof_impl)
     except ValueError:  # the journal has it as the reason why the run is incomplete
         return False
     return True

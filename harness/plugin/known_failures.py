@@ -1,9 +1,9 @@
 """Known failures: strict expected failures, read from ``suites/expectations/<implementation>.toml``.
 
-An entry names cases and the verdict that is expected of them::
+An entry names the cases of one reason and the verdict that is expected of them::
 
     [[expect]]
-    case = "suites/test_clipping.py::test_empty_shards[w4-*]"
+    cases = ["suites/test_clipping.py::test_empty_shards[w4-*]"]
     verdict = "fail"
     reason = "the inf-norm of an empty shard raises"
     link = "findings/F002.py"
@@ -13,7 +13,7 @@ An entry names cases and the verdict that is expected of them::
     expires = 2027-06-30
     races = true
 
-- ``case`` is an ``fnmatch`` pattern for the ids of cases, in which brackets are literal. Ids do not contain the name of
+- ``cases`` are ``fnmatch`` patterns for the ids of cases, in which brackets are literal. Ids do not contain the name of
   the implementation.
 - ``verdict`` is "fail", "hang" or "crash", or "pass" to take cases out of a later entry whose pattern matches them as
   well. A case with another verdict than the expected one keeps its own.
@@ -24,7 +24,7 @@ An entry names cases and the verdict that is expected of them::
   applies. ``races`` says that the failure is a race, which not every run shows: then a case may pass as well.
 
 Expectations are strict. The run fails if an expected failure passes and is no race, if an entry has expired, and, in a
-complete run, if an entry matches no case.
+complete run, if a pattern of an entry matches no case.
 
 A file may begin with ``also = "..."``, the name of another implementation that this one wraps: the entries of the
 other's file apply after its own.
@@ -47,9 +47,9 @@ from packaging.version import Version
 
 from shardproof import door, runfile
 from shardproof.door import BadFile, printable
-from shardproof.harness.plugin import cases
+from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import SUITES, Selection, is_packaged
+from shardproof.harness.plugin.selection import Selection
 from shardproof.runfile import Verdict
 
 FOLDER = "expectations"
@@ -58,13 +58,14 @@ FOLDER = "expectations"
 #: The verdicts that an entry may expect. The others do not come from the implementation.
 _EXPECTABLE = (Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.PASS)
 
-_REQUIRED = {"case", "verdict", "reason", "link"}
+_TEXTS = ("verdict", "reason", "link")
+_REQUIRED = {"cases", *_TEXTS}
 _OPTIONAL = {"torch", "device", "backend", "expires", "races"}
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownFailure:
-    """One entry of a file of known failures, parsed and checked.
+    """One pattern of an entry of a file of known failures with what the entry says, parsed and checked.
 
     Attributes:
         case: the pattern for the ids of cases.
@@ -91,7 +92,7 @@ class KnownFailure:
     source: str
 
     def matches(self, case_id: str) -> bool:
-        """Return whether the entry's pattern matches this id."""
+        """Return whether the pattern matches this id."""
         return fnmatch.fnmatchcase(case_id, self.case.replace("[", "[[]"))
 
     def applies_to(self, torch_version: str, device: str, backend: str) -> bool:
@@ -159,7 +160,7 @@ class KnownFailures:
     def problems(
         self, collected: Sequence[str], *, is_complete: bool, belongs: Callable[[str], bool] | None = None
     ) -> list[str]:
-        """Return one line for each entry that has expired or that matches no case of a complete run.
+        """Return one line for each pattern whose entry has expired, or that matches no case of a complete run.
 
         Args:
             collected: the ids of all cases that the run collected for the implementation.
@@ -219,7 +220,7 @@ def load_given(path: pathlib.Path) -> tuple[str, list[KnownFailure]]:
     implementation = document.pop("implementation", path.name.removesuffix(".toml"))
     if not isinstance(implementation, str):
         raise BadFile(f"{path.name}: implementation = {implementation!r} should be a name that --impl takes")
-    return implementation, _with_wrapped(document, path, implementation, SUITES / FOLDER)
+    return implementation, _with_wrapped(document, path, implementation, packaged.SUITES / FOLDER)
 
 
 def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]:
@@ -228,24 +229,29 @@ def _entries(document: dict[str, Any], path: pathlib.Path) -> list[KnownFailure]
     listed = document.get("expect", [])
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise BadFile(f"{path.name}: entries are [[expect]], with two brackets")
-    return [_entry(item, printable(f"{path.name} entry {number}")) for number, item in enumerate(listed, start=1)]
+    numbered = enumerate(listed, start=1)
+    return [known for number, item in numbered for known in _entry(item, printable(f"{path.name} entry {number}"))]
 
 
-def _entry(item: dict[str, Any], source: str) -> KnownFailure:
+def _entry(item: dict[str, Any], source: str) -> list[KnownFailure]:
+    """What an entry says, for each of its patterns."""
     if lacking := sorted(_REQUIRED - item.keys()):
         raise BadFile(f"{source}: {lacking[0]!r} is missing")
     if unknown := sorted(item.keys() - _REQUIRED - _OPTIONAL):
         raise BadFile(f"{source}: unknown {unknown[0]!r}")
-    for name in sorted(_REQUIRED):
-        if not isinstance(item[name], str) or not item[name].strip():
+    if not isinstance(item["cases"], list) or not item["cases"] or not all(map(_is_text, item["cases"])):
+        raise BadFile(f"{source}: cases = {item['cases']!r} should be a list of patterns, each a non-empty string")
+    for name in _TEXTS:
+        if not _is_text(item[name]):
             raise BadFile(f"{source}: {name} = {item[name]!r} should be a non-empty string")
     if item["verdict"] not in list(_EXPECTABLE):
         expectable = ", ".join(_EXPECTABLE)
         raise BadFile(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
     from shardproof.harness.tensors import devices  # late: it imports torch
 
-    return KnownFailure(
-        case=item["case"],
+    first, *others = item["cases"]
+    known = KnownFailure(
+        case=first,
         verdict=Verdict(item["verdict"]),
         reason=printable(item["reason"]),
         link=printable(item["link"]),
@@ -256,6 +262,11 @@ def _entry(item: dict[str, Any], source: str) -> KnownFailure:
         races=_flag("races", item, source),
         source=source,
     )
+    return [known, *(dataclasses.replace(known, case=case) for case in others)]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _specifiers(value: Any, source: str) -> SpecifierSet:
@@ -355,11 +366,11 @@ class RunKnownFailures:
         made.verdict = verdict
 
     def problems(self, remaining: Iterable[pytest.Item], config: pytest.Config) -> list[str]:
-        """Return one line for each entry that has expired or that matches no case of a complete run.
+        """Return one line for each pattern whose entry has expired, or that matches no case of a complete run.
 
         A run is complete for a directory if it collected every file of cases in it, without ``--world``, ``--simulate``
-        and node ids, and deselected only cases marked ``nightly`` or ``simulated``. An entry of ``--expectations``
-        belongs to the directory of which its pattern begins with the path.
+        and node ids, and deselected only cases marked ``nightly`` or ``simulated``. A pattern of ``--expectations``
+        belongs to the directory with whose path it begins.
 
         Args:
             remaining: the collected items that were not deselected.
@@ -368,7 +379,7 @@ class RunKnownFailures:
         found: list[str] = []
         if not self._cases:
             return found
-        options = self._selection.worlds is not None or bool(self._selection.simulates)
+        options = self._selection.world is not None or bool(self._selection.simulate)
         narrowed = options or any("::" in argument for argument in config.args)
         narrowed = narrowed or _is_narrowed(self._collected, remaining)
         patterns = config.getini("python_files")
@@ -423,7 +434,7 @@ def _is_of(files: Collection[pathlib.PurePath], pattern: str) -> bool:
     file = _file(pattern)
     if file in files:
         return True
-    elsewhere = pathlib.Path(file).is_file() or is_packaged(file)
+    elsewhere = pathlib.Path(file).is_file() or packaged.has(file)
     return file.parent in {one.parent for one in files} and not elsewhere
 
 

@@ -7,7 +7,7 @@ from a module's ``pytestmark`` mean what they always mean.
 import pytest
 
 from shardproof.harness.adapters.capability import Capability, Hardware
-from shardproof.harness.plugin.selection import check_deadline
+from shardproof.harness.plugin.options import check_deadline
 
 #: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
 MARKER_LINES = (

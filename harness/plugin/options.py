@@ -1,187 +1,459 @@
-"""The command line options of a conformance run.
+"""The options of a run: a row each, with its check.
 
-Each option has a long name with the prefix ``--shardproof-`` and a short form without it. All plugins and conftest
-files of a run share one namespace of options. A short form that another plugin or conftest file has already added is
-left to it.
+A row of :class:`Options` is all that there is of an option: pytest's parser and ``--help``, the checked value in
+``selection.Selection``, the command that repeats a case and the option's line in docs/options.md are made of the rows.
 """
 
-import argparse
-import contextlib
 import dataclasses
+import enum
 import functools
-from typing import Any
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec
 
-import pytest
+from shardproof import contract as contracts
+from shardproof.harness.adapters import registry
+from shardproof.harness.verdicts.texts import rank_count
+from shardproof.harness.worlds.torchrun.meeting import Place
 
-from shardproof.harness.plugin.selection import DEFAULT_IMPLEMENTATIONS
+DEFAULT_IMPLEMENTATIONS = ("reference",)
+"""The implementations of a run without ``--impl``."""
 
-_PREFIX = "--shardproof-"
-_CLASHES = "shardproof-option-clashes"
-_GROUP = ("shardproof", "conformance of sharded data parallel training")
+#: The deadline of a case in seconds, on accelerators and on the CPU, for a run without ``--deadline``.
+_DEFAULT_DEADLINE, _DEFAULT_DEADLINE_ON_CPU = 30.0, 60.0
+
+#: The longest deadline of a case in seconds. The process groups of the ranks time out after 30 minutes; the deadline
+#: must come first, because only then the ranks' stacks and collectives are collected.
+MOST_DEADLINE_SECONDS = 1500.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    name: str
-    attributes: dict[str, Any]
+class Effort(enum.StrEnum):
+    """How much of the selected cases a run runs."""
+
+    QUICK = "quick"
+    """One item of each test function and implementation."""
+
+    STANDARD = "standard"
+    """Every pair of values of each case's parameters, and every number of ranks."""
+
+    FULL = "full"
+    """Everything."""
+
+
+class Asked:
+    """The command line's values, and the checked value of each option, which is made when it is first needed.
+
+    Attributes:
+        given: the values of the command line, or their defaults, by the names of the options.
+        place: that of this process in a torchrun job, if it is the controller of one.
+    """
+
+    def __init__(self, given: Mapping[str, Any], place: Place | None) -> None:
+        self.given = {name: given.get(name, option.absent) for name, option in OPTIONS.items()}
+        self.place = place
+        self._checked: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._checked:
+            self._checked[name] = OPTIONS[name].check(self.given[name], self)
+        return self._checked[name]
+
+    @functools.cached_property
+    def device_count(self) -> int:
+        """The number of the accelerator's devices: in a torchrun job one for each rank, or none."""
+        from shardproof.harness.tensors import devices  # late: it imports torch
+
+        count = devices.count()
+        if self.place is None:
+            return count
+        # Every rank of the job has the device of its local rank.
+        return self.place.size if count >= self.place.local_size else 0
+
+
+# The checks of the options. Each takes the value of the command line and returns the checked one, or raises ValueError
+# with one line that names the option and the value. What imports torch is imported late, after ``--impl`` is checked.
+
+
+def _as_given(value: Any, asked: Asked) -> Any:
+    return value
+
+
+def _impl(text: str | None, asked: Asked) -> tuple[str, ...]:
+    check_names(text)
+    names = DEFAULT_IMPLEMENTATIONS if text is None else tuple(map(str.strip, text.split(",")))
+    if not all(names):
+        raise ValueError(f"--impl {text}: expected names such as reference,torch.fully_shard")
+    return names
+
+
+def check_names(text: str | None) -> None:
+    """Refuse names that no implementation has; a typo ends the run before it has imported torch.
+
+    Raises:
+        ValueError: a name is neither built-in nor registered nor of the form ``module:Class``.
+    """
+    for name in filter(None, map(str.strip, (text or "").split(","))):
+        registry.target_of(name)
+
+
+def _device(given: str, asked: Asked) -> str:
+    from torch.distributed import Backend
+
+    from shardproof.harness.tensors import devices
+
+    device = "cpu" if asked["simulate"] else given
+    shared = asked["ranks_per_gpu"]
+    devices.check(device)
+    here, place = devices.accelerator(), asked.place
+    if place is not None and device == here and devices.count() < place.local_size:
+        has = (
+            f"torchrun started {rank_count(place.local_size)} on this host, which has {devices.count()} {here} devices"
+        )
+        raise ValueError(f"--device {here}: {has}; start one rank for each device, or use --device cpu")
+    count = asked.device_count
+    if shared > 1 and not (count and here in Backend.backend_capability["gloo"]):
+        why = f"gloo does not support tensors on {here}" if count else "torch finds no accelerator here"
+        raise ValueError(f"--ranks-per-gpu {shared}: {why}; leave it out")
+    # A world of one rank shards nothing, so "auto" takes the accelerator only where two ranks have a device.
+    return str(here) if device == here or (device == "auto" and count * shared > 1) else "cpu"
+
+
+def _world(text: str | None, asked: Asked) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    sizes, place = _sizes("--world", text, example="2,4"), asked.place
+    device, count, shared = asked["device"], asked.device_count, asked["ranks_per_gpu"]
+    for size in sizes:
+        if place is not None and size > place.size:
+            raise ValueError(f"--world {size}: torchrun started {rank_count(place.size)}; start {size} or leave it out")
+        if device != "cpu" and size > count * shared:
+            alone = "; a rank needs one of its own" if shared == 1 else ""
+            raise ValueError(f"--world {size}: {there_are(count, shared, device)}{alone}")
+    return sizes
+
+
+def _effort(name: str, asked: Asked) -> Effort:
+    if name not in list(Effort):
+        raise ValueError(f"--effort {name}: expected {', '.join(Effort)}")
+    is_listed = asked.given["contract"] is not None or asked.given["profile"] is not None
+    return Effort.STANDARD if is_listed else Effort(name)
+
+
+def _contract(version: str | None, asked: Asked) -> str | None:
+    if version is None:
+        return None
+    if others := _choosing(asked):
+        raise ValueError(f"--contract {version}: a version says which items run; leave out {others[0]}")
+    newest, *_ = known = contracts.versions()
+    if version != newest:
+        where = f"commit {known[version]} has it" if version in known else f"known are {', '.join(known)}"
+        raise ValueError(f"--contract {version}: this is version {newest}; {where}")
+    return version
+
+
+def _profile(name: str | None, asked: Asked) -> str:
+    """Check that there is a profile, that this hardware can have it, and that nothing else says which items run."""
+    if name is None:
+        return ""
+    from shardproof.harness.tensors import devices
+
+    if others := _choosing(asked, "contract"):
+        raise ValueError(f"--profile {name}: a profile says which items run; leave out {others[0]}")
+    if name not in contracts.profiles():
+        raise ValueError(f"--profile {name}: expected {', '.join(contracts.profiles())}")
+    device = asked["device"]
+    has_nccl = devices.BACKENDS.get(device) == "nccl" and asked["ranks_per_gpu"] == 1
+    hardware = contracts.class_of(device, has_nccl=has_nccl)
+    if hardware not in (can := sorted(contracts.profiles()[name].classes)):
+        where = f"--device {device} is {hardware}" if hardware else f"--device {device} has no NCCL"
+        raise ValueError(f"--profile {name}: it is of {', '.join(can)}, and {where}")
+    return name
+
+
+def _choosing(asked: Asked, *others: str) -> list[str]:
+    """The options that say, as a version and a profile do, which items run."""
+    given = asked.given
+    found = ["--simulate"] if asked["simulate"] else []
+    found += [f"--{other} {given[other]}" for other in others if given[other] is not None]
+    return found + ([f"--effort {given['effort']}"] if given["effort"] != Effort.FULL else [])
+
+
+def _deadline(seconds: float | None, asked: Asked) -> float:
+    if seconds is None:
+        return _DEFAULT_DEADLINE_ON_CPU if asked["device"] == "cpu" else _DEFAULT_DEADLINE
+    check_deadline(seconds, f"--deadline {seconds:g}")
+    return seconds
+
+
+def check_deadline(seconds: float, given: str) -> None:
+    """Refuse a deadline, ``given`` so by the user, that is not a positive number up to ``MOST_DEADLINE_SECONDS``."""
+    if not 0 < seconds <= MOST_DEADLINE_SECONDS:
+        raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
+
+
+def _fuzz(seconds: float | None, asked: Asked) -> float | None:
+    if seconds is not None and not 0 < seconds < math.inf:
+        raise ValueError(f"--fuzz {seconds:g}: expected a positive number of seconds")
+    return seconds
+
+
+def _expectations(files: Sequence[str] | None, asked: Asked) -> tuple[pathlib.Path, ...]:
+    return tuple(map(pathlib.Path, files or ()))
+
+
+def _ranks_per_gpu(ranks: int | None, asked: Asked) -> int:
+    if ranks is None:
+        return 1
+    given = f"--ranks-per-gpu {ranks}"
+    if ranks < 1:
+        raise ValueError(f"{given}: expected a positive number of ranks")
+    if asked.given["device"] == "cpu":
+        raise ValueError(f"{given}: --device cpu uses no GPU; leave one of them out")
+    if asked.place is not None:
+        raise ValueError(f"{given}: torchrun started the ranks, each for a GPU of its own; run pytest without it")
+    return ranks
+
+
+def _check_collectives(checks: bool, asked: Asked) -> bool:
+    if checks and asked.place is not None and asked.place.nodes > 1:
+        started = f"torchrun started ranks on {asked.place.nodes} hosts"
+        raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
+    return checks
+
+
+def _simulate(text: str | None, asked: Asked) -> tuple[int, ...]:
+    """Parse the sizes of simulated worlds, and refuse options of real ones beside them."""
+    if text is None:
+        return ()
+    from shardproof.harness.simulation.world import check_world
+
+    sizes = _sizes("--simulate", text, example="1024,16384")
+    device, world, ranks = (asked.given[name] for name in ("device", "world", "ranks_per_gpu"))
+    if device not in ("auto", "cpu"):
+        raise ValueError(f"--simulate: the tensors of a simulated world are on no device; leave out --device {device}")
+    if world is not None:
+        raise ValueError(f"--world {world} cannot be combined with --simulate, which has no real ranks")
+    for size in sizes:
+        try:
+            check_world(size)
+        except ValueError as error:
+            raise ValueError(f"--simulate {text}: {error}") from None
+    if asked.place is not None:
+        raise ValueError(
+            "--simulate: torchrun started ranks, which simulated worlds do not need; run pytest without it"
+        )
+    if ranks is not None:
+        raise ValueError(f"--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu {ranks}")
+    return sizes
+
+
+def _sizes(option: str, text: str, *, example: str) -> tuple[int, ...]:
+    sizes = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) < 1:
+            raise ValueError(f"{option} {text}: expected positive numbers of ranks such as {example}, not {part!r}")
+        sizes.append(int(part))
+    return tuple(dict.fromkeys(sizes))
+
+
+def there_are(devices: int, ranks_per_gpu: int, named: str = "") -> str:
+    """Say how many devices there are, and for how many ranks each."""
+    each = f", {ranks_per_gpu} ranks on each" if ranks_per_gpu > 1 else ""
+    return f"there are {devices}{f' {named} devices' if named else ''}{each}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of a run, apart from its name, which is that of its field in :class:`Options`.
+
+    Attributes:
+        help: its text in ``--help``.
+        page: its text in docs/options.md; empty for that of ``--help``.
+        metavar: its value in ``--help``; empty for a flag, which has none.
+        values: its values in docs/options.md; empty for ``metavar``.
+        type: makes the value of a word of the command line.
+        default: the value without the option; False for a flag. Any other value makes a pytest run one of shardproof.
+        several: whether it may be given several times, and has a list of values.
+        check: checks a value and returns what the field has; raises ValueError with one line.
+        repeats: whether the command that repeats a case has it: ``impl``, ``device``, ``simulate`` and ``isolate`` as
+            the case ran, the others as the run was given them.
+    """
+
+    help: str
+    page: str = ""
+    metavar: str = ""
+    values: str = ""
+    type: Callable[[str], Any] = str
+    default: Any = None
+    several: bool = False
+    check: Callable[[Any, "Asked"], Any] = _as_given
+    repeats: bool = False
 
     @property
-    def short(self) -> str:
-        return f"--{self.name}"
-
-    @property
-    def prefixed(self) -> str:
-        return f"{_PREFIX}{self.name}"
-
-    def add(self, parser: pytest.Parser, name: str, text: str) -> None:
-        dest = f"shardproof_{self.name.replace('-', '_')}"
-        parser.getgroup(*_GROUP).addoption(name, dest=dest, help=text, **self.attributes)
+    def absent(self) -> Any:
+        """The value of a command line without the option."""
+        return self.default if self.metavar else False
 
 
-_HELP = {
-    "impl": "comma-separated implementations: names that `shardproof implementations` lists, or module:Class (default: "
-    f"{','.join(DEFAULT_IMPLEMENTATIONS)})",
-    "device": "cpu, or the accelerator's type, as in torch; auto: the accelerator if it has two devices, else cpu",
-    "world": "run only cases with these numbers of ranks, such as 2,4",
-    "report": "write the run file to this path, as JSON",
-    "check-collectives": "compare the collectives of the ranks before they start, and fail instead of blocking",
-    "isolate": "run each case in new rank processes, which run nothing else",
-    "effort": "how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
-    "every number of ranks) or quick (one item of each test function)",
-    "contract": "run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
-    "profile": "run the items of this profile of the contract, such as core, and no others; instead of --effort",
-    "fuzz": "seconds for which the cases that draw models and schedules, in total, search for a failing example "
-    "(default: 10 examples each, always the same)",
-    "expectations": "another file of known failures, in addition to those next to the cases; may be repeated",
-    "explain": "run each failing case again with capture on, and name the first tensor that diverges",
-    "ranks-per-gpu": "how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
-    "simulate": "run only the cases with the mark simulated, in one process, as single ranks of simulated worlds of "
-    "these sizes, such as 1024,16384",
-    "deadline": "seconds that a case may take (default: 60 on the CPU, 30 on accelerators)",
-}
-
-_OPTIONS = (
-    _Option("impl", {"metavar": "NAMES"}),
-    _Option("device", {"metavar": "TYPE", "default": "auto"}),
-    _Option("world", {"metavar": "SIZES"}),
-    _Option("report", {"metavar": "FILE"}),
-    _Option("check-collectives", {"action": "store_true"}),
-    _Option("isolate", {"action": "store_true"}),
-    _Option("effort", {"metavar": "NAME", "default": "full"}),
-    _Option("contract", {"metavar": "VERSION"}),
-    _Option("profile", {"metavar": "NAME"}),
-    _Option("fuzz", {"type": float, "metavar": "SECONDS"}),
-    _Option("expectations", {"action": "append", "metavar": "FILE"}),
-    _Option("explain", {"action": "store_true"}),
-    _Option("ranks-per-gpu", {"type": int, "metavar": "N"}),
-    _Option("simulate", {"metavar": "SIZES"}),
-    _Option("deadline", {"type": float, "metavar": "SECONDS"}),
-)
+_OPTION = "option"
+_P = ParamSpec("_P")
 
 
-def add_prefixed(parser: pytest.Parser) -> None:
-    """Add the options under their long names, which never clash."""
-    for option in _OPTIONS:
-        option.add(parser, option.prefixed, _HELP[option.name])
+def _field(make: Callable[_P, Option]) -> Callable[_P, Any]:
+    def field(*arguments: _P.args, **keywords: _P.kwargs) -> Any:
+        return dataclasses.field(metadata={_OPTION: make(*arguments, **keywords)})
+
+    return field
 
 
-def add_short_forms_last(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
-    """Add the short forms when all plugins and initial conftest files have added their options.
+_option = _field(Option)
 
-    argparse raises in the plugin that adds a name second, and a conftest file may be loaded after this plugin. No hook
-    of pytest is called between the last of them and the parsing of the command line, so the parser itself is extended.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The checked options of a run, in the order of ``--help`` and of docs/options.md.
+
+    None of the options affects tests that are no cases.
     """
-    parse = parser.parse
 
-    @functools.wraps(parse)
-    def add_and_parse(*arguments: Any, **keywords: Any) -> argparse.Namespace:
-        parser.parse = parse  # type: ignore[method-assign]
-        _add_short_forms(parser, manager)
-        return parse(*arguments, **keywords)
+    impl: tuple[str, ...] = _option(
+        metavar="NAMES",
+        check=_impl,
+        repeats=True,
+        help="comma-separated implementations: names that `shardproof implementations` lists, or module:Class "
+        f"(default: {','.join(DEFAULT_IMPLEMENTATIONS)})",
+        page="the implementations, separated by commas: `reference` (default), others that `shardproof "
+        "implementations` lists, such as `torch.fully_shard` ([what each lacks](implementations.md)), or "
+        "`module:Class`",
+    )
+    device: str = _option(
+        metavar="TYPE",
+        values="auto|cpu|TYPE",
+        default="auto",
+        check=_device,
+        repeats=True,
+        help="cpu, or the accelerator's type, as in torch; auto: the accelerator if it has two devices, else cpu",
+        page="the device type of all ranks: `cpu`, or the type that `torch.accelerator` reports here, such as `cuda` "
+        "or `xpu` ([other vendors](adapter-reference.md#devices-of-other-vendors)). Default `auto`: the accelerator "
+        "with two devices or more",
+    )
+    world: tuple[int, ...] | None = _option(
+        metavar="SIZES",
+        values="2,4",
+        check=_world,
+        help="run only cases with these numbers of ranks, such as 2,4",
+        page="only cases with these numbers of ranks (default: all)",
+    )
+    report: str | None = _option(
+        metavar="FILE",
+        help="write the run file to this path, as JSON",
+        page="write a [run file](run-files.md): the environment, and a record for each case and implementation",
+    )
+    effort: Effort = _option(  # noqa: RUF009  (a field)
+        metavar="NAME",
+        values="quick|standard|full",
+        default="full",
+        check=_effort,
+        help="how much of the selected cases runs: full (default), standard (every pair of values of parameters, and "
+        "every number of ranks) or quick (one item of each test function)",
+        page="how much of the selected cases runs: `full` (default); `standard`, every pair of parameter values of "
+        "each case and every number of ranks; `quick`, one item of each test function, or of each of its values that "
+        "are separate subjects ([below](#shorter-runs))",
+    )
+    contract: str | None = _option(
+        metavar="VERSION",
+        check=_contract,
+        help="run the items of this version of the contract, such as 2026.12, and no others; instead of --effort",
+        page="only the items of this [version of the contract](contract.md#versions), such as `2026.12`; an older "
+        "version is refused with the commit that has it",
+    )
+    profile: str = _option(
+        metavar="NAME",
+        check=_profile,
+        help="run the items of this profile of the contract, such as core, and no others; instead of --effort",
+        page="only the items of this [profile of the contract](contract.md#profiles), such as `core`, that the "
+        "hardware can have ([below](#a-profile))",
+    )
+    deadline: float = _option(
+        metavar="SECONDS",
+        type=float,
+        check=_deadline,
+        repeats=True,
+        help=f"seconds that a case may take (default: {_DEFAULT_DEADLINE_ON_CPU:g} on the CPU, {_DEFAULT_DEADLINE:g} "
+        "on accelerators)",
+        page="the time that a case may take before its verdict is `hang` (default "
+        f"{_DEFAULT_DEADLINE_ON_CPU:g} on the CPU, {_DEFAULT_DEADLINE:g} on accelerators; at most "
+        f"{MOST_DEADLINE_SECONDS:g})",
+    )
+    fuzz: float | None = _option(
+        metavar="SECONDS",
+        type=float,
+        check=_fuzz,
+        help="seconds for which the cases that draw models and schedules, in total, search for a failing example "
+        "(default: 10 examples each, always the same)",
+        page="spend this long in total on searching, over all drawn cases, for a model and a schedule that fail "
+        "([drawn cases](rank.md#drawn-cases)); needs the extra `fuzz`",
+    )
+    expectations: tuple[pathlib.Path, ...] = _option(
+        metavar="FILE",
+        several=True,
+        check=_expectations,
+        repeats=True,
+        help="another file of known failures, in addition to those next to the cases; may be repeated",
+        page="read another file of [known failures](#known-failures), in addition to those next to the cases; may be "
+        "given several times",
+    )
+    explain: bool = _option(
+        help="run each failing case again with capture on, and name the first tensor that diverges",
+        page="run each failing case a second time, record what every module computes, and name the first tensor that "
+        "diverges ([below](#explaining-a-failure))",
+    )
+    ranks_per_gpu: int = _option(
+        metavar="N",
+        type=int,
+        check=_ranks_per_gpu,
+        repeats=True,
+        help="how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
+        page="with `--device cuda`, up to N ranks share a GPU (default 1). More than one use gloo, because NCCL "
+        "refuses them: `--ranks-per-gpu 2` runs cases with two ranks on a single GPU, on real device memory; those "
+        "that need NCCL's streams are `unmet`, and with torch 2.11 those that gather DTensors `crash` (F-250)",
+    )
+    check_collectives: bool = _option(
+        check=_check_collectives,
+        repeats=True,
+        help="compare the collectives of the ranks before they start, and fail instead of blocking",
+        page="before each collective, ranks compare what they are about to issue (kind, dtype, bytes, operator, root), "
+        "and fail instead of blocking",
+    )
+    simulate: tuple[int, ...] = _option(
+        metavar="SIZES",
+        values="1024,16384",
+        check=_simulate,
+        repeats=True,
+        help="run only the cases with the mark simulated, in one process, as single ranks of simulated worlds of "
+        "these sizes, such as 1024,16384",
+        page="run the cases of [simulated worlds](simulation.md) of these sizes, and no others, in one process without "
+        "devices: counts, bytes, groups, layouts and memory of single ranks",
+    )
+    isolate: bool = _option(repeats=True, help="run each case in new rank processes, which run nothing else")
 
-    parser.parse = add_and_parse  # type: ignore[method-assign]
+
+OPTIONS: Mapping[str, Option] = {field.name: field.metadata[_OPTION] for field in dataclasses.fields(Options)}
+"""The options by their names as fields."""
 
 
-def names(config: pytest.Config) -> dict[str, str]:
-    """Return for each option the name that is shardproof's in this run: the short form unless another plugin has it."""
-    clashes = config.pluginmanager.get_plugin(_CLASHES)
-    taken = clashes.options if isinstance(clashes, _Clashes) else set()
-    return {option.name: option.prefixed if option.name in taken else option.short for option in _OPTIONS}
+def options_table() -> str:
+    """Return the table of docs/options.md, and which options the command that repeats a case has."""
+    lines = ["| option | meaning |", "|---|---|"]
+    for name, option in OPTIONS.items():
+        values = (option.values or option.metavar).replace("|", r"\|")
+        lines.append(f"| `{' '.join(filter(None, [flag(name), values]))}` | {option.page or option.help} |")
+    repeated = [f"`{flag(name)}`" for name, option in OPTIONS.items() if option.repeats]
+    which = f"{', '.join(repeated[:-1])} and {repeated[-1]}"
+    return "\n".join([*lines, "", f"The command that repeats a failed case has its {which}."])
 
 
-def _add_short_forms(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
-    """Add the short forms that are still free; the header of the run names the owners of the others."""
-    taken = _names_of(parser)
-    clashes: dict[str, str] = {}
-    for option in _OPTIONS:
-        if option.short in taken:
-            clashes[option.name] = (
-                f"shardproof: {option.short} is an option of {_owner(option.short, manager)}; shardproof's own is "
-                f"{option.prefixed}"
-            )
-        else:
-            option.add(parser, option.short, f"short for {option.prefixed}")
-    if clashes:
-        manager.register(_Clashes(clashes), _CLASHES)
-
-
-def values(config: pytest.Config) -> dict[str, Any]:
-    """Return the value of each option, by its name with underscores."""
-    names = [option.name.replace("-", "_") for option in _OPTIONS]
-    return {name: getattr(config.option, f"shardproof_{name}") for name in names}
-
-
-def asks_for_a_run(config: pytest.Config) -> bool:
-    """Return whether any option of a conformance run was given: whether one differs from its default.
-
-    A default of another kind must be added here, or each run of pytest in a project would be one of shardproof.
-    """
-    return any(value not in (None, "auto", "full", False) for value in values(config).values())
-
-
-class _Clashes:
-    """Prints one line for each short form that has another owner."""
-
-    def __init__(self, lines: dict[str, str]) -> None:
-        self._lines = lines
-        self.options = set(lines)
-
-    def pytest_report_header(self) -> list[str]:
-        return [*self._lines.values()]
-
-
-def _names_of(parser: pytest.Parser) -> set[str]:
-    # pytest has no public function for this, and what it does with a name that is added twice depends on its version.
-    groups = (parser._anonymous, *parser._groups)
-    return {name for group in groups for option in group.options for name in option.names()}
-
-
-def _owner(name: str, manager: pytest.PytestPluginManager) -> str:
-    """Return the file of the plugin that adds an option, found by calling every plugin's hook with a probe parser."""
-    for implementation in manager.hook.pytest_addoption.get_hookimpls():
-        probe = _Probe()
-        given = {"parser": probe, "pluginmanager": manager}
-        # A foreign hook may fail on the probe, and a line of the header must not end the run.
-        with contextlib.suppress(Exception):
-            implementation.function(*(given[argument] for argument in implementation.argnames))
-        if name in probe.names:
-            return str(getattr(implementation.plugin, "__file__", None) or implementation.plugin_name)
-    return "another plugin"
-
-
-class _Probe:
-    """Replaces a parser and its groups, and keeps the names of the options that are added."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def addoption(self, *names: str, **attributes: Any) -> None:
-        self.names.update(names)
-
-    _addoption = addoption
-
-    def getgroup(self, *arguments: Any, **keywords: Any) -> "_Probe":
-        return self
-
-    def addini(self, *arguments: Any, **keywords: Any) -> None:
-        """Ignore configuration values, which are not command line options."""
+def flag(name: str, prefix: str = "--") -> str:
+    """Return the name of an option on the command line."""
+    return f"{prefix}{name.replace('_', '-')}"

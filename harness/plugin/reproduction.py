@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import shardproof
-from shardproof.harness.plugin import cases, options
+from shardproof.harness.plugin import cases, command_line
+from shardproof.harness.plugin.options import OPTIONS
+from shardproof.harness.plugin.packaged import SuiteModule
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.plugin.selection import Selection, SuiteModule
+from shardproof.harness.plugin.selection import Selection
 
 #: The configuration file by which ``shardproof run`` is recognised.
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites.ini"
@@ -41,7 +43,7 @@ class Invocation:
         directory: the directory in which the run was started.
         start: the words before the first argument: variables of the environment, the interpreter and the module.
         given: pytest's own options.
-        own: shardproof's options that matter to each case, apart from ``--isolate``.
+        own: the values of shardproof's options that a command repeats, by name.
         names: from an option of shardproof to the name that is not another plugin's in this run.
         packaged: whether this is ``shardproof run``, to which node ids of the packaged suites are the same everywhere.
     """
@@ -49,7 +51,7 @@ class Invocation:
     directory: str
     start: tuple[str, ...]
     given: tuple[str, ...]
-    own: tuple[str, ...]
+    own: Mapping[str, Any]
     names: Mapping[str, str]
     packaged: bool
 
@@ -59,24 +61,22 @@ class Invocation:
             return f"(cd {shlex.quote(self.directory)} && {mark.args[0]})"
         if made.examples is not None and selection.fuzz is not None:
             return PASTE
-        impl, device, isolate = (self.names[name] for name in ("impl", "device", "isolate"))
-        words = [
-            *self.start,
-            *self.given,
-            self._target(item),
-            impl,
-            made.implementation,
-            device,
-            made.device,
-            *self.own,
-        ]
-        launch = cases.launch_of(item)
-        words += [self.names["simulate"], str(launch.simulates)] if launch.simulates else []
-        # A left-over shows in new processes, whatever ran before it.
-        words += [isolate] if selection.isolate or made.is_left_over else []
+        of_case = {
+            "impl": made.implementation,
+            "device": made.device,
+            "simulate": cases.launch_of(item).simulates or None,
+            # A left-over shows in new processes, whatever ran before it.
+            "isolate": selection.isolate or made.is_left_over,
+        }
+        words = [*self.start, *self.given, self._target(item), *self.options(of_case)]
         # pytest in a clone and `shardproof run` deselect these.
         words += ["-m", "nightly"] if item.get_closest_marker("nightly") is not None else []
         return f"(cd {shlex.quote(self.directory)} && {' '.join(map(_quoted, words))})"
+
+    def options(self, of_case: Mapping[str, Any]) -> list[str]:
+        """Return the words of shardproof's options: those of a case, by name, and the others of the run."""
+        values = {**self.own, **of_case}
+        return [word for name in OPTIONS for word in _words_of(self.names[name], values.get(name))]
 
     def _target(self, item: pytest.Function) -> str:
         if self.packaged and isinstance(item.parent, SuiteModule):
@@ -91,13 +91,13 @@ def invocation_of(config: pytest.Config) -> Invocation:
     packaged = config.inipath is not None and config.inipath.resolve() == _PACKAGED.resolve()
     variables = [f"PYTHONPATH={value}"] if (value := os.environ.get("PYTHONPATH")) else []
     module = ("-m", "shardproof", "run") if packaged else ("-m", "pytest")
-    names = options.names(config)
+    values = command_line.values(config)
     return Invocation(
         directory=str(config.invocation_params.dir),
         start=(*variables, sys.executable, *_safe_path(), *module),
         given=_kept(map(str, config.invocation_params.args), packaged=packaged),
-        own=_own(config, names),
-        names=names,
+        own={name: values[name] for name, one in OPTIONS.items() if one.repeats and values[name] != one.absent},
+        names=command_line.names(config),
         packaged=packaged,
     )
 
@@ -111,18 +111,14 @@ def _safe_path() -> Sequence[str]:
     return () if is_first and not sys.flags.safe_path else ("-P",)
 
 
-def _own(config: pytest.Config, names: Mapping[str, str]) -> tuple[str, ...]:
-    option = config.option
-    found: list[str] = []
-    if option.shardproof_deadline is not None:
-        found += [names["deadline"], f"{option.shardproof_deadline:g}"]
-    for file in option.shardproof_expectations or ():
-        found += [names["expectations"], str(file)]
-    if option.shardproof_ranks_per_gpu is not None:
-        found += [names["ranks-per-gpu"], str(option.shardproof_ranks_per_gpu)]
-    if option.shardproof_check_collectives:
-        found.append(names["check-collectives"])
-    return tuple(found)
+def _words_of(name: str, value: Any) -> Sequence[str]:
+    """The words of an option of shardproof with this value."""
+    if value is None or value is False:
+        return ()
+    if value is True:
+        return (name,)
+    values = value if isinstance(value, list) else [value]
+    return [word for one in values for word in (name, f"{one:g}" if isinstance(one, float) else str(one))]
 
 
 def _kept(arguments: Iterable[str], *, packaged: bool) -> tuple[str, ...]:

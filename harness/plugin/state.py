@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 
 from shardproof.door import BadFile
-from shardproof.harness.plugin import cases, environment, options, origin, selection
+from shardproof.harness.plugin import cases, command_line, environment, origin, packaged, selection, unasked
+from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
 from shardproof.harness.plugin.progress import Progress, Selected
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.reproduction import Invocation, invocation_of
-from shardproof.harness.plugin.selection import is_suites, packaged_files
-from shardproof.harness.plugin.torchrun import FLEET, Ahead, Resuming
+from shardproof.harness.plugin.resuming import Resuming
+from shardproof.harness.plugin.torchrun import FLEET
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
@@ -93,10 +94,8 @@ class State:
         Raises:
             pytest.UsageError: an option has a value that is not valid or not available here.
         """
-        values = options.values(self._config)
-        del values["report"]
         try:
-            return selection.resolve(**values, place=self.place)
+            return selection.resolve(**command_line.values(self._config), place=self.place)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 
@@ -239,7 +238,7 @@ class State:
     def select(self, items: list[pytest.Item]) -> None:
         """Note the cases that are to run; an xdist worker leaves their list for the controller."""
         selected, spared = _ids(filter(cases.is_case, items)), _ids(self.spared)
-        found = {} if self._is_narrowed else cases.unasked(self.without_world, items, self.selection)
+        found = {} if self._is_narrowed else unasked.find(self.without_world, items, self.selection)
         files = {_file(cases.case_id(item)): str(item.path) for item in [*filter(cases.is_case, items), *self.spared]}
         self.drawing = sum(cases.draws(item, self.selection) for item in items if cases.is_case(item))
         if self.is_worker:
@@ -271,7 +270,7 @@ class State:
         if not self.progress.selected and path.exists():
             self._selected(*json.loads(path.read_text()))
 
-    def _selected(self, selected: Selected, spared: Selected, found: cases.Unasked, files: dict[str, str]) -> None:
+    def _selected(self, selected: Selected, spared: Selected, found: unasked.Unasked, files: dict[str, str]) -> None:
         self.progress.selected, self.progress.unasked = selected, found
         self.progress.spared = {name: collections.Counter(map(_file, ids)) for name, ids in spared.items()}
         if self.journal is not None and selected:
@@ -362,8 +361,8 @@ def _hash_of_suites(files: dict[str, pathlib.Path]) -> str:
 
     shardproof's own suites count as a whole, so that runs of different chapters have one hash.
     """
-    own = {name: path for name, path in files.items() if not is_suites(path.parent)}
-    return origin.hash_of(own if len(own) == len(files) else own | packaged_files())
+    own = {name: path for name, path in files.items() if not packaged.is_suites(path.parent)}
+    return origin.hash_of(own if len(own) == len(files) else own | packaged.files())
 
 
 def _key(item: pytest.Function) -> tuple[str, str]:

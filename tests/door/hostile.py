@@ -357,7 +357,7 @@ def read_recording(honest: Path, folder: Path, number: int) -> None:
 
 TOMLS = {
     "accepted": '[[accept]]\nimplementation = "reference"\ncase = "b*"\nkind = "more bytes"\nreason = "so"\n',
-    "expected": 'implementation = "reference"\n[[expect]]\ncase = "s.py::t[*"\nverdict = "fail"\nreason = "r"\n'
+    "expected": 'implementation = "reference"\n[[expect]]\ncases = ["s.py::t[*", "u"]\nverdict = "fail"\nreason = "r"\n'
     'link = "L"\ntorch = ">=2.11"\ndevice = "cpu"\nexpires = 2027-06-30\nraces = true\n',
 }
 

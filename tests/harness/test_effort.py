@@ -193,7 +193,7 @@ def test_a_run_is_full_by_default_and_its_file_says_so(run, pytester, collected)
 
 def test_a_known_failure_that_the_effort_leaves_out_is_no_mistake(run, pytester):
     folder = pytester.mkdir("expectations")
-    entry = "[[expect]]\nverdict = 'fail'\nreason = 'r'\nlink = 'l'\ncase = 'test_inner.py::{}'\n"
+    entry = "[[expect]]\nverdict = 'fail'\nreason = 'r'\nlink = 'l'\ncases = ['test_inner.py::{}']\n"
     (folder / "ddp.toml").write_text(entry.format("test_product[[]w2-1-1-1]".replace("[[]", "[")))
     assert run(SOURCE, "--effort=quick", "--device", "cpu").ret == pytest.ExitCode.OK
     (folder / "ddp.toml").write_text(entry.format("test_gone"))

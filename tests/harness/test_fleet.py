@@ -20,7 +20,7 @@ import pytest
 
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.plugin import torchrun
+from shardproof.harness.plugin import ahead, resuming
 from shardproof.harness.worlds import loop
 from shardproof.harness.worlds.forkserver import ForkserverEnded
 from shardproof.harness.worlds.jobs import Meeting, RankSpec, Result, WorldKey
@@ -525,7 +525,7 @@ def test_only_the_journal_of_this_job_is_taken(tmp_path, changes, is_ours):
     content = {"environment": {"torchrun": job}, "cases": [RECORD]}
     (tmp_path / "run.json.partial").write_text(json.dumps(content) + "\n")
     (tmp_path / "run.json.running").write_text(json.dumps([["reference", "test_a.py::test_two[w2]"]]))
-    found = torchrun.Resuming(tmp_path / "run.json", dataclasses.replace(here, **changes))
+    found = resuming.Resuming(tmp_path / "run.json", dataclasses.replace(here, **changes))
     assert found.records == ({("reference", RECORD["id"]): RECORD} if is_ours else {})
     assert found.interrupted == ({("reference", "test_a.py::test_two[w2]")} if is_ours else set())
     assert (tmp_path / "run.json.earlier").exists() is is_ours, "kept until the new journal has the records"
@@ -535,8 +535,8 @@ def test_a_run_that_an_earlier_attempt_completed_is_not_repeated(tmp_path):
     job = {"run_id": "job", "attempt": 0, "agent": "another"}
     run = {"environment": {"torchrun": job}, "cases": [RECORD], "end": {"complete": True, "exit_code": 1}}
     (tmp_path / "run.json").write_text(json.dumps(run) + "\n")
-    assert torchrun.Resuming(tmp_path / "run.json", place()).exit_code == 1
-    assert torchrun.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
+    assert resuming.Resuming(tmp_path / "run.json", place()).exit_code == 1
+    assert resuming.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
 
 
 def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
@@ -548,10 +548,10 @@ def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):
             if len(aborted) == 2:  # the ranks have started since the first time
                 ended.set()
 
-    monkeypatch.setattr(torchrun.cases, "launch_of", lambda item: SimpleNamespace(size=1))
+    monkeypatch.setattr(ahead.cases, "launch_of", lambda item: SimpleNamespace(size=1))
     item = SimpleNamespace(nodeid="one")
     calls = {"run": lambda _: ended.wait(), "may_run": lambda _: True}
-    running = torchrun.Ahead([item], SimpleNamespace(size=2), Pool(), **calls)
+    running = ahead.Ahead([item], SimpleNamespace(size=2), Pool(), **calls)
     running._start(item)
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from shardproof.door import BadFile
-from shardproof.harness.plugin import hooks, torchrun
+from shardproof.harness.plugin import hooks, resuming
 from shardproof.harness.plugin.journal import Journal
 from shardproof.runfile import Environment, digest_of, fingerprint, load_run
 from tests.harness.inner import CASE, PASSES, PYTHONPATH, QUIET, python, until
@@ -73,7 +73,7 @@ def test_a_journal_that_ends_anywhere_is_read_up_to_its_last_line(tmp_path, name
     for end in range(len(content) + 1):
         cut = tmp_path / f"cut-{name}.partial"
         cut.write_bytes(content[:end])
-        resumed.append(len((torchrun.read(cut) or {}).get("cases", [])))
+        resumed.append(len((resuming.read(cut) or {}).get("cases", [])))
         try:
             run = load_run(cut)
         except BadFile as error:

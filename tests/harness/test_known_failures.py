@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from shardproof import runfile
 from shardproof.harness.plugin.known_failures import KnownFailures, load, load_given
 from shardproof.runfile import Verdict
 from tests.harness.inner import error_lines, last_error
@@ -29,10 +30,10 @@ FAILS = "test_inner.py::test_case[w1-fails]"
 STALE = "test_inner.py::test_gone*"
 
 
-def entry(case, verdict="fail", **more):
+def entry(*cases, verdict="fail", **more):
     """One entry as TOML."""
-    fields = {"case": case, "verdict": verdict, "reason": "it is known", "link": "findings"}
-    lines = [f'{name} = "{value}"' for name, value in fields.items()]
+    fields = {"verdict": verdict, "reason": "it is known", "link": "findings"}
+    lines = [f"cases = {json.dumps(cases)}", *(f'{name} = "{value}"' for name, value in fields.items())]
     return "\n".join(["[[expect]]", *lines, *(f"{name} = {value}" for name, value in more.items())]) + "\n"
 
 
@@ -243,7 +244,7 @@ def test_a_folder_of_the_name_of_the_packaged_suites_has_entries_for_both(run, p
     [
         (None, "none.toml: No such file or directory"),
         ("expect = 1", "none.toml: entries are [[expect]], with two brackets"),
-        ("[[expect]]", "none.toml entry 1: 'case' is missing"),
+        ("[[expect]]", "none.toml entry 1: 'cases' is missing"),
         ("[", "none.toml: *"),
         ("implementation = 3", "none.toml: implementation = 3 should be a name that --impl takes"),
         ("", "none.toml: there is no 'none' in --impl ddp; name the file after one of them, or begin it with *"),
@@ -260,9 +261,10 @@ def test_a_file_of_expectations_that_cannot_be_used_ends_the_run(refused, pytest
 
 TODAY = datetime.date(2027, 1, 31)
 EMPTY_SHARDS = "suites/test_clipping.py::test_empty_shards[w4-inf]"
-AN_ENTRY = """
+CASES = '["suites/test_clipping.py::test_empty_shards[w4-*]"]'
+AN_ENTRY = f"""
 [[expect]]
-case = "suites/test_clipping.py::test_empty_shards[w4-*]"
+cases = {CASES}
 verdict = "fail"
 reason = "raises"
 link = "findings/F002.py"
@@ -277,6 +279,20 @@ def read(tmp_path):
         return KnownFailures(entries, torch_version=torch_version, device=device, backend=backend, today=today)
 
     return read
+
+
+def test_an_entry_says_the_same_of_each_of_its_patterns(read):
+    stale, other = "suites/test_clipping.py::test_gone*", "suites/test_tied.py::test_other[w2]"
+    known = read(AN_ENTRY.replace(CASES, json.dumps([stale, *json.loads(CASES), other])))
+    assert [known.judge(case, Verdict.FAIL) for case in (EMPTY_SHARDS, other)] == [
+        (Verdict.EXPECTED_FAIL, "raises (findings/F002.py)")
+    ] * 2
+    assert known.first(other).as_record() == runfile.KnownFailure(
+        source="torch.fully_shard.toml entry 1", case=other, link="findings/F002.py", torch=""
+    )
+    assert known.problems([EMPTY_SHARDS, other], is_complete=True) == [
+        f"torch.fully_shard.toml entry 1 matches no case: {stale}"
+    ]
 
 
 def test_a_file_may_name_another_whose_entries_come_after_its_own(tmp_path):
@@ -371,6 +387,10 @@ def test_a_race_may_pass_and_may_fail_as_expected(read):
         (AN_ENTRY.replace("reason", "reasons"), "entry 1: 'reason' is missing"),
         (AN_ENTRY + "until = 2027-01-01", "entry 1: unknown 'until'"),
         (AN_ENTRY.replace('"raises"', '" "'), r"entry 1: reason = ' ' should be a non-empty string"),
+        *(
+            (AN_ENTRY.replace(CASES, value), rf"entry 1: cases = {told} should be a list of patterns, each a non-empty")
+            for value, told in (("[]", r"\[\]"), ('"x"', "'x'"), ("[1]", r"\[1\]"), ('["x", " "]', r"\['x', ' '\]"))
+        ),
         (AN_ENTRY.replace('"fail"', '"unmet"'), "'unmet' should be one of fail, hang, crash, pass"),
         (AN_ENTRY + 'torch = "2.13"', "torch = '2.13' should be a version specifier such as"),
         (AN_ENTRY + "torch = 2.13", "torch = 2.13 should be a version specifier such as"),

@@ -126,12 +126,12 @@ def test_a_run_asks_git_once_and_its_ranks_do_not(run, pytester, monkeypatch, wo
 
 
 def test_chapters_of_our_own_suites_have_the_hash_of_all(monkeypatch, tmp_path):
-    from shardproof.harness.plugin import selection
+    from shardproof.harness.plugin import packaged
     from shardproof.harness.plugin.state import _hash_of_suites
 
     chapters = [{f"suites/{name}": PACKAGE / "suites" / name} for name in ("test_tied.py", "test_state.py")]
     assert _hash_of_suites(chapters[0]) == _hash_of_suites(chapters[1])
-    names = selection.packaged_files()
+    names = packaged.files()
     assert {"suites/test_tied.py", "suites/standard.toml", "suites/expectations/torch.fsdp.toml"} <= names.keys()
     own = tmp_path / "test_own.py"
     own.write_text("1")

@@ -3,11 +3,9 @@
 import os
 import shlex
 import subprocess
-import types
 
 import pytest
 
-from shardproof.harness.plugin import reproduction
 from tests.harness.inner import PYTHONPATH, ROOT, python
 
 pytestmark = pytest.mark.sampled
@@ -121,14 +119,6 @@ def test_the_options_that_mattered(start, tmp_path, name):
     line = line_of(start("pytest", "test_own.py", *options))
     assert options_of(line) == ["--impl", "ddp", "--device", "cpu", *(given if are_kept else [])]
     assert "the failure" in pasted(line)
-
-
-def test_ranks_that_share_a_gpu_do_so_again():
-    """No GPU is here: the words alone."""
-    asked = {"deadline": None, "expectations": (), "ranks_per_gpu": 2, "check_collectives": False}
-    options = types.SimpleNamespace(**{f"shardproof_{name}": value for name, value in asked.items()})
-    names = {name.replace("_", "-"): f"--{name.replace('_', '-')}" for name in asked}
-    assert reproduction._own(types.SimpleNamespace(option=options), names) == ("--ranks-per-gpu", "2")
 
 
 def test_options_of_pytest_that_decide_what_is_collected(start, tmp_path):

@@ -1,15 +1,20 @@
 """What can be asked for, on hosts of other kinds too; the marks' own checks; and options whose names others have."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 from shardproof import contract
+from shardproof.harness.plugin import command_line, reproduction
+from shardproof.harness.plugin.options import OPTIONS, Effort, options_table
 from shardproof.harness.plugin.records import combine
 from shardproof.harness.plugin.selection import resolve
 from shardproof.runfile import Verdict
 from shardproof.testing import Hardware, deadline, needs, world
 from tests.errors import error_of
-from tests.harness.inner import CASE, QUIET
+from tests.harness.inner import CASE, QUIET, ROOT
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def test_auto_takes_devices_that_can_make_a_world(gpus, count, device):
 
 def test_world_larger_than_the_devices(gpus):
     gpus(4)
-    assert ask(world="2,4").worlds == (2, 4)
+    assert ask(world="2,4").world == (2, 4)
     with pytest.raises(ValueError, match=r"^--world 8: there are 4 cuda devices; a rank needs one of its own$"):
         ask(world="2,8")
     assert not ask(world="8", device="cpu").lacking_for(8)
@@ -73,6 +78,54 @@ def test_world_larger_than_the_devices_have_ranks(gpus):
 def test_auto_takes_one_device_that_ranks_may_share(gpus):
     gpus(1)
     assert ask(ranks_per_gpu=2).device == "cuda"
+
+
+#: Words of a command line for each option, and the checked value.
+GIVEN = {
+    "impl": (["ddp, reference"], ("ddp", "reference")),
+    "device": (["cuda"], "cuda"),
+    "world": (["2,1,2"], (2, 1)),
+    "report": (["run.json"], "run.json"),
+    "effort": (["quick"], Effort.QUICK),
+    "contract": ([contract.version()], contract.version()),
+    "profile": (["core"], "core"),
+    "deadline": (["55.5"], 55.5),
+    "fuzz": (["9"], 9.0),
+    "expectations": (["ddp.toml"], (Path("ddp.toml"),)),
+    "explain": ([], True),
+    "ranks_per_gpu": (["2"], 2),
+    "check_collectives": ([], True),
+    "simulate": (["1024,2048"], (1024, 2048)),
+    "isolate": ([], True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_parsed_checked_and_repeated(gpus, pytester, name):
+    """The command that repeats a case has it as it was given, if it has it at all."""
+    gpus(2)
+    (values, checked), flag = GIVEN[name], f"--{name.replace('_', '-')}"
+    config = pytester.parseconfig(*QUIET, flag, *values)
+    assert command_line.asks_for_a_run(config)
+    assert getattr(resolve(**command_line.values(config)), name) == checked
+    again = reproduction.invocation_of(config).options({})
+    assert again == ([flag, *values] if OPTIONS[name].repeats else [])
+
+
+def test_without_an_option_of_ours_a_run_is_none_of_shardproof(pytester):
+    config = pytester.parseconfig(*QUIET, "-k", "x")
+    assert not command_line.asks_for_a_run(config)
+    assert command_line.values(config) == {name: option.absent for name, option in OPTIONS.items()}
+
+
+def test_the_page_has_the_table_of_the_options():
+    """``EXPECTTEST_ACCEPT=1`` writes it."""
+    page = ROOT / "docs/options.md"
+    before, begin, rest = page.read_text().partition("<!-- The rows of shardproof.harness.plugin.options -->\n")
+    written, end, after = rest.partition("\n<!-- end -->\n")
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        page.write_text(before + begin + (written := options_table()) + end + after)
+    assert end and written == options_table()
 
 
 @pytest.mark.parametrize(
@@ -251,9 +304,9 @@ def test_without_another_owner_nothing_is_printed_and_both_forms_mean_the_same(p
 
 def test_help_names_both_forms(pytester):
     text = pytester.runpytest_inprocess(*QUIET, "--help").stdout.str()
-    for name in ("impl", "device", "world", "report", "check-collectives", "isolate", "effort", "deadline"):
-        assert f"--shardproof-{name}" in text
-        assert f" --{name}" in text
+    for name in OPTIONS:
+        assert f"--shardproof-{name.replace('_', '-')}" in text
+        assert f" --{name.replace('_', '-')}" in text
 
 
 def test_an_owner_that_cannot_be_asked_is_no_error(pytester):

@@ -5,6 +5,7 @@ import json
 import pytest
 from expecttest import assert_expected_inline
 
+from shardproof import door
 from shardproof.commands.expectations import expectations
 from shardproof.harness.plugin.known_failures import load_given
 from tests.reports import samples
@@ -38,7 +39,7 @@ def draft(tmp_path, capsys):
     return draft
 
 
-def test_a_function_that_fails_alike_has_one_entry(draft):
+def test_what_fails_alike_has_one_entry(draft):
     cases = [
         *(failed(f"test_all[w{size}]") for size in (2, 4)),
         of("test_all[w8]", verdict="unmet", missing=["eight"]),
@@ -59,25 +60,22 @@ def test_a_function_that_fails_alike_has_one_entry(draft):
 implementation = "theirs"
 
 [[expect]]
-case = "suites/test_x.py::test_all[*"
+cases = [
+    "suites/test_x.py::test_all[*",
+    "suites/test_x.py::test_all_but_one[w2]",
+]
 verdict = "fail"
 reason = "gradient of head.weight diverges in step 0 on rank 1"
 link = "TODO"
 
 [[expect]]
-case = "suites/test_x.py::test_all_but_one[w2]"
-verdict = "fail"
-reason = "gradient of head.weight diverges in step 0 on rank 1"
-link = "TODO"
-
-[[expect]]
-case = "suites/test_x.py::test_two_ways[w2]"
+cases = ["suites/test_x.py::test_two_ways[w2]"]
 verdict = "crash"
 reason = "torch.OutOfMemoryError: a \\"b\\" \\\\ c"
 link = "TODO"
 
 [[expect]]
-case = "suites/test_x.py::test_two_ways[w4]"
+cases = ["suites/test_x.py::test_two_ways[w4]"]
 verdict = "hang"
 reason = "the rank did not answer"
 link = "TODO"
@@ -129,7 +127,8 @@ def test_an_incomplete_run_is_refused(draft):
 
 def test_a_failure_without_a_text(draft):
     _, text = draft(failed("test_a[w2]", samples.failure("\n")), of("test_b[w2]", verdict="fail"))
-    assert text.count('reason = "no text"') == 2
+    known = [f"suites/test_x.py::test_{name}[w2]" for name in "ab"]
+    assert [(entry["reason"], entry["cases"]) for entry in door.parse_toml(text)["expect"]] == [("no text", known)]
 
 
 # --check: which known failures pass now, by entry, and how to bound each
@@ -221,6 +220,15 @@ torch.fully_shard.toml entry 29, findings/F037.py: suites/test_x.py::test_a*
   divide the entry: a bound is for all of its cases
 """,
     )
+
+
+def test_patterns_of_an_entry_that_need_different_bounds(check):
+    cases = [judged("test_a[w2]", "unexpected-pass"), judged("test_b[w2]", "unexpected-pass")]
+    still = [judged("test_a[w2]", "expected-fail"), judged("test_b[w2]", "expected-fail")]
+    _, text = check(("2.14.0", still), ("2.15.0", [cases[0], still[1]]))
+    assert text.splitlines()[2:] == ['  bound with torch = "<2.15"; divide the entry: its other patterns differ']
+    _, text = check(("2.14.0", still), ("2.15.0", cases))
+    assert text.splitlines()[2::3] == ['  bound with torch = "<2.15"'] * 2
 
 
 def test_no_bound_fits_an_entry_that_fails_before_and_again(check):
