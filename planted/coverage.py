@@ -1,12 +1,13 @@
 """Measures which branches of an implementation's Python the suites take, and which items call which of its functions.
 
-    python -m planted.coverage run FOLDER [--impl torch.fully_shard,torch.fsdp] [options of pytest]
-    python -m planted.coverage page FOLDER [--check]
+    python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
+    python -m planted.coverage page FOLDER                       branches.md and map.json there, from what the runs left
 
-``run`` runs the suites with :func:`branches` as an instrument of each rank: coverage's C tracer begins with the first
-case of a process, after the fork, and each item leaves a line in a file of its process. A rank that is killed loses the
-item that it ran alone. Several runs may fill one folder. ``page`` writes ``docs/branches.md``: the branches that no item
-takes, by function, with the reason from ``branches.toml``, or "open".
+``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
+first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
+loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
+its reason from ``branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong to the
+installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
 """
@@ -24,10 +25,20 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planted import run
+from shardproof.harness.worlds import instruments
+
+#: Reasons why no item takes a branch, by kind.
+KINDS = {
+    "gpu": "only a GPU reaches it",
+    "refused": "it raises, and no user code that is allowed reaches it",
+    "dead": "nothing reaches it in this version of torch",
+}
+REASONS = pathlib.Path(__file__).with_name("branches.toml")
 
 #: The modules that are measured, as prefixes of modules: those that the contract is about.
 MEASURED = (
@@ -206,3 +217,120 @@ def branches_of(arcs: dict[str, set[Arc]]) -> list[Branch]:
                 target = lines[end - 1].strip() if end > 0 else "the end of the function"
                 found.append(Branch(module, function, start, end, is_taken, lines[start - 1].strip(), target))
     return sorted(found, key=lambda one: (one.module, one.start, one.end))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why no item takes some branches: a row of ``branches.toml``.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        why: the reason, in one sentence.
+        place: the key ``in``: a function, as "module:Class.function", a class, or a module.
+        line: the beginning of the line that branches; "" for each line of the place.
+        target: the beginning of the line that the branch leads to; "" for each.
+    """
+
+    kind: str
+    why: str
+    place: str
+    line: str = ""
+    target: str = ""
+
+    def covers(self, branch: Branch) -> bool:
+        place = f"{branch.module}:{branch.function}"
+        is_there = place == self.place or place.startswith((f"{self.place}.", f"{self.place}:"))
+        return is_there and branch.text.startswith(self.line) and branch.target.startswith(self.target)
+
+
+def reasons() -> list[Reason]:
+    """The rows of ``branches.toml``; ValueError for a kind that there is not."""
+    rows = [{"place": row.pop("in"), **row} for row in tomllib.loads(REASONS.read_text()).get("branch", ())]
+    for row in rows:
+        if row["kind"] not in KINDS:
+            raise ValueError(f"{REASONS.name}: kind {row['kind']!r} of {row['place']} is none of {', '.join(KINDS)}")
+    return [Reason(**row) for row in rows]
+
+
+def page(found: Sequence[Branch], rows: Sequence[Reason]) -> str:
+    """The page of the branches that no item takes."""
+    left = {one: next((row for row in rows if row.covers(one)), None) for one in found if not one.taken}
+    marked = sum(row is not None for row in left.values())
+    taken_, unmarked = sum(one.taken for one in found), len(found) - marked
+    lines = ["# Branches that no item takes", ""]
+    lines += [
+        f"{taken_} of {len(found)} branches are taken; {marked} have a reason ({marked / len(found):.1%} of all); of "
+        f"the others {taken_ / unmarked:.1%} are taken, and {len(left) - marked} are open.",
+        "",
+        "| module | branches | taken | with a reason | open |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for module in dict.fromkeys(one.module for one in found):
+        mine = [one for one in found if one.module == module]
+        counts = [len(mine), sum(one.taken for one in mine), sum(left.get(one) is not None for one in mine)]
+        lines.append(f"| `{module}` | {' | '.join(map(str, [*counts, counts[0] - counts[1] - counts[2]]))} |")
+    for place, group in _by_place(left):
+        lines += ["", f"## `{place}`", ""]
+        for one in group:
+            row = left[one]
+            reason = "open" if row is None else f"{row.kind}: {row.why}"
+            lines.append(f"- {one.start}: `{one.text}` to {one.end}: `{one.target}`. {reason}")
+    for row in rows:
+        if not any(row.covers(one) for one in left):
+            lines += ["", f"A row of {REASONS.name} covers nothing: {row}"]
+    return "\n".join(lines) + "\n"
+
+
+def _by_place(left: Iterable[Branch]) -> Iterator[tuple[str, list[Branch]]]:
+    places = collections.defaultdict(list)
+    for one in left:
+        places[f"{one.module}:{one.function}"].append(one)
+    yield from places.items()
+
+
+def watched(folder: pathlib.Path, options: Sequence[str]) -> int:
+    """Run the suites with the instruments; returns pytest's exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = instruments.environment(folder, "planted.coverage:branches", "planted.surface:calls")
+    # The tracer in C: the one by events of the interpreter, the default of newer Pythons, has no contexts.
+    environment = {**os.environ, "PYTHONPATH": run.search_path(), "COVERAGE_CORE": "ctrace", **chosen}
+    command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *options]
+    return subprocess.run(command, cwd=run.ROOT, env=environment).returncode
+
+
+def mapped(items: Mapping[str, Iterable[str]]) -> str:
+    """The map of items to functions, as JSON: names once, and by item their numbers."""
+    names = sorted({name for found in items.values() for name in found})
+    numbers = {name: number for number, name in enumerate(names)}
+    import torch
+
+    content = {
+        "torch": torch.__version__.partition("+")[0],
+        "functions": names,
+        "items": {item: sorted(numbers[name] for name in items[item]) for item in sorted(items)},
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites, or write what earlier runs have seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "page"))
+    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER")
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "run":
+        return watched(options.folder, others)
+    if others:
+        parser.error(f"page takes no other options: {' '.join(others)}")
+    saw = taken(options.folder)
+    if not saw.items:
+        parser.error(f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}")
+    text = page(branches_of(saw.arcs), reasons())
+    (options.folder / "branches.md").write_text(text)
+    (options.folder / "map.json").write_text(mapped(saw.items))
+    print(text.splitlines()[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
