@@ -79,7 +79,7 @@ def records_of(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command += ["-p", "planted.run"] if any("::" in one for one in ids) else []
     command += [*ids, "--impl", ",".join(names), "--report", str(report), *options]
-    environment = {**os.environ, "PYTHONPATH": _search(), "OMP_NUM_THREADS": "1", **(environment or {})}
+    environment = {**os.environ, "PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", **(environment or {})}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
         ended = f"pytest ended with {done.returncode} and no run file:\n{done.stdout}{done.stderr}"
@@ -98,7 +98,7 @@ def records_of(
     return {_node_id(case): case for case in cases}
 
 
-def _search() -> str:
+def search_path() -> str:
     """The value of PYTHONPATH by which pytest finds the adapters."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
@@ -158,7 +158,7 @@ def collected(*options: str, implementations: str = ",".join(REFERENCES)) -> lis
     """The ids of the items of implementations that these options of pytest select."""
     command = [sys.executable, "-m", "pytest", "suites", "--impl", implementations, "--device", "cpu"]
     command += [*options, "--collect-only", "-q", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "PYTHONPATH": _search()}
+    environment = {**os.environ, "PYTHONPATH": search_path()}
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=600)
     return [line for line in found.stdout.splitlines() if "::" in line]
 

@@ -273,6 +273,7 @@ def _run_one(
                 check_collectives=selection.check_collectives,
                 simulates=launch_of(item).simulates,
                 captures=captures,
+                item=item.nodeid,
             )
             try:
                 outcome = pool.run(key, job, alone=item.get_closest_marker("alone") is not None)

@@ -6,7 +6,7 @@
 3. ``_take`` writes such a call down, with each argument as an expression (``write``); ``sources.py`` adds its source.
 4. ``_harness`` reads from calls of the harness's own functions what was drawn, stepped and checked.
 5. :meth:`Tape.judged` says by which check the case failed, if it did.
-6. The tape of a rank is a JSON file in the folder that ``SHARDPROOF_TAPE`` names.
+6. The tape of a rank is a JSON file in the folder of the run's instruments (``worlds/instruments.py``).
 """
 
 import contextlib
@@ -32,9 +32,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardproof.harness.tensors import memory
 from shardproof.harness.watching.sources import Sources, Unwritable
-
-#: The environment variable with the folder in which each rank leaves its tape; unset, nothing is written down.
-VARIABLE = "SHARDPROOF_TAPE"
 
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 #: The files whose functions are known here.
@@ -316,12 +313,9 @@ class Tape:
 
 
 @contextlib.contextmanager
-def recorded(folder: str | None, rank: int, path: str) -> Iterator[None]:
-    """Write down what happens in the context into a folder, if there is one."""
-    if not folder:
-        yield
-        return
-    tape, judged = Tape(path), None
+def recorded(folder: pathlib.Path, rank: int, job: Any) -> Iterator[None]:
+    """Write down what happens in the context into a folder: an instrument of the rank's job."""
+    tape, judged = Tape(job.path), None
     sys.setprofile(tape.event)
     try:
         yield
@@ -333,7 +327,7 @@ def recorded(folder: str | None, rank: int, path: str) -> Iterator[None]:
         sys.setprofile(None)
         sources = {"imports": sorted(tape.sources.imports), "texts": tape.sources.texts}
         kept = {"rank": rank, "calls": tape.calls, "judged": judged, "sources": sources}
-        pathlib.Path(folder, f"rank{rank}.json").write_text(json.dumps(kept))
+        (folder / f"rank{rank}.json").write_text(json.dumps(kept))
 
 
 def _place(frame: Any) -> str:

@@ -84,6 +84,7 @@ class Job:
     deadline: float
     check_collectives: bool = False  # ranks compare their announcements before they enter each collective
     captures: bool = False  # ranks copy what modules compute, and explain where the runs of the case first diverge
+    item: str = ""  # the id of the case's item, for what is written down of it
     simulates: int = 0  # the number of ranks of the world that the one rank simulates; 0 simulates nothing
 
 

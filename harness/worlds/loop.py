@@ -37,8 +37,7 @@ from shardproof.harness.tensors import memory, private
 from shardproof.harness.verdicts.explanation import Explanation
 from shardproof.harness.verdicts.finding import Divergence, ProtocolError
 from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, readable
-from shardproof.harness.watching import tape
-from shardproof.harness.worlds import flight_recorder, gloo, leftovers
+from shardproof.harness.worlds import flight_recorder, gloo, instruments, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.meeting import Channel
@@ -234,7 +233,7 @@ def run_job(state: RankState, job: Job, patches: leftovers.Patches) -> Result:
             if job.simulates and (reason := rank.why_not_simulated()) is not None:
                 result.verdict, result.text = Verdict.UNSUPPORTED, f"it cannot be simulated: {reason}"
             else:
-                with tape.recorded(os.environ.get(tape.VARIABLE), state.index, job.path):
+                with instruments.attached(state.index, job):
                     function(rank, **parameters)
                 rank.assert_compared()
         if job.captures:

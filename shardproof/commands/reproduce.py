@@ -45,12 +45,13 @@ def reproduce(arguments: Sequence[str]) -> int:
             f"reproduce: {found[1]} is not torch alone; it writes programs of {' and '.join(_OF_TORCH)}"
         )
     from shardproof import reproducers
+    from shardproof.harness.worlds import instruments
 
     with tempfile.TemporaryDirectory(prefix="shardproof-reproduce-") as folder:
         words = ["shardproof", "run"] if options.nodeid.startswith("suites/") else ["pytest"]
         words += [options.nodeid, "--impl", found[1], "--device", "cpu", "--runxfail", "-q", "-p", "no:cacheprovider"]
         words += ["-m", "nightly or not nightly", "--report", f"{folder}/run.json"]
-        environment = os.environ | {"SHARDPROOF_TAPE": folder}
+        environment = os.environ | instruments.environment(folder, "shardproof.harness.watching.tape:recorded")
         done = subprocess.run([sys.executable, "-m", *words], env=environment, capture_output=True, text=True)
         try:
             (record,) = load_run(f"{folder}/run.json").cases

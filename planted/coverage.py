@@ -1,0 +1,336 @@
+"""Measures which branches of an implementation's Python the suites take, and which items call which of its functions.
+
+    python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
+    python -m planted.coverage page FOLDER                       branches.md and map.json there, from what the runs left
+
+``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
+first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
+loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
+its reason from ``branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong to the
+installed version of torch.
+
+Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
+"""
+
+import argparse
+import ast
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planted import run
+from shardproof.harness.worlds import instruments
+
+#: Reasons why no item takes a branch, by kind.
+KINDS = {
+    "gpu": "only a GPU reaches it",
+    "refused": "it raises, and no user code that is allowed reaches it",
+    "dead": "nothing reaches it in this version of torch",
+}
+REASONS = pathlib.Path(__file__).with_name("branches.toml")
+
+#: The modules that are measured, as prefixes of modules: those that the contract is about.
+MEASURED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed._state_dict_utils",
+)
+
+Arc = tuple[int, int]
+
+
+@functools.cache
+def measured() -> dict[str, pathlib.Path]:
+    """The files that are measured, by the names of their modules."""
+    found = {}
+    for name in MEASURED:
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.origin is not None, f"{name} is no module of this torch"
+        if not spec.submodule_search_locations:
+            found[name] = pathlib.Path(spec.origin)
+            continue
+        folder = pathlib.Path(spec.origin).parent
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found[".".join([name, *(part for part in parts if part != "__init__")])] = path
+    return found
+
+
+# In a rank.
+
+
+class _Tracer:
+    """The tracer of one process, from its first case to its end."""
+
+    def __init__(self) -> None:
+        import coverage
+
+        names = {str(path): name for name, path in measured().items()}
+        self._names = names
+        self._coverage = coverage.Coverage(
+            data_file=None, branch=True, config_file=False, include=list(names), messages=False
+        )
+        self._seen: dict[str, set[Arc]] = collections.defaultdict(set)
+        self._coverage.start()
+
+    def taken(self) -> dict[str, set[Arc]]:
+        """The arcs since the last call, by module."""
+        data = self._coverage.get_data()
+        arcs = {self._names[file]: set(data.arcs(file) or ()) for file in data.measured_files()}
+        data.erase()
+        return arcs
+
+    def line(self, item: str) -> dict[str, Any]:
+        """What an item did: the first lines of the functions that it called, and arcs that the process takes first."""
+        entered, new = {}, {}
+        for name, arcs in self.taken().items():
+            entered[name] = sorted(-start for start, _ in arcs if start < 0)
+            if fresh := arcs - self._seen[name]:
+                new[name] = sorted(fresh)
+                self._seen[name] |= fresh
+        return {"item": item, "entered": entered, "arcs": new}
+
+
+_tracer = functools.cache(_Tracer)
+
+
+@contextlib.contextmanager
+def branches(folder: pathlib.Path, rank: int, job: Any) -> Iterator[None]:
+    """Write down what a case takes: an instrument (``harness/worlds/instruments.py``)."""
+    tracer = _tracer()
+    tracer.taken()
+    try:
+        yield
+    finally:
+        with (folder / f"{os.getpid()}.branches").open("a") as file:
+            file.write(json.dumps(tracer.line(job.item)) + "\n")
+
+
+# After a run.
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """A way out of a line that has several.
+
+    Attributes:
+        module: the module's name.
+        function: the qualified name of the function in the module.
+        start: the line that branches.
+        end: the line that it leads to, or a negative number: out of the function.
+        taken: whether an item takes it.
+        text: the source of the line that branches.
+        target: the source of the line that it leads to; "the end of the function" if it leaves it.
+    """
+
+    module: str
+    function: str
+    start: int
+    end: int
+    taken: bool
+    text: str
+    target: str
+
+
+@dataclasses.dataclass
+class Taken:
+    """What the runs of a folder took.
+
+    Attributes:
+        arcs: pairs of lines, by module; a negative one enters or leaves a function.
+        items: by item, the functions that it calls, as "module:qualified name".
+    """
+
+    arcs: dict[str, set[Arc]]
+    items: dict[str, set[str]]
+
+
+def taken(folder: pathlib.Path) -> Taken:
+    """Join what the ranks have left in a folder; the end of a line that a killed rank began is dropped."""
+    found = Taken(collections.defaultdict(set), collections.defaultdict(set))
+    for path in sorted(folder.glob("*.branches")):
+        for text in path.read_text().splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            for module, arcs in line["arcs"].items():
+                found.arcs[module] |= {(start, end) for start, end in arcs}
+            for module, starts in line["entered"].items():
+                names = functions(module)
+                found.items[line["item"]] |= {f"{module}:{names[start]}" for start in starts if start in names}
+    return found
+
+
+@functools.cache
+def functions(module: str) -> dict[int, str]:
+    """The qualified names of a module's functions, by the line with which their code begins (a decorator's, too)."""
+    names: dict[int, str] = {}
+
+    def walk(node: ast.AST, outer: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{outer}{child.name}"
+                if not isinstance(child, ast.ClassDef):
+                    names[min([child.lineno, *(one.lineno for one in child.decorator_list)])] = name
+                walk(child, f"{name}.")
+            else:
+                walk(child, outer)
+
+    walk(ast.parse(measured()[module].read_text()), "")
+    return names
+
+
+def branches_of(arcs: dict[str, set[Arc]]) -> list[Branch]:
+    """All branches of the functions of the measured modules, as coverage finds them in the source."""
+    import coverage
+
+    paths = measured()
+    with tempfile.TemporaryDirectory() as folder:
+        data = coverage.CoverageData(f"{folder}/data")
+        data.add_arcs({str(paths[name]): sorted(found) for name, found in arcs.items()})
+        data.touch_files(map(str, paths.values()))
+        data.write()
+        reader = coverage.Coverage(data_file=f"{folder}/data", branch=True, config_file=False, messages=False)
+        reader.load()
+        reader.json_report(outfile=f"{folder}/report.json")
+        report = json.loads(pathlib.Path(folder, "report.json").read_text())["files"]
+    files = {pathlib.Path(file).absolute(): content for file, content in report.items()}
+    found = []
+    for module, path in paths.items():
+        lines = path.read_text().splitlines()
+        for function, content in files.get(path.absolute(), {"functions": {}})["functions"].items():
+            ways = [(way, True) for way in content["executed_branches"]]
+            ways += [(way, False) for way in content["missing_branches"]]
+            for (start, end), is_taken in ways if function else ():
+                target = lines[end - 1].strip() if end > 0 else "the end of the function"
+                found.append(Branch(module, function, start, end, is_taken, lines[start - 1].strip(), target))
+    return sorted(found, key=lambda one: (one.module, one.start, one.end))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reason:
+    """Why no item takes some branches: a row of ``branches.toml``.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        why: the reason, in one sentence.
+        place: the key ``in``: a function, as "module:Class.function", a class, or a module.
+        line: the beginning of the line that branches; "" for each line of the place.
+        target: the beginning of the line that the branch leads to; "" for each.
+    """
+
+    kind: str
+    why: str
+    place: str
+    line: str = ""
+    target: str = ""
+
+    def covers(self, branch: Branch) -> bool:
+        place = f"{branch.module}:{branch.function}"
+        is_there = place == self.place or place.startswith((f"{self.place}.", f"{self.place}:"))
+        return is_there and branch.text.startswith(self.line) and branch.target.startswith(self.target)
+
+
+def reasons() -> list[Reason]:
+    """The rows of ``branches.toml``; ValueError for a kind that there is not."""
+    rows = [{"place": row.pop("in"), **row} for row in tomllib.loads(REASONS.read_text()).get("branch", ())]
+    for row in rows:
+        if row["kind"] not in KINDS:
+            raise ValueError(f"{REASONS.name}: kind {row['kind']!r} of {row['place']} is none of {', '.join(KINDS)}")
+    return [Reason(**row) for row in rows]
+
+
+def page(found: Sequence[Branch], rows: Sequence[Reason]) -> str:
+    """The page of the branches that no item takes."""
+    left = {one: next((row for row in rows if row.covers(one)), None) for one in found if not one.taken}
+    marked = sum(row is not None for row in left.values())
+    taken_, unmarked = sum(one.taken for one in found), len(found) - marked
+    lines = ["# Branches that no item takes", ""]
+    lines += [
+        f"{taken_} of {len(found)} branches are taken; {marked} have a reason ({marked / len(found):.1%} of all); of "
+        f"the others {taken_ / unmarked:.1%} are taken, and {len(left) - marked} are open.",
+        "",
+        "| module | branches | taken | with a reason | open |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for module in dict.fromkeys(one.module for one in found):
+        mine = [one for one in found if one.module == module]
+        counts = [len(mine), sum(one.taken for one in mine), sum(left.get(one) is not None for one in mine)]
+        lines.append(f"| `{module}` | {' | '.join(map(str, [*counts, counts[0] - counts[1] - counts[2]]))} |")
+    for place, group in _by_place(left):
+        lines += ["", f"## `{place}`", ""]
+        for one in group:
+            row = left[one]
+            reason = "open" if row is None else f"{row.kind}: {row.why}"
+            lines.append(f"- {one.start}: `{one.text}` to {one.end}: `{one.target}`. {reason}")
+    for row in rows:
+        if not any(row.covers(one) for one in left):
+            lines += ["", f"A row of {REASONS.name} covers nothing: {row}"]
+    return "\n".join(lines) + "\n"
+
+
+def _by_place(left: Iterable[Branch]) -> Iterator[tuple[str, list[Branch]]]:
+    places = collections.defaultdict(list)
+    for one in left:
+        places[f"{one.module}:{one.function}"].append(one)
+    yield from places.items()
+
+
+def watched(folder: pathlib.Path, options: Sequence[str]) -> int:
+    """Run the suites with the instruments; returns pytest's exit code."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = instruments.environment(folder, "planted.coverage:branches", "planted.surface:calls")
+    # The tracer in C: the one by events of the interpreter, the default of newer Pythons, has no contexts.
+    environment = {**os.environ, "PYTHONPATH": run.search_path(), "COVERAGE_CORE": "ctrace", **chosen}
+    command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", *options]
+    return subprocess.run(command, cwd=run.ROOT, env=environment).returncode
+
+
+def mapped(items: Mapping[str, Iterable[str]]) -> str:
+    """The map of items to functions, as JSON: names once, and by item their numbers."""
+    names = sorted({name for found in items.values() for name in found})
+    numbers = {name: number for number, name in enumerate(names)}
+    import torch
+
+    content = {
+        "torch": torch.__version__.partition("+")[0],
+        "functions": names,
+        "items": {item: sorted(numbers[name] for name in items[item]) for item in sorted(items)},
+    }
+    return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites, or write what earlier runs have seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "page"))
+    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER")
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "run":
+        return watched(options.folder, others)
+    if others:
+        parser.error(f"page takes no other options: {' '.join(others)}")
+    saw = taken(options.folder)
+    if not saw.items:
+        parser.error(f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}")
+    text = page(branches_of(saw.arcs), reasons())
+    (options.folder / "branches.md").write_text(text)
+    (options.folder / "map.json").write_text(mapped(saw.items))
+    print(text.splitlines()[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

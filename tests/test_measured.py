@@ -1,0 +1,149 @@
+"""The branches and calls that ranks write down while items run, and the pages that are made of them."""
+
+import collections
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from planted import coverage, surface
+from shardproof.harness.worlds import instruments
+from tests.harness.inner import python
+
+ITEMS = """
+import os, signal
+from torch import nn, optim
+from shardproof.testing import world
+
+@world(2)
+def test_a_step(rank):
+    run = rank.run(nn.Linear(4, 4), optimizer=lambda parameters: optim.SGD(parameters, lr=0.1))
+    run.step([rank.batch(0, shape=(2, 4))], loss=lambda output: output.sum())
+    run.adapter.module.set_requires_gradient_sync(False, recurse=False)
+
+@world(2)
+def test_killed(rank):
+    if rank.index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@world(2)
+def test_after_it(rank):
+    pass
+"""
+SYNC = "torch.distributed.fsdp.FSDPModule.set_requires_gradient_sync"
+GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """What a run with both instruments leaves, in which the second of three items kills a rank."""
+    home = tmp_path_factory.mktemp("watched")
+    (home / "test_items.py").write_text(ITEMS)
+    chosen = instruments.environment(home, "planted.coverage:branches", "planted.surface:calls")
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-p", "shardproof.plugin", "--device", "cpu"]
+    done = python(
+        "-m", "pytest", home / "test_items.py", *options, "--impl", "torch.fully_shard", cwd=home, **chosen,
+        COVERAGE_CORE="ctrace",
+    )  # fmt: skip
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    return home
+
+
+def test_branches_of_an_item(folder: pathlib.Path) -> None:
+    saw = coverage.taken(folder)
+    step = next(names for item, names in saw.items.items() if "test_a_step" in item)
+    assert {
+        f"{GROUP}:FSDPParamGroup.post_backward",
+        "torch.distributed.fsdp._fully_shard._fully_shard:fully_shard",
+    } <= step
+    found = coverage.branches_of(saw.arcs)
+    ways = {one.target: one.taken for one in found if one.function == "FSDPParamGroup.unshard"}
+    # Both ways of one condition: a world of two gathers, and nobody has asked for the gather of one rank.
+    assert ways["world_size = self._all_gather_process_group.size()"] is True
+    assert ways["world_size = 1"] is False
+    assert all(one.function for one in found), "branches of a module run at its import, before a rank is forked"
+
+
+def test_a_killed_rank_loses_its_item_alone(folder: pathlib.Path) -> None:
+    lines = [json.loads(text) for path in folder.glob("*.branches") for text in path.read_text().splitlines()]
+    counts = collections.Counter(line["item"].partition("::")[2].partition("[")[0] for line in lines)
+    assert counts == {"test_a_step": 2, "test_after_it": 2} | ({"test_killed": 1} if counts["test_killed"] else {})
+
+
+def test_calls_of_an_item(folder: pathlib.Path) -> None:
+    found = {cell[1:] for cell in surface.used(folder) if cell[0] == SYNC}
+    assert found == {
+        ("", ""), ("requires_gradient_sync", "False"), ("recurse", "False"), ("state", "after a step"),
+    }  # fmt: skip
+    assert ("torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype", "None") in surface.used(folder)
+
+
+def test_the_end_of_a_line_is_dropped(tmp_path: pathlib.Path) -> None:
+    line = json.dumps({"item": "a", "entered": {}, "arcs": {GROUP: [[1, 2]]}})
+    (tmp_path / "1.branches").write_text(f"{line}\n{line[:20]}")
+    assert coverage.taken(tmp_path).arcs == {GROUP: {(1, 2)}}
+
+
+def test_pages(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert coverage.main(["page", str(folder)]) == 0
+    assert surface.main([str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "branches are taken" in out and "cells are used" in out
+    text = (folder / "branches.md").read_text()
+    assert "`world_size = 1`. open" in text
+    assert "covers nothing" not in text + (folder / "surface.md").read_text()
+    content = json.loads((folder / "map.json").read_text())
+    (numbers,) = [found for item, found in content["items"].items() if "test_a_step" in item]
+    assert f"{GROUP}:FSDPParamGroup.post_backward" in [content["functions"][one] for one in numbers]
+
+
+@pytest.mark.parametrize("module", [coverage, surface])
+def test_nothing_measured(module: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        module.main([*(["page"] if module is coverage else []), str(tmp_path)])
+    assert "has no file of a watched run: python -m planted.coverage run" in capsys.readouterr().err
+
+
+def _branch(**options: Any) -> coverage.Branch:
+    one = coverage.Branch(GROUP, "FSDPParamGroup.unshard", 1, 2, False, "if is_cuda:", "raise ValueError(")
+    return coverage.dataclasses.replace(one, **options)
+
+
+@pytest.mark.parametrize("place", [GROUP, f"{GROUP}:FSDPParamGroup", f"{GROUP}:FSDPParamGroup.unshard"])
+def test_a_reason_covers_its_place(place: str) -> None:
+    row = coverage.Reason("gpu", "of a GPU", place, line="if is_cuda")
+    assert row.covers(_branch())
+    assert not row.covers(_branch(text="if device:"))
+    assert not row.covers(_branch(function="FSDPParamGroupOther.unshard")) or place == GROUP
+    text = coverage.page([_branch(), _branch(start=3, taken=True)], [row])
+    assert (
+        "1 of 2 branches are taken; 1 have a reason (50.0% of all); of the others 100.0% are taken, and 0 are open."
+        in text
+    )
+    assert "gpu: of a GPU" in text
+
+
+def test_a_reason_that_covers_nothing() -> None:
+    row = coverage.Reason("dead", "w", f"{GROUP}:FSDPParamGroup.unshard")
+    assert "covers nothing" in coverage.page([_branch(taken=True)], [row])
+
+
+@pytest.mark.parametrize("module", [coverage, surface])
+def test_unknown_kind(module: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "reasons.toml"
+    path.write_text('[[branch]]\nkind = "lazy"\nwhy = ""\nin = "m:f"\n[[cell]]\nkind = "lazy"\nwhy = ""\ncall = "f"\n')
+    monkeypatch.setattr(module, "REASONS", path)
+    with pytest.raises(ValueError, match=r"kind 'lazy' of (m:)?f is none of gpu, "):
+        module.reasons()
+
+
+def test_surface_of_this_torch() -> None:
+    calls = surface.surface()
+    assert calls[SYNC].arguments == {"requires_gradient_sync": ("True", "False"), "recurse": ("True", "False")}
+    strategies = calls["torch.distributed.fsdp.FullyShardedDataParallel"].arguments["sharding_strategy"]
+    assert {"FULL_SHARD", "NO_SHARD", "None"} <= {*strategies}
+    assert ("device_mesh", "sharding_strategy") in calls["torch.distributed.fsdp.FullyShardedDataParallel"].joined
+    assert calls["torch.distributed.checkpoint.state_dict.get_state_dict"].subject == "model"
+    nothing = [f"{one.name}: {name}" for one in calls.values() for name, labels in one.arguments.items() if not labels]
+    assert len(nothing) < 10, f"arguments whose annotation says nothing: {nothing}"
