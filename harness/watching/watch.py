@@ -622,7 +622,8 @@ class Watch:
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
-            self._note_drop()
+            if self._forwards or self._finite:  # else it is of another model, and nothing of it is kept
+                self._note_drop()
             self._leaks = self._leaks or (self._backwards if self._for_others else 0)
             for index, tensor in enumerate(scalars):
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
