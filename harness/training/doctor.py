@@ -140,7 +140,7 @@ class Doctor(Watching):
     # The context ----------------------------------------------------------------------------
 
     def __enter__(self) -> "Doctor":
-        self._patches.enter_context(calls.joins(self._on_join, self._on_joined))
+        self._patches.enter_context(calls.joins(self))
         self._attach(self._models)
         return self
 
@@ -225,12 +225,13 @@ class Doctor(Watching):
         elif records := self._meet(record):
             self._judge_all(records)
 
-    def _on_join(self) -> None:
+    def on_join(self) -> None:
+        """Keep what ranks see from now on: within ``join()`` no rank may wait for another one."""
         if not self._is_over:
             self._joining = []
 
-    def _on_joined(self) -> None:
-        """Judge the steps for which all ranks had a batch: within ``join()`` no rank may wait for another one."""
+    def on_joined(self) -> None:
+        """Judge the steps for which all ranks had a batch."""
         self._guarded(self._watch.end_step)
         seen, self._joining = self._joining, None
         if not seen or self._is_over:

@@ -107,7 +107,7 @@ def test_a_rank_alone_is_asked_at_once_where_user_code_is_seen_to_clear(name, mo
 
 
 def test_a_backward_of_another_model_leaves_no_tensor():
-    """As a census of memory runs one: beside a tiny model, what is kept of the parameters' bits is more than a share."""
+    """As a census of memory runs one: beside a tiny model, the bits of its parameters are more than a share."""
     torch.manual_seed(0)
     model = nn.Linear(15, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
