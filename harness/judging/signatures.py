@@ -364,7 +364,7 @@ def _guesses_from_values(sharded: torch.Tensor, oracle: torch.Tensor, magnitude:
         if _is_rounded(sharded, oracle, dtype):
             yield Guess(f"it equals the expected value rounded to {name}")
         if has_enough and _is_rounded(sharded, sharded, dtype) and not _is_rounded(oracle, oracle, dtype):
-            yield Guess(f"all of its elements are {name} numbers, as when it was rounded to {name} on its way")
+            yield Guess(f"all of its elements are {name} numbers: it was rounded to {name} on its way")
     factor = _common_factor(sharded, oracle) if has_enough else None
     if factor is not None:
         yield Guess(f"it is {factor:.4g} times the oracle's everywhere")

@@ -91,8 +91,9 @@ def _train(
     microbatches = _together(exchange, lambda: trainee.data(step, request.data_rank(rank)))
     generator = torch.get_rng_state()
     seen = trainee.step(microbatches)
-    more = {"data": list(map(digest_of, microbatches)), "forwards": seen.forwards, "norm_types": seen.norm_types}
-    save(file_of(folder, rank, step, "events"), seen.events, **more)
+    more = {"forwards": seen.forwards, "norm_types": seen.norm_types, "is_fully_sharded": seen.is_fully_sharded}
+    data = list(map(digest_of, microbatches))
+    save(file_of(folder, rank, step, "events"), seen.events, data=data, **more)
     save(file_of(folder, rank, step), seen.state)
     if any(exchange(not torch.equal(generator, torch.get_rng_state()))):
         raise Divergence("check: the model or step() draws random numbers, and different ones in the reference",

@@ -36,7 +36,7 @@ from shardproof.harness.training.alignment import (
     values_of,
 )  # fmt: skip
 from shardproof.harness.training.evidence import vector_of
-from shardproof.harness.training.findings import listed
+from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.recording import OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
 from shardproof.harness.verdicts.finding import Stage
@@ -593,16 +593,25 @@ class _Pair:
         more = f" and {len(known) - 8} more" if len(known) > 8 else ""
         return [
             f"microbatches count with other weights than in the reference: {listed_}{more} times the mean [S5]",
-            "as when the sum of the losses of each is divided by its own tokens, not by those of all in the step",
+            "next: the doctor says whether each counts alike, whatever its tokens [D17]",
+            f"  {_launched(self.run.recorded, 'doctor')}",
         ]
 
     def _explain_forward(self) -> list[str]:
         """Say if what microbatches compute is not the reference's by any factor; losses make up for one by then."""
         if not self._own_names or any(one is not None for one in self._factors):
             return []
+        text = (
+            "the losses are a multiple of the reference's, and these gradients are not: the forward or the loss differs"
+        )
+        if any(one.stage is Stage.MODULE_OUTPUT for side in (self.ref, self.run) for one in side.seen[0]):
+            return [text]
         return [
-            "the losses are a multiple of the reference's, and these gradients are not: the forward or the loss "
-            "differs, as with other masks or positions, dropout, or parameters or buffers of another step"
+            text,
+            "next: record the outputs of modules as well, and compare names the first that differs",
+            f"  {_launched(self.ref.recorded, 'record --stages modules --out ref-modules')}",
+            f"  {_launched(self.run.recorded, 'record --stages modules --out run-modules')}",
+            "  shardproof compare ref-modules run-modules",
         ]
 
     def _fitted(self) -> list[float]:
@@ -667,6 +676,10 @@ class _Pair:
         at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())
         index = tuple(int(one) for one in torch.unravel_index(torch.tensor(at), mine.shape))
         return index, float(other.flatten()[at]), float(mine.flatten()[at])
+
+
+def _launched(recorded: Recorded, command: str) -> str:
+    return launched(command, recorded.head.world, recorded.head.command)
 
 
 def _distance(mine: torch.Tensor, other: torch.Tensor, floor: float) -> float:

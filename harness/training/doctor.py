@@ -24,11 +24,9 @@ from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,
-    bypassed_by,
     groups_of,
-    hooks_of,
     places_of_flat,
-    replicated_ranks,
+    reducers_of,
     samplers,
     sizes_of_flat,
     wrappers_of,
@@ -140,7 +138,7 @@ class Doctor(Watching):
     # The context ----------------------------------------------------------------------------
 
     def __enter__(self) -> "Doctor":
-        self._patches.enter_context(calls.joins(self._on_join, self._on_joined))
+        self._patches.enter_context(calls.joins(self))
         self._attach(self._models)
         return self
 
@@ -193,7 +191,8 @@ class Doctor(Watching):
         self._add(list(invariants.check_start(self._starts, differ)))
 
     def _start(self, models: Sequence[nn.Module]) -> Start:
-        groups = groups_of(models, mesh=self._mesh, groups=self._groups, data=self._data)
+        wrappers = wrappers_of(models)
+        groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(self._watch.parameters())
         bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
         found = {}
@@ -202,11 +201,11 @@ class Doctor(Watching):
             box, mesh = (None, ()) if place is None else (place.box, place.mesh)
             found[name] = (box, mesh, tuple(own))
         return Start(
-            groups=groups, bits=found, replicated=replicated_ranks(models),
+            groups=groups, bits=found, replicated=wrappers.replicated,
             model=type(unwrapped(models[0])).__name__,
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models), hooks=hooks_of(models), wrappers=wrappers_of(models),
-            bypassed=bypassed_by(models), constant=_constant(parameters), seed=torch.initial_seed(),
+            flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
+            bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -225,12 +224,13 @@ class Doctor(Watching):
         elif records := self._meet(record):
             self._judge_all(records)
 
-    def _on_join(self) -> None:
+    def on_join(self) -> None:
+        """Keep what ranks see from now on: within ``join()`` no rank may wait for another one."""
         if not self._is_over:
             self._joining = []
 
-    def _on_joined(self) -> None:
-        """Judge the steps for which all ranks had a batch: within ``join()`` no rank may wait for another one."""
+    def on_joined(self) -> None:
+        """Judge the steps for which all ranks had a batch."""
         self._guarded(self._watch.end_step)
         seen, self._joining = self._joining, None
         if not seen or self._is_over:

@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 
 from shardproof.door import printable
 
@@ -55,11 +56,15 @@ def count_of(number: int, one: str, more: str) -> str:
 
 def next_lines(ranks: int) -> tuple[str, ...]:
     """Return what to run where a finding does not show its cause: the script of this process, recorded and compared."""
-    words = [word for word in sys.argv if word != "-c"] or ["train.py"]
-    record = "torchrun --nproc-per-node {0} -m shardproof record --out {1} " + shlex.join(words)
     return (
         "next: record the same data in each step on one rank and on these, and see where the runs first part",
-        f"  {record.format(1, 'ref')}",
-        f"  {record.format(ranks, 'run')}",
+        f"  {launched('record --out ref', 1, sys.argv)}",
+        f"  {launched('record --out run', ranks, sys.argv)}",
         "  shardproof compare ref run",
     )
+
+
+def launched(command: str, ranks: int, script: Sequence[str]) -> str:
+    """Return the command line of one of our commands on so many ranks, with a script and its arguments."""
+    words = [word for word in script if word != "-c"] or ["train.py"]
+    return f"torchrun --nproc-per-node {ranks} -m shardproof {command} {shlex.join(words)}"

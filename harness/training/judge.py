@@ -61,6 +61,7 @@ class OfRank:
         forwards: how many there were.
         norm_types: of the calls that computed a norm.
         data_rank: which data it reads.
+        is_fully_sharded: whether its model has units of ``fully_shard``.
     """
 
     rank: int
@@ -69,6 +70,7 @@ class OfRank:
     forwards: int
     norm_types: Sequence[float]
     data_rank: int
+    is_fully_sharded: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +155,8 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
     outcome = Outcome(0)
     full = {key: one for key, one in state_of([expected]).items() if key[0] == Stage.PARAMETER}
     moved: set[tuple[int, int]] = set()
+    #: By name and part, the ranks that hold it, whosever it should be.
+    held: dict[tuple[Key, Box], set[Box]] = {}
     for (rank, seen), (key, whole) in itertools.product(enumerate(starts), full.items()):
         if key not in seen or (layout := seen[key][0].layout) is None:
             outcome.note("initial parameters of which it is not known where their elements belong")
@@ -161,6 +165,7 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
         outcome.compared += 1
         mine = part_of(whole, layout.box).reshape(tensor.shape).cpu()
         if torch.equal(tensor, mine):
+            held.setdefault((key, layout.box), set()).add(layout.box)
             continue
         for other, there in enumerate(starts):
             its = there[key][0].layout if key in there else None
@@ -168,6 +173,7 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
                 part_of(whole, its.box).reshape(tensor.shape).cpu(), tensor
             ):  # fmt: skip
                 moved.add((rank, other))
+                held.setdefault((key, its.box), set()).add(layout.box)
                 break
         index = int((tensor != mine).flatten().nonzero()[0])
         text = f"run {float(tensor.flatten()[index]):.9g}, reference {float(mine.flatten()[index]):.9g}"
@@ -181,8 +187,10 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
         outcome.signature = "S12"
         names = len({one.location.name for one in outcome.found})
         told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(moved)[:4]]
+        is_another_order = all(len(boxes) == 1 for boxes in held.values())
         outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [S12]",
-                         "as when shards are loaded in another order of ranks than that of the mesh"]  # fmt: skip
+                         "shards are in another order of ranks than that of the mesh" if is_another_order
+                         else "some shards are on several ranks in place of others"]  # fmt: skip
     return outcome
 
 
@@ -479,9 +487,8 @@ class Judge:
                 held = [mine.double().flatten() for key, (_, mine) in rank.events.items() if key[0] == Stage.GRADIENT]
                 local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
                 guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
-                text = f"{guess.seen}, as when {guess.cause} [S6]" if guess is not None else self._summed(
-                    float(value), float(pair[1]), rank, kind)  # fmt: skip
-                if text:
+                text = self._summed(float(value), float(pair[1]), rank, kind)
+                if text := text or (f"{guess.seen} [S6]" if guess is not None else ""):
                     self.outcome.signature, self.outcome.lines = "S6", [text]
                 yield one
 
@@ -652,12 +659,19 @@ class Judge:
         wrong = [one for one, factor in zip(self._ranks, factors, strict=True) if abs(factor - 1) > self._near]
         shown = ", ".join(_once(f"{factors[one.rank]:.4g}" for one in wrong)[:6])
         where = "every rank" if len(wrong) == len(self._ranks) else ranks_of([one.rank for one in wrong])
-        self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
-                                  f"optimizer's step on {where}: they are scaled by another norm")  # fmt: skip
         size = math.hypot(*(float(torch.linalg.vector_norm(tensor.double()))
                             for key, tensor in self._oracle.tensors.items() if key[0] == Stage.GRADIENT))  # fmt: skip
         told = [self._summed(size / factors[one.rank], size, one, 2.0) for one in wrong]
-        if told and told[0] and len(set(told)) == 1:
+        is_norm = bool(told and told[0] and len(set(told)) == 1)
+        named = {name for one in wrong if (name := self._named(factors[one.rank])[1])}
+        why = "--off clipping shows whether clip_grad_norm_() scales them"
+        if is_norm:
+            why = "they are scaled by another norm"
+        elif len(named) == 1 and len(wrong) == len(self._ranks):
+            why = f"user code multiplies them by {named.pop()} x what the reference's are multiplied by"
+        self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
+                                  f"optimizer's step on {where}: {why}")  # fmt: skip
+        if is_norm:
             self.outcome.signature = "S6"
             self.outcome.lines.append(told[0])
 
@@ -681,12 +695,11 @@ class Judge:
                     continue
                 over = " and ".join(dims[number][0] for number in some)
                 if not some:
-                    return "it is the norm of what this rank alone holds, as when its reduction is missing [S6]"
+                    return "it is the norm of what this rank alone holds: nothing of other ranks is in it [S6]"
                 if norm > exact:
-                    return (f"it sums what each rank of {over} holds, as when parts that several hold are counted on "
-                            "each [S6]")  # fmt: skip
+                    return f"it sums what each rank of {over} holds, and what several hold as often as they do [S6]"
                 lacks = " and ".join(dims[number][0] for number in others)
-                return f"it sums what the ranks of {over} hold, as when the sum over {lacks} is missing [S6]"
+                return f"it sums what the ranks of {over} hold, and nothing over {lacks} [S6]"
         return ""
 
     def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
@@ -718,9 +731,10 @@ class Judge:
             told, since = ("losses and own gradients", "backward") if self._has_own else ("losses", "the loss")
             lines.append(f"{told} agree (factor {loss:.4g}): the mistake lies between {since} and the gradients")
         if self._since is None and everything and loss == 1 and abs(factor * size - 1) < self._near:
+            others = ", or set_gradient_divide_factor(1) of fully_shard"
             lines.append(
-                "as when a loss that is divided by the tokens of all ranks is averaged over the ranks again: "
-                f"multiply it by {self._mend(1 / size)}, or set_gradient_divide_factor(1) of fully_shard"
+                "the loss of a microbatch is the reference's, and its gradients are averaged over the ranks besides: "
+                f"multiply it by {self._mend(1 / size)}{others * self._ranks[0].is_fully_sharded}"
             )
         elif self._since is None and everything:
             lines.append(f"multiply the loss of each microbatch by {self._mend(exact)}")

@@ -46,7 +46,7 @@ from shardproof.harness.tensors.pieces import Spans
 from shardproof.harness.tensors.trees import on_host as values_on_host
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
-from shardproof.harness.watching.groups import DATA, groups_of
+from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import LayoutOf, Watch
@@ -284,7 +284,7 @@ class Recording(Watching):
                     )
                 shapes[name] = tuple(parameter.shape)
         try:
-            groups = groups_of(models, mesh=self._mesh, groups={}, data=DATA)
+            groups = groups_of(models, wrappers_of(models), mesh=self._mesh, groups={}, data=DATA)
         except NotWatchable as error:
             raise NotWatchable(f"record: mesh: no data-parallel dimension, such as {', '.join(DATA[:4])}") from error
         if self._folder is not None:  # of a module that was called before the model

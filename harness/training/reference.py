@@ -187,7 +187,13 @@ class Worker:
                 raise NotCheckable(f"check: step() used {one.forwards} of the {forwards} microbatches of the "
                                    "reference: it must train on all that it is given")  # fmt: skip
         ranks = [
-            judge.OfRank(rank, events, after[rank], more["forwards"], more["norm_types"], request.data_rank(rank))
+            judge.OfRank(
+                rank,
+                events,
+                after[rank],
+                data_rank=request.data_rank(rank),
+                **{key: more[key] for key in ("forwards", "norm_types", "is_fully_sharded")},
+            )
             for rank, (events, more) in enumerate(seen)
         ]
         judging = judge.Judge(

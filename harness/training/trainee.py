@@ -34,7 +34,7 @@ from shardproof.harness.training.request import Functions, NotCheckable, Request
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import sizes_of_flat
-from shardproof.harness.watching.names import parameters_of
+from shardproof.harness.watching.names import meshes_of_units, parameters_of
 from shardproof.harness.watching.records import StepRecord
 from shardproof.harness.watching.watch import Watch
 
@@ -138,6 +138,7 @@ class StepSeen:
     forwards: int
     norm_types: list[float]
     narrowest: torch.dtype
+    is_fully_sharded: bool
 
 
 class Trainee:
@@ -310,7 +311,7 @@ class Trainee:
         events, self._events = self._events, {}
         return StepSeen(
             events, self.state(), record.forwards, [one.norm_type for one in record.norms],
-            narrow.dtype if narrow is not None else torch.float64,
+            narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
         )  # fmt: skip
 
     def _call(self, microbatches: list[Any]) -> None:

@@ -12,8 +12,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,59 +60,78 @@ class Observer(Protocol):
         """Before all process groups are destroyed."""
 
 
+class Joiner(Protocol):
+    """Is told where ``join()`` begins and ends, in which ranks have different numbers of batches."""
+
+    def on_join(self) -> None:
+        """Before it begins."""
+
+    def on_joined(self) -> None:
+        """After it has ended, on all ranks together; one that an exception leaves is none that has ended."""
+
+
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
 
 #: Kinds of collectives whose two sides differ, or that have no tensors.
 _NOT_NOTED = frozenset({"send", "recv", "barrier"})
 
-#: The functions are replaced once for all observers: of two replacements, one inside of the other, the outer one alone
-#: could be taken back.
-_observers: list[Observer] = []
-_replacements = contextlib.ExitStack()
-_joining: list[tuple[Callable[[], None], Callable[[], None]]] = []
-_of_joins = contextlib.ExitStack()
+_T = TypeVar("_T")
 
 
-@contextlib.contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Tell an observer of the calls in this context."""
-    if not _observers:
-        for path, value in _functions():
-            _replacements.enter_context(_replaced(path, value))
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-        if not _observers:
-            _replacements.close()
+class _Observers(Generic[_T]):
+    """Whoever is told of the calls of some functions.
 
+    The functions are replaced once for all of them: of two replacements, one inside of the other, the outer one alone
+    could be taken back.
 
-@contextlib.contextmanager
-def joins(entered: Callable[[], None], left: Callable[[], None]) -> Iterator[None]:
-    """Call something where ``join()`` begins, in which ranks have different numbers of batches, and where it has ended.
-
-    It ends on all ranks together; one that an exception leaves is none that has ended.
+    Args:
+        functions: yields them, each under all its names, with what takes its place.
     """
-    if not _joining:
-        path = f"{Join.__module__}.{Join.__name__}"
-        _of_joins.enter_context(_replaced(f"{path}.__enter__", _before_join(Join.__enter__)))
-        _of_joins.enter_context(_replaced(f"{path}.__exit__", _after_join(Join.__exit__)))
-    mine = (entered, left)
-    _joining.append(mine)
-    try:
-        yield
-    finally:
-        _joining.remove(mine)
-        if not _joining:
-            _of_joins.close()
+
+    def __init__(self, functions: Callable[[], Iterable[tuple[str, Callable[..., Any]]]]) -> None:
+        self._functions = functions
+        self._all: list[_T] = []
+        self._replacements = contextlib.ExitStack()
+
+    def __iter__(self) -> Iterator[_T]:
+        return iter(list(self._all))  # one may leave when it is told
+
+    @contextlib.contextmanager
+    def including(self, observer: _T) -> Iterator[None]:
+        """Tell an observer of the calls in this context."""
+        if not self._all:
+            for path, value in self._functions():
+                self._replacements.enter_context(_replaced(path, value))
+        self._all.append(observer)
+        try:
+            yield
+        finally:
+            self._all.remove(observer)
+            if not self._all:
+                self._replacements.close()
+
+
+def observed(observer: Observer) -> contextlib.AbstractContextManager[None]:
+    """Tell an observer of the calls in this context."""
+    return _observers.including(observer)
+
+
+def joins(joiner: Joiner) -> contextlib.AbstractContextManager[None]:
+    """Tell of each ``join()`` in this context, which may begin before a model is observed, and end after it."""
+    return _joiners.including(joiner)
+
+
+def _of_joins() -> Iterator[tuple[str, Callable[..., Any]]]:
+    path = f"{Join.__module__}.{Join.__name__}"
+    yield f"{path}.__enter__", _before_join(Join.__enter__)
+    yield f"{path}.__exit__", _after_join(Join.__exit__)
 
 
 def _before_join(enter: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enter)
     def __enter__(self: Any) -> Any:
-        for entered, _ in list(_joining):
-            entered()
+        for one in _joiners:
+            one.on_join()
         return enter(self)
 
     return __enter__
@@ -122,15 +141,14 @@ def _after_join(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def __exit__(self: Any, kind: Any, error: Any, trace: Any) -> Any:
         value = leave(self, kind, error, trace)
-        for _, left in list(_joining) if error is None else ():
-            left()
+        for one in _joiners if error is None else ():
+            one.on_joined()
         return value
 
     return __exit__
 
 
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the functions that are replaced, each under all its names, with what takes its place."""
     if (total := private.find(_TOTAL)) is not None:
         for path in (_TOTAL, "torch.nn.utils.clip_grad.get_total_norm", "torch.nn.utils.get_total_norm"):
             yield path, _after_total(total)
@@ -161,7 +179,7 @@ def _after_total(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         value = function(tensors, norm_type, *args, **kwargs)
-        for one in list(_observers):
+        for one in _observers:
             one.on_norm("get_total_norm", value, None, float(norm_type))
         return value
 
@@ -171,7 +189,7 @@ def _after_total(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in list(_observers):
+        for one in _observers:
             one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0)
         return function(parameters, max_norm, total_norm, *args, **kwargs)
 
@@ -183,7 +201,7 @@ def _after_cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
     def cross_entropy(input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
         value = function(input, target, weight, *args, **kwargs)
         if weight is None and not args and not torch.compiler.is_compiling():
-            for one in list(_observers):
+            for one in _observers:
                 one.on_cross_entropy(value, target, kwargs)
         return value
 
@@ -196,7 +214,7 @@ def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if depth[0] == 0:
-            for one in list(_observers):
+            for one in _observers:
                 one.on_backward([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
         depth[0] += 1
         try:
@@ -211,7 +229,7 @@ def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
-        for one in list(_observers):
+        for one in _observers:
             one.on_scaler_update()
         return result
 
@@ -221,7 +239,7 @@ def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in list(_observers):
+        for one in _observers:
             one.on_zero_grad()
         return function(self, *args, **kwargs)
 
@@ -231,7 +249,7 @@ def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def unscale_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in list(_observers) if self.is_enabled() else ():
+        for one in _observers if self.is_enabled() else ():
             one.on_unscale()
         return function(self, *args, **kwargs)
 
@@ -241,10 +259,10 @@ def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
 def _around_step(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in list(_observers):
+        for one in _observers:
             one.on_engine_step(self)
         result = function(self, *args, **kwargs)
-        for one in list(_observers):
+        for one in _observers:
             one.on_engine_stepped(self)
         return result
 
@@ -254,7 +272,7 @@ def _around_step(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def destroy_process_group(group: Any = None) -> None:
-        for one in list(_observers) if group in (None, dist.group.WORLD) else ():
+        for one in _observers if group in (None, dist.group.WORLD) else ():
             one.on_destroy()
         function(group)
 
@@ -268,7 +286,7 @@ def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) 
             # Of a group that the loop has destroyed nobody knows the ranks; a model may go on with it.
             with contextlib.suppress(KeyError):
                 collective = collective_of(group, kind, args, kwargs)
-                for one in list(_observers):
+                for one in _observers:
                     one.on_collective(collective)
         depth[0] += 1
         try:
@@ -297,3 +315,7 @@ def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
         # Whoever has replaced it since then keeps it.
         if before is not None and vars(owner).get(name) is value:
             setattr(owner, name, before)
+
+
+_observers: _Observers[Observer] = _Observers(_functions)
+_joiners: _Observers[Joiner] = _Observers(_of_joins)

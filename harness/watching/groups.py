@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -27,8 +27,62 @@ DATA = (
 _OF_MODELS = ("tp", "sp", "pp", "ep", "mp", "model", "tensor", "expert", "pipe", "stage")
 
 
+class Wrappers(NamedTuple):
+    """The wrappers by DDP or FSDP1 of models: what would reduce their gradients.
+
+    Attributes:
+        inside: those that models are, or have in them.
+        around: those in which models are: the loop calls what is in them, and not them.
+    """
+
+    inside: tuple[Any, ...]
+    around: tuple[Any, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of their classes."""
+        return _classes((*self.inside, *self.around))
+
+    @property
+    def bypassed(self) -> tuple[str, ...]:
+        """The names of the classes of those that the loop does not call."""
+        return _classes(self.around)
+
+    @property
+    def replicated(self) -> tuple[int, ...]:
+        """The ranks that DDP keeps equal; empty without it."""
+        for module in (*self.inside, *self.around):
+            if isinstance(module, DistributedDataParallel):
+                return tuple(dist.get_process_group_ranks(module.process_group))
+        return ()
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """The names of the communication hooks that user code has registered."""
+        found = []
+        for module in (*self.inside, *self.around):
+            hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())] or [getattr(module, "_comm_hook", None)]
+            found += [getattr(hook, "__name__", type(hook).__name__) for hook in hooks if hook is not None]
+        return tuple(dict.fromkeys(found))
+
+
+def wrappers_of(models: Sequence[nn.Module]) -> Wrappers:
+    """Return the wrappers of models, by one walk over all objects of the process."""
+    mine = {id(model) for model in models}
+    around = []
+    for one in gc.get_objects():
+        # Not by isinstance, which asks proxies of dead objects.
+        if not issubclass(type(one), nn.Module) or not _is_wrapper(one):
+            continue
+        if id(one) not in mine and any(id(module) in mine for module in one.modules()):
+            around.append(one)
+    inside = (module for model in models for _, module in modules_of(model) if _is_wrapper(module))
+    return Wrappers(tuple(inside), tuple(around))
+
+
 def groups_of(
     models: Sequence[nn.Module],
+    wrappers: Wrappers,
     *,
     mesh: DeviceMesh | None,
     groups: Mapping[str, dist.ProcessGroup],
@@ -63,7 +117,7 @@ def groups_of(
     if (mesh is not None or groups or (named and tuple(data) != DATA)) and not over_data:
         known = ", ".join(named)
         raise NotWatchable(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
-    for module in _wrappers(models):
+    for module in (*wrappers.inside, *wrappers.around):
         members = tuple(dist.get_process_group_ranks(module.process_group))
         name = "dp" if isinstance(module, DistributedDataParallel) else "fsdp"
         if not any(set(members) <= set(named[known]) for known in over_data):
@@ -73,32 +127,9 @@ def groups_of(
     return Groups(named, ", ".join(dict.fromkeys(sources)), tuple(dict.fromkeys(over_data)))
 
 
-def replicated_ranks(models: Sequence[nn.Module]) -> tuple[int, ...]:
-    """Return the ranks that DDP keeps equal; empty without it."""
-    for module in _wrappers(models):
-        if isinstance(module, DistributedDataParallel):
-            return tuple(dist.get_process_group_ranks(module.process_group))
-    return ()
-
-
-def hooks_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of the communication hooks that user code has registered with DDP or FSDP1."""
-    found = []
-    for module in _wrappers(models):
-        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())] or [getattr(module, "_comm_hook", None)]
-        found += [getattr(hook, "__name__", type(hook).__name__) for hook in hooks if hook is not None]
-    return tuple(dict.fromkeys(found))
-
-
-def wrappers_of(models: Sequence[nn.Module]) -> tuple[str, ...]:
+def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> tuple[str, ...]:
     """Return the names of what reduces the gradients of models in backward."""
-    found = dict.fromkeys(type(module).__name__ for module in _wrappers(models))
-    return (*found, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
-
-
-def bypassed_by(models: Sequence[nn.Module]) -> tuple[str, ...]:
-    """Return the names of what would reduce gradients of models, if the loop called it, and not the model inside."""
-    return tuple(dict.fromkeys(type(one).__name__ for one in _around(models)))
+    return (*wrappers.names, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
 
 
 def samplers() -> list[str]:
@@ -163,23 +194,12 @@ def _is_flat(module: nn.Module) -> bool:
     return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
-def _wrappers(models: Sequence[nn.Module]) -> Iterator[Any]:
-    for model in models:
-        for _, module in modules_of(model):
-            if isinstance(module, DistributedDataParallel) or _is_flat(module):
-                yield module
-    yield from _around(models)
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel) or _is_flat(module)
 
 
-def _around(models: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yield the wrappers by DDP or FSDP1 in which models are: the loop calls what is in them, and not them."""
-    mine = {id(model) for model in models}
-    for one in gc.get_objects():
-        # Not by isinstance, which asks proxies of dead objects.
-        if not issubclass(type(one), nn.Module) or not (isinstance(one, DistributedDataParallel) or _is_flat(one)):
-            continue
-        if id(one) not in mine and any(id(module) in mine for module in one.modules()):
-            yield one
+def _classes(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:

@@ -45,21 +45,30 @@ class OwnGradients:
 
     A hook of a tensor runs for what ``torch.autograd.grad()`` returns to user code as well as for what a backward pass
     accumulates. The first may be an inner step of meta-learning, or a gradient whose norm is penalized: it counts
-    only where a parameter gets no other in the step.
+    only where a parameter gets no other in the step. Of a parameter with hooks of user code there are two: the one
+    that they are given, and what they make of it.
     """
 
     def __init__(self) -> None:
         self._of: dict[str, list[tuple[int, Pending]]] = {}
+        self._given: dict[str, list[tuple[int, Pending]]] = {}
         self._waiting: list[Pending] = []
         self._waiting_numel = 0
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
-    def add(self, name: str, number: int, local: torch.Tensor, layout: Layout, *, is_returned: bool) -> Pending:
-        """Add a gradient of a backward pass; one ``is_returned`` until :meth:`accumulate` says that it is not."""
+    def add(
+        self, name: str, number: int, local: torch.Tensor, layout: Layout, *, is_given: bool, is_returned: bool
+    ) -> Pending:
+        """Add a gradient of a backward pass.
+
+        Args:
+            is_given: whether it is the one that hooks of user code are given.
+            is_returned: whether ``torch.autograd.grad()`` may return it; :meth:`accumulate` tells that it does not.
+        """
         pending = Pending(local, layout, is_returned=is_returned)
-        self._of.setdefault(name, []).append((number, pending))
+        (self._given if is_given else self._of).setdefault(name, []).append((number, pending))
         if not is_small(local):
             digest([pending])
             return pending
@@ -73,17 +82,18 @@ class OwnGradients:
 
     def accumulate(self, name: str) -> None:
         """Note that the last gradient of a parameter was accumulated into its ``.grad``."""
-        for _, pending in self._of.get(name, [])[-1:]:
-            pending.is_returned = False
+        for each in (self._of, self._given):
+            for _, pending in each.get(name, [])[-1:]:
+                pending.is_returned = False
 
     def digest(self) -> None:
         """Make the digests of those that wait for others."""
         digest(self._waiting)
         self._waiting, self._waiting_numel = [], 0
 
-    def counted(self) -> Iterator[tuple[str, int, Pending]]:
+    def counted(self, *, is_given: bool = False) -> Iterator[tuple[str, int, Pending]]:
         """Yield names, numbers of backward passes, and gradients; of a name the returned ones where it has no other."""
-        for name, parts in self._of.items():
+        for name, parts in (self._given if is_given else self._of).items():
             accumulated = [part for part in parts if not part[1].is_returned]
             yield from ((name, number, one) for number, one in accumulated or parts)
 

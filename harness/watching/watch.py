@@ -240,7 +240,7 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        self._own, self._given = OwnGradients(), OwnGradients()
+        self._own = OwnGradients()
         self._after_backward: dict[str, Pending] = {}
         self._at_step: dict[str, Pending] = {}
         self._unplaced: set[str] = set()
@@ -455,8 +455,7 @@ class Watch:
             self._emit(Event.of(Stage.OWN_GRADIENT, name, layout, self._backwards), local)
         if not self._makes_digests:
             return
-        own = self._given if is_given else self._own
-        pending = own.add(name, self._backwards, local, layout, is_returned=is_leaf)
+        pending = self._own.add(name, self._backwards, local, layout, is_given=is_given, is_returned=is_leaf)
         if not is_given:
             self._finite.append((f"gradient of {name!r} before its reduction", pending))
 
@@ -464,7 +463,6 @@ class Watch:
     def _on_accumulated(self, name: str, _: torch.Tensor) -> None:
         if self.is_watching and not self._stepped:
             self._own.accumulate(name)
-            self._given.accumulate(name)
 
     @guarded
     @torch.no_grad()
@@ -477,7 +475,6 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._own.digest()
-        self._given.digest()
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
             self._left.end_backward(self.parameters())
@@ -625,7 +622,8 @@ class Watch:
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         if self.is_watching and not self._stepped:
             scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
-            self._note_drop()
+            if self._forwards or self._finite:  # else it is of another model, and nothing of it is kept
+                self._note_drop()
             self._leaks = self._leaks or (self._backwards if self._for_others else 0)
             for index, tensor in enumerate(scalars):
                 place = layout_of(tensor) if isinstance(tensor, DTensor) else Layout(Box(()))
@@ -808,7 +806,6 @@ class Watch:
 
     def _record(self) -> StepRecord:
         self._own.digest()  # an optimizer may step in the middle of a backward
-        self._given.digest()
         record = StepRecord(
             0, self.step, forwards=self._forwards, backwards=self._backwards, rows=self._rows, off=self._off,
             zeroed=self._zeroed,
@@ -821,7 +818,7 @@ class Watch:
         record.divided = [None if one is None else next(of_parts) for one in self._divided]
         pending = [(record.own, *one) for one in self._own.counted()]
         record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
-        pending += [(record.given, *one) for one in self._given.counted()]
+        pending += [(record.given, *one) for one in self._own.counted(is_given=True)]
         every = [one for *_, one in pending] + [*self._after_backward.values(), *self._at_step.values()]
         seen = [
             Gradient(one.layout.box, one.layout.pending, mark, one.dtype)

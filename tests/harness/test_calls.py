@@ -1,8 +1,14 @@
 """Functions of torch that are observed are torch's own again when nobody observes them."""
 
+import gc
+import weakref
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 
+from shardproof.harness.training.doctor import doctor
 from shardproof.harness.watching import calls
 
 
@@ -40,3 +46,22 @@ def test_methods_that_are_not_of_python_are_put_back_as_they_were() -> None:
         pass
     method = vars(dist.ProcessGroup)["allreduce"]
     assert hasattr(method, "__get__"), "it is not bound to the group that it is called on"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["as they began", "inside out"])
+def test_two_doctors_leave_join_as_it_was_and_keep_no_model(order) -> None:
+    """A replaced function that stays keeps the doctor that replaced it, and through it a model that is never freed."""
+    before = Join.__enter__, Join.__exit__
+    watching, models = [], []
+    for _ in order:
+        model = torch.nn.Linear(2, 2)
+        models.append(weakref.ref(model))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        watching.append(doctor(model, optimizer, on_finding="collect").__enter__())
+    del model, optimizer
+    for number in order:
+        watching[number].close()
+    watching.clear()
+    gc.collect()
+    assert before == (Join.__enter__, Join.__exit__), "join() is still replaced"
+    assert [one() for one in models] == [None, None], "a model is kept"

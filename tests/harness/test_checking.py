@@ -214,6 +214,7 @@ def answer(folder, *, seen=None, **fields):
         if seen is not None:
             seen(rank, one)
         more = {"data": [digest_of(batch) for batch in microbatches], "forwards": one.forwards, "norm_types": [2.0]}
+        more["is_fully_sharded"] = one.is_fully_sharded
         save(file_of(str(folder), rank, 0, "events"), one.events, **more)
         save(file_of(str(folder), rank, 0), one.state)
         trainee.close()
@@ -275,7 +276,7 @@ def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(w
     assert said["lines"] == [
         "gradients agree after backward and are 0.7071 x the reference's at the optimizer's step on every rank: they "
         "are scaled by another norm",
-        "it sums what each rank of dp holds, as when parts that several hold are counted on each [S6]",
+        "it sums what each rank of dp holds, and what several hold as often as they do [S6]",
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import invariants, reduction
+from shardproof.harness.training import comparing, invariants, judge, reduction
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
@@ -566,6 +566,7 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 
 def test_no_line_of_the_doctor_guesses():
-    """What is printed was seen, or is what to do."""
-    sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in (invariants, reduction)]
-    assert not [line.strip() for text in sources for line in text.splitlines() if '"as when' in line]
+    """What is printed was seen, or is what to do; in check and compare as well."""
+    modules = (invariants, reduction, judge, comparing)
+    sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
+    assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]

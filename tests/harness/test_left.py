@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardproof.harness.tensors import memory
 from shardproof.harness.training.doctor import doctor
 from shardproof.harness.watching import left
 
@@ -103,3 +104,42 @@ def test_a_rank_alone_is_asked_at_once_where_user_code_is_seen_to_clear(name, mo
     monkeypatch.setattr(left.Left, "gone", gone)
     train(CLEARS[name], 1, [])
     assert known == [name == "zero_ of data"]
+
+
+def test_a_backward_of_another_model_leaves_no_tensor():
+    """As a census of memory runs one: beside a tiny model, the bits of its parameters are more than a share."""
+    torch.manual_seed(0)
+    model = nn.Linear(15, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = memory.held_bytes(torch.device("cpu"))
+    with doctor(model, optimizer, on_finding="collect", steps=range(STEPS)):
+        assert memory.held_bytes(torch.device("cpu")) == before
+        for _ in range(2):
+            model(torch.randn(4, 15)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_root_called", [True, False])
+def test_weights_that_are_perturbed_between_passes_are_known_by_the_first_backward(is_root_called):
+    """A loop that calls parts of the model has no forward of the root, and its second pass replaces the first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = batches()
+    with doctor(model, optimizer, on_finding="collect", steps=range(STEPS)) as watching:
+        for _ in range(STEPS):
+            inputs, labels = next(data)
+            before = [one.detach().clone() for one in model.parameters()]
+            for _ in range(2):
+                optimizer.zero_grad()
+                output = model(inputs) if is_root_called else model[2](model[1](model[0](inputs)))
+                F.cross_entropy(output, labels).backward()
+                with torch.no_grad():
+                    for one in model.parameters():
+                        one.add_(one.grad, alpha=0.05)
+            with torch.no_grad():
+                for one, value in zip(model.parameters(), before, strict=True):
+                    one.copy_(value)
+            optimizer.step()
+    assert [one.render() for one in watching.findings] == []

@@ -242,7 +242,7 @@ def test_rounding_to_a_narrower_dtype_is_recognised(step, name):
     step[0].gradients["weight"] = whole(exact.to(dtype).float())
     assert f"\n  it equals the expected value rounded to {name}" in told_of(step)
     step[0].gradients["weight"] = whole((exact * (1 + 2 * torch.finfo(dtype).eps)).to(dtype).float())
-    assert f"\n  all of its elements are {name} numbers, as when it was rounded to {name} on its way" in told_of(step)
+    assert f"\n  all of its elements are {name} numbers: it was rounded to {name} on its way" in told_of(step)
 
 
 def test_errors_of_the_size_of_roundings_are_called_so():

@@ -209,8 +209,9 @@ SAID = {
                "every gradient is exactly 4.0000 x the reference's (4 of 4): the number of microbatches [S1]"),
     "zero_grad": ("gradient of 'inner.0.weight' in step 1", "it has the last of 4 microbatches only", "[S4]"),
     "weights": ("gradient of the output of 'head' in step 1",
-                "other weights than in the reference: 0.4, 0.8, 1.2, 1.6 times the mean [S5]"),
-    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss differs, as with other"),
+                "other weights than in the reference: 0.4, 0.8, 1.2, 1.6 times the mean [S5]\n  next: the doctor says "
+                "whether each counts alike, whatever its tokens [D17]\n    torchrun --nproc-per-node 1 -m shardproof "),
+    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss differs\n"),
     "no gradient": ("gradient at the optimizer's step of 'head.bias' in step 1", "has no gradient", "[S10]"),
     "not finite": ("gradient at the optimizer's step of 'head.bias' in step 1", "it is not finite"),
     "still": ("parameter after step of 'inner.0.weight' in step 1", "the optimizer has not moved it [S7]"),
@@ -352,3 +353,14 @@ def test_ranks_whose_learning_rates_differ(rank: Rank):
     found = compare(read(rank.tmp_path / "equal"), read(rank.tmp_path / "different"))
     line = "what ranks hold moved 1, 3 times as far as the reference's, by rank: learning rates differ"
     assert found.divergent[0].lines == [f"with equal gradients, {line}"], found.divergent
+
+
+def test_where_the_forward_differs_what_shows_the_module_is_said(tmp_path, capsys):
+    for name, mistake in (("ref", ""), ("run", "forward")):
+        train(tmp_path / name, mistake=mistake, stages=["parameters"])
+    code, text = compared(capsys, tmp_path / "ref", tmp_path / "run")
+    assert code == 1, text
+    first, *_, last = text.partition("the forward or the loss differs\n")[2].splitlines()[:4]
+    assert first == "  next: record the outputs of modules as well, and compare names the first that differs"
+    assert "-m shardproof record --stages modules --out run-modules" in text
+    assert last == "    shardproof compare ref-modules run-modules", text
