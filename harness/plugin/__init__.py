@@ -5,7 +5,7 @@ Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, `
 project's conftest names the plugin as ``shardproof.plugin``; case modules import ``marks`` by
 ``shardproof.testing``. Nothing else is imported from outside.
 
-- ``hooks``: the hook functions; makes one pytest item for each implementation and world; exit codes and signals.
+- ``hooks``: the hook functions; makes one pytest item for each implementation and world; exit codes.
 - ``state``: the objects that the hooks of one pytest process share.
 - ``options``: a row for each option, with its check; ``command_line``: the options in pytest's parser;
   ``selection``: what their checked values select.
@@ -23,6 +23,8 @@ project's conftest names the plugin as ``shardproof.plugin``; case modules impor
 - ``reproduction``: the command that repeats one case.
 - ``explaining``: runs a failed case again with capture on.
 - ``progress``: which cases were selected and which have a record.
-- ``terminal``: the live line, lines of waits, and failures that are alike once; the counts at the end are in ``hooks``.
+- ``live``: the live line; ``terminal``: lines of waits, and failures that are alike once; the counts at the end are in
+  ``hooks``.
+- ``signals``: signals that end a run.
 - ``known_failures``: strict expected failures, of one implementation and of a whole run.
 """

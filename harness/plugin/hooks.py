@@ -1,15 +1,11 @@
 """The hooks of the pytest plugin; the other modules of this room do the work."""
 
-import gc
-import os
 import pathlib
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Generator, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from _pytest._code.code import Traceback
@@ -21,6 +17,7 @@ from shardproof.harness.plugin import (
     effort,
     environment,
     explaining,
+    live,
     marks,
     options,
     selection,
@@ -30,6 +27,7 @@ from shardproof.harness.plugin import (
 )
 from shardproof.harness.plugin.packaged import SuiteModule, is_suites
 from shardproof.harness.plugin.records import MadeRecord
+from shardproof.harness.plugin.signals import EndingSignals
 from shardproof.harness.plugin.state import STATE, State
 from shardproof.harness.worlds import forkserver, scratch, waiting
 from shardproof.runfile import LeftOut, Verdict
@@ -41,64 +39,6 @@ ASKED_NOTHING = 6
 
 #: No case failed, but the run is incomplete, or its run file could not be written.
 INCOMPLETE = 7
-
-
-# SIGTERM and SIGHUP end a run as Ctrl-C does: worlds are stopped and the run file names the reason. A second signal,
-# also one while the process exits, ends it at once.
-
-_CAUGHT = {
-    signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL,
-}  # fmt: skip
-
-
-class Ended(KeyboardInterrupt):
-    """A signal asked the process to end; the message is the signal's name.
-
-    pytest ends a run on KeyboardInterrupt, and no ``except Exception`` on the way swallows it.
-    """
-
-
-class EndingSignals:
-    """Handlers of the signals that ask a process to end, until they are restored; ``has_ended``: one has asked it."""
-
-    def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
-        self.has_ended = False
-
-    def install(self) -> None:
-        """Handle the signals that have their default effect.
-
-        A handler that another plugin has set, and a signal that is ignored as under ``nohup``, are left alone.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for number, default in _CAUGHT.items():
-            if signal.getsignal(number) is default:
-                self._before[number] = signal.signal(number, self._end)
-
-    def restore(self) -> None:
-        """Restore the handlers that :meth:`install` replaced, unless the process has been asked to end."""
-        while self._before and not self.has_ended:
-            number, before = self._before.popitem()
-            signal.signal(number, before)
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        if self.has_ended:
-            _end_at_once(number)
-        self.has_ended = True
-        # Five collections of all that torch has made, for objects that the process leaves to its end.
-        gc.freeze()
-        raise KeyboardInterrupt if number == signal.SIGINT else Ended(signal.Signals(number).name)
-
-
-def _end_at_once(number: int) -> NoReturn:
-    """End this process by a signal, with its ranks and without its directory."""
-    for each in _CAUGHT:  # a third signal needs no handler
-        signal.signal(each, signal.SIG_DFL)
-    forkserver.kill()
-    scratch.remove_at_once()
-    os.kill(os.getpid(), number)
-    raise AssertionError("unreachable: the signal has its default effect")
 
 
 # Makes one pytest item of a case for each implementation and world, and refuses items that cannot run on ranks.
@@ -242,7 +182,7 @@ def pytest_report_collectionfinish(config: pytest.Config, items: Sequence[pytest
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Show a live line, if this run may have one; pytest's own terminal is configured by now."""
-    terminal.register(session.config)
+    live.register(session.config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from shardproof.harness.plugin import terminal
+from shardproof.harness.plugin import live
 from tests.harness.inner import PYTHONPATH, QUIET
 
 pytestmark = pytest.mark.sampled
@@ -80,7 +80,7 @@ def registered(*, is_terminal=True, verbose=0, capture="fd", **attributes):
     reporter = types.SimpleNamespace(isatty=lambda: is_terminal)
     manager = types.SimpleNamespace(getplugin=lambda name: reporter, register=lambda *given: found.append(given))
     option = types.SimpleNamespace(verbose=verbose, capture=capture)
-    terminal.register(types.SimpleNamespace(pluginmanager=manager, option=option, **attributes))
+    live.register(types.SimpleNamespace(pluginmanager=manager, option=option, **attributes))
     return bool(found)
 
 
@@ -120,4 +120,4 @@ def test_without_rich_there_is_no_line(without_ci, monkeypatch):
     ],
 )
 def test_a_case_is_named_in_a_few_words(nodeid, label):
-    assert terminal.label_of(nodeid) == label
+    assert live.label_of(nodeid) == label
