@@ -13,15 +13,13 @@ from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, insta
 
 pytestmark = pytest.mark.sampled
 
-DATA = ("contract.json", "run-file.schema.json")
-
 
 def sources(folder):
     """The folder's files as git would see them, as paths in a wheel."""
     prefix = "" if folder == "fsdp_impl" else "shardproof/"
     files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     kinds = (".css", ".html", ".js", ".py", ".svg", ".toml", ".tsv", ".typed")
-    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds or path.name in DATA}
+    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +94,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
     rooms = ("", "commands", "own", "testing", "trainers")
     own = [path for room in rooms for path in (ROOT / "shardproof" / room).iterdir()]
     extra = {path.relative_to(ROOT).as_posix() for path in own if path.is_file()}
-    extra |= {"shardproof/commit.txt", "shardproof/suites/expectations/sample.toml"}
+    extra |= {"shardproof/commit.txt", "shardproof/contract.md", "shardproof/suites/expectations/sample.toml"}
     assert names == extra.union(*map(sources, FOLDERS))
 
 
