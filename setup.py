@@ -4,8 +4,8 @@ That is the commit, the contract, and the pages of ``python docs/make.py`` if th
 it takes the standard library alone, so that installing needs no torch.
 """
 
+import re
 import runpy
-import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -22,15 +22,16 @@ CONTRACT = runpy.run_path(str(PACKAGE / "contract.py"))
 def write_made(root: str) -> None:
     """Write the files into a folder that will be packed, never into the sources."""
     package = Path(root, "shardproof")
-    made = {CONTRACT["PAGE"]: package / "contract.md"}
-    made |= {page: package / "docs" / page.name for page in CONTRACT["made_pages"]()}
-    for source, target in made.items():
-        target.parent.mkdir(exist_ok=True)
-        target.unlink(missing_ok=True)  # in an sdist it may be a hard link
-        shutil.copyfile(source, target)
-    file = package / ORIGIN["COMMIT_FILE"]
-    file.unlink(missing_ok=True)
-    file.write_text(ORIGIN["commit"](PACKAGE) + "\n", encoding="utf-8")
+    made = {"contract.md": CONTRACT["PAGE"].read_text(encoding="utf-8")}
+    for page in CONTRACT["made_pages"]():
+        # Without links to files that only a clone has.
+        made[f"docs/{page.name}"] = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", page.read_text(encoding="utf-8"))
+    made[ORIGIN["COMMIT_FILE"]] = ORIGIN["commit"](PACKAGE) + "\n"
+    for name, text in made.items():
+        file = package / name
+        file.parent.mkdir(exist_ok=True)
+        file.unlink(missing_ok=True)  # in an sdist it may be a hard link
+        file.write_text(text, encoding="utf-8")
 
 
 class BuildWithMade(build_py):

@@ -65,6 +65,16 @@ def test_without_torch_the_items_of_an_open_version_are_not_known(open_version, 
     assert len(contract.items("2026.12")) == 2870
 
 
+def test_a_release_has_the_pages_that_were_made_of_its_sources(open_version, monkeypatch):
+    """And none that were made of others, or of which some were made later."""
+    open_version.with_name("features.md").touch()
+    assert contract.made_pages() == []
+    open_version.with_name(contract.SOURCES).write_text("of yesterday\n")
+    assert contract.made_pages() == []
+    open_version.with_name(contract.SOURCES).write_text("of today\n")
+    assert [path.name for path in contract.made_pages()] == ["features.md", contract.SOURCES]
+
+
 def test_an_item_has_its_needs():
     item = contract.items()["suites/test_overlap.py::test_collectives_run_beside_computation[w4]"]
     assert (item.requirements, item.ranks, item.hardware) == (("OVERLAP-1",), 4, {"streams"})

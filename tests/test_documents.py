@@ -77,6 +77,12 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
 
 
+def test_a_page_shows_each_picture():
+    shown = "".join(page.read_text() for page in PAGES)
+    pictures = {path.name for kind in ("png", "svg") for path in (ROOT / "docs").glob(f"*.{kind}")}
+    assert pictures and {name for name in pictures if f"]({name})" not in shown} == set()
+
+
 def test_what_code_says_of_documents_is_there():
     """Messages, docstrings and tables name pages of a clone, some with a heading."""
     folders = ("harness", "shardproof", "reports", "fsdp_impl", "suites", "planted", "findings", "benchmarks", "docs")
