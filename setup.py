@@ -1,5 +1,10 @@
-"""Writes the commit into wheels and sdists; everything else about the build is in pyproject.toml."""
+"""Writes into wheels and sdists what a clone has elsewhere; everything else about the build is in pyproject.toml.
 
+That is the commit, the contract, and the pages of ``python docs/make.py`` if they were made of these sources. All of
+it takes the standard library alone, so that installing needs no torch.
+"""
+
+import re
 import runpy
 from pathlib import Path
 
@@ -10,26 +15,36 @@ from setuptools.command.sdist import sdist
 PACKAGE = Path(__file__).parent / "shardproof"
 # The code by which a clone knows its commit; an sdist has the file in the package alone.
 ORIGIN = runpy.run_path(str(PACKAGE / "harness/plugin/origin.py"))
+# The code that reads the contract, of a clone or of an sdist.
+CONTRACT = runpy.run_path(str(PACKAGE / "contract.py"))
 
 
-def write_commit(root: str) -> None:
-    """Write the commit of these sources into a folder that will be packed, never into the sources."""
-    file = Path(root, "shardproof", ORIGIN["COMMIT_FILE"])
-    file.unlink(missing_ok=True)  # in an sdist it may be a hard link
-    file.write_text(ORIGIN["commit"](PACKAGE) + "\n", encoding="utf-8")
+def write_made(root: str) -> None:
+    """Write the files into a folder that will be packed, never into the sources."""
+    package = Path(root, "shardproof")
+    made = {"contract.md": CONTRACT["PAGE"].read_text(encoding="utf-8")}
+    for page in CONTRACT["made_pages"]():
+        # Without links to files that only a clone has.
+        made[f"docs/{page.name}"] = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", page.read_text(encoding="utf-8"))
+    made[ORIGIN["COMMIT_FILE"]] = ORIGIN["commit"](PACKAGE) + "\n"
+    for name, text in made.items():
+        file = package / name
+        file.parent.mkdir(exist_ok=True)
+        file.unlink(missing_ok=True)  # in an sdist it may be a hard link
+        file.write_text(text, encoding="utf-8")
 
 
-class BuildWithCommit(build_py):
+class BuildWithMade(build_py):
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # an editable installation is a clone, which asks git
-            write_commit(self.build_lib)
+        if not self.editable_mode:  # an editable installation is a clone, which has its docs and asks git
+            write_made(self.build_lib)
 
 
-class SdistWithCommit(sdist):
+class SdistWithMade(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
-        write_commit(base_dir)
+        write_made(base_dir)
 
 
-setup(cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit})
+setup(cmdclass={"build_py": BuildWithMade, "sdist": SdistWithMade})

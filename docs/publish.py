@@ -9,11 +9,13 @@ digest is that of what is left.
 
 import gzip
 import json
+import pathlib
 import re
 import sys
 from typing import Any
 
-from generating import ROOT
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof.door import load
 from shardproof.jsonfiles import mapped

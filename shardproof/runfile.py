@@ -2,7 +2,7 @@
 
 The dataclasses are the one description of the format: the plugin writes run files from them, reports read run files
 into them, and :func:`schema` makes the JSON Schema of them; ``jsonfiles`` has the rules. docs/run-files.md explains
-the fields. ``python -m shardproof.runfile > reports/run-file.schema.json`` writes the schema.
+the fields. ``python -m shardproof.runfile`` prints the schema.
 """
 
 import dataclasses
@@ -528,5 +528,10 @@ def _lines(value: Any, before: str = "") -> str:
     return "{\n" + ",\n".join(fields) + f"\n{before}}}"
 
 
+def schema_text() -> str:
+    """Return the JSON Schema as the text of a file."""
+    return _lines(schema()) + "\n"
+
+
 if __name__ == "__main__":
-    print(_lines(schema()))
+    print(schema_text(), end="")

@@ -1,6 +1,6 @@
 """Features crossed: a training has one value of each axis, and rows of values have each pair or three of them together.
 
-The rows are drawn once (``docs/make_crossed.py``) and stay in ``suites/crossed.toml``, so that an item means the same
+The rows are drawn once (``docs/make.py``) and stay in ``suites/crossed.toml``, so that an item means the same
 for every implementation and in every run. What a value needs, and which values exclude each other, is written here.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-SCHEMA = pathlib.Path(__file__).parents[1] / "reports/run-file.schema.json"
+from shardproof import runfile
 
 pytest_plugins = ["pytester"]
 
@@ -109,4 +109,4 @@ def _validate(path: pathlib.Path) -> None:
         return
     if isinstance(run, dict) and run.get("schema_version") == 2 and "end" in run:
         jsonschema = pytest.importorskip("jsonschema")
-        jsonschema.validate(run, json.loads(SCHEMA.read_text()))
+        jsonschema.validate(run, json.loads(runfile.schema_text()))

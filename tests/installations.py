@@ -32,6 +32,8 @@ def copy_of_the_sources(copy):
     """Copy what a wheel is built from."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    (copy / "docs").mkdir()
+    shutil.copy(ROOT / "docs/contract.md", copy / "docs")
     for folder in (*FOLDERS, "shardproof", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored, symlinks=True)

@@ -1,4 +1,4 @@
-"""The examples of docs/cases.md and docs/rank.md name what they import, and run; docs/adapters.md has a template's."""
+"""The examples of docs/cases.md run, docs/adapters.md has a template's, and links of all pages lead somewhere."""
 
 import ast
 import builtins
@@ -10,7 +10,7 @@ from shardproof.harness.plugin.terminal import same_failure
 from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from tests.installations import ROOT, run
 
-DOCUMENT = "".join((ROOT / "docs" / name).read_text() for name in ("cases.md", "rank.md"))
+DOCUMENT = (ROOT / "docs/cases.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
 CASES = [example for example in EXAMPLES if "def test_" in example]
 
@@ -48,6 +48,52 @@ def test_the_tutorial_shows_a_failure_as_it_is_printed():
     first, *others = (Finding(place, "numbers") for place in places)
     said, _, ranks = first.render(title=title, others=others, size=4).splitlines()
     assert {said, ranks, same_failure(1)} <= set(block.splitlines()), block
+
+
+#: What git has is linked to; generated pages are not there in a clone.
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "reports/published/*.md", ".github/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    heads = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", one) for one in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"\]\(([^)\s]*)\)|^\[[^]]+\]: (\S+)$", text, flags=re.MULTILINE)
+    for link in {one or other for one, other in found}:
+        if not link.startswith(("http:", "https:", "mailto:")):
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{link} leads nowhere"
+            assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_a_page_shows_each_picture():
+    shown = "".join(page.read_text() for page in PAGES)
+    pictures = {path.name for kind in ("png", "svg") for path in (ROOT / "docs").glob(f"*.{kind}")}
+    assert pictures and {name for name in pictures if f"]({name})" not in shown} == set()
+
+
+def test_what_code_says_of_documents_is_there():
+    """Messages, docstrings and tables name pages of a clone, some with a heading."""
+    folders = ("harness", "shardproof", "reports", "fsdp_impl", "suites", "planted", "findings", "benchmarks", "docs")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".toml", ".ini")
+    ]
+    for path in files:
+        for name, anchor in re.findall(r"(?<![\w/])docs/([\w-]+\.(?:md|py))(?:#([\w-]+))?", path.read_text()):
+            target = ROOT / "docs" / name
+            assert target.exists(), f"{path.relative_to(ROOT)} names docs/{name}"
+            assert not anchor or anchor in anchors(target), f"{path.relative_to(ROOT)} names docs/{name}#{anchor}"
 
 
 @pytest.mark.nightly

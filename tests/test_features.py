@@ -1,7 +1,9 @@
-"""docs/features.md is that that the contract and the suites give, which agree."""
+"""The contract and the suites agree, and what is written of both is made when it is asked for, and not committed."""
 
 import importlib
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from shardproof import contract
 from tests.harness.inner import python
 
 ROOT = Path(__file__).parents[1]
+PLANTED = "planted/inputs.toml"
 CONTRACT = """# The contract
 
 ## ONE: the first
@@ -22,15 +25,68 @@ CONTRACT = """# The contract
 """
 
 
+CASE = """
+
+@contract("INPUTS-99")
+@world(2)
+def test_a_batch_of_today(rank):
+    \"\"\"It trains.\"\"\"
+"""
+ROW = """
+[[bug]]
+id = "a-batch-of-today-is-of-yesterday"
+requirement = "INPUTS-99"
+in = "fsdp_impl.common.hooks:call_after_backward"
+old = "if not tensors:"
+new = "if True:"
+found_by = "test_a_batch_of_today[reference-w2]"
+says = "a phrase that is long enough"
+"""
+
+
 @pytest.fixture
-def make_features(monkeypatch):
+def make(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
-    return importlib.import_module("make_features")
+    return importlib.import_module("make")
 
 
-@pytest.mark.parametrize("script", ["make_features", "make_crossed"])
-def test_the_tables_are_up_to_date(script):
-    python(f"docs/{script}.py", "--check", code=0)
+def test_the_drawn_rows_are_up_to_date():
+    python("docs/make.py", "--check", "drawn", code=0)
+
+
+def files_of(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_case_is_three_files(tmp_path):
+    """Its chapter, the contract's sentence and its planted row: nothing else that is committed is written anew."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    for name in listed.stdout.splitlines() or pytest.skip("not a clone"):
+        if (ROOT / name).exists() or (ROOT / name).is_symlink():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name, follow_symlinks=False)
+    contract, chapter, planted = (tmp_path / name for name in ("docs/contract.md", "suites/test_inputs.py", PLANTED))
+    first = next(line for line in contract.read_text().splitlines() if line.startswith("| INPUTS-1 |"))
+    contract.write_text(contract.read_text().replace(first, f"{first}\n| INPUTS-99 | any | A batch trains. |"))
+    chapter.write_text(chapter.read_text() + CASE)
+    planted.write_text(planted.read_text() + ROW)
+    before = files_of(tmp_path)
+    own = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1", "code": 0}
+    python("docs/make.py", "features", "items", "findings", "drawn", **own)
+    made = {name: text for name, text in files_of(tmp_path).items() if before.get(name) != text}
+    assert {name.parent for name in made} == {Path("out/docs")}
+    page = (tmp_path / "out/docs/features.md").read_text()
+    assert "| INPUTS-99 | test_a_batch_of_today (1) | any | all |" in page
+    assert re.search(
+        r"^suites/test_inputs.py::test_a_batch_of_today\tINPUTS-99\t-\t-\n\tw2$", new_list(made), re.MULTILINE
+    )
+    table = python("-m", "planted.run", "table", "INPUTS-99", **own).stdout
+    assert "test_a_batch_of_today" in table and "a-batch-of-today-is-of-yesterday" in table
+
+
+def new_list(made):
+    (text,) = (text for name, text in made.items() if name.suffix == ".tsv")
+    return text.decode()
 
 
 def test_numbers_of_requirements_are_given_once():
@@ -50,41 +106,51 @@ def item(ids, *needs, ranks=2, hardware=()):
     return contract.Item(tuple(ids.split()), ranks, frozenset(needs), frozenset(hardware))
 
 
-def test_rows(make_features):
-    chapters = make_features.chapters(CONTRACT)
+def test_rows(make):
+    chapters = contract.read_chapters(CONTRACT)
     items = {
         "suites/test_one.py::test_trains[w2]": item("ONE-1"),
         "suites/test_one.py::test_trains[w4]": item("ONE-1", "grouped-unit"),
         "suites/test_one.py::test_clips[w2]": item("ONE-2", "clipping", "grouped-unit", hardware=["streams"]),
     }
-    assert make_features.problems(chapters, items) == []
-    page = make_features.page(chapters, items)
+    assert make.problems(chapters, items) == []
+    page = make.features(chapters, items)
     assert "| ONE-1 | test_trains (2) | any; some: grouped-unit | all |" in page
     assert "| ONE-2 | test_clips (1) | grouped-unit, clipping, *streams* | reference, torch.fully_shard |" in page
     assert "| ONE | the first | 2 | 2 |" in page
 
 
-def test_both_ways(make_features):
+def test_both_ways(make):
     lacking = [f"docs/contract.md: {name} has no case" for name in ("ONE-1", "ONE-2")]
-    found = make_features.problems(make_features.chapters(CONTRACT), {"test_one.py::test_other[w2]": item("TWO-1")})
+    found = make.problems(contract.read_chapters(CONTRACT), {"test_one.py::test_other[w2]": item("TWO-1")})
     assert found == [*lacking, "suites: a case names TWO-1, which docs/contract.md does not have"]
 
 
-def test_a_version_with_a_commit_is_closed(make_features, tmp_path, monkeypatch):
-    monkeypatch.setattr(make_features, "ROOT", tmp_path)
-    files = make_features.listed("| 2030.1 | | |\n| 2029.1 | `c0ffee1` | |\n", {"a[w2]": item("ONE-1", "clipping")})
-    [(path, text)] = files.items()
-    assert (path, text) == (tmp_path / "shardproof/contract-2030.1.tsv", "a\tONE-1\tclipping\t-\n\tw2\n")
-    path.parent.mkdir()
-    path.write_text(text)
-    closed = "| 2030.1 | `c0ffee1` | |\n"
-    assert make_features.listed(closed, {"a[w2]": item("ONE-1", "clipping")}) == files
+def test_a_version_with_a_commit_is_closed(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(contract, "PACKAGE", tmp_path)
+    monkeypatch.setattr(contract, "digest", lambda: "of today")
+    collected = make.listing.Collector()
+    collected.listed = {"a[w2]": item("ONE-1", "clipping")}
+    monkeypatch.setattr(make, "collected", lambda: collected)
+    monkeypatch.setattr(contract, "versions", lambda: {"2030.1": "", "2029.1": "c0ffee1"})
+    text = "a\tONE-1\tclipping\t-\n\tw2\n"
+    assert make.items() == f"of today\n{text}"
+    monkeypatch.setattr(contract, "versions", lambda: {"2030.1": "c0ffee1"})
+    (tmp_path / "contract-2030.1.tsv").write_text(text)
+    assert make.items() == f"of today\n{text}"
+    collected.listed = {"a[w4]": item("ONE-1", "clipping")}
     with pytest.raises(ValueError, match=r"2030\.1 is closed, c0ffee1 has its items"):
-        make_features.listed(closed, {"a[w4]": item("ONE-1", "clipping")})
+        make.items()
 
 
-def test_a_profile_names_only_what_its_items_have(make_features):
+def test_what_is_committed_is_closed():
+    """The list of an open version is made; of a closed one it is a file."""
+    lists = {path.name for path in (ROOT / "shardproof").glob("contract-*.tsv")}
+    assert lists == {f"contract-{version}.tsv" for version, commit in contract.versions().items() if commit}
+
+
+def test_a_profile_names_only_what_its_items_have(make):
     text = "| `core` | us | cpu-4 |  | clipping, hybrid | ONE-1, ONE-2 |"
     items = {"a": item("ONE-1", "clipping"), "too many ranks": item("ONE-2", "hybrid", ranks=8)}
-    names = [line.rpartition(" ")[2] for line in make_features.unused(text, items)]
+    names = [line.rpartition(" ")[2] for line in make.unused(contract.read_profiles(text), items)]
     assert names == ["hybrid", "ONE-2"]

@@ -24,7 +24,7 @@ HEADER = '# implementations = ["torch.fsdp"]'
 
 
 def test_the_page_is_up_to_date():
-    python("docs/make_findings.py", "--check", code=0)
+    python("docs/make.py", "--check", "findings", code=0)
 
 
 def test_headers_name_what_there_is():

@@ -233,7 +233,7 @@ def test_the_peers_run_at_night():
     tox.read(ROOT / "tox.ini")
     at_night = [tox[name] for name in tox.sections() if tox[name].get("labels") == "nightly"]
     installed = set(", ".join(section.get("extras", "") for section in at_night).split(", "))
-    tools = {"lint", "types", "tests", "fuzz", "progress", "page", "browser", "own"}
+    tools = {"lint", "types", "tests", "fuzz", "progress", "page", "docs", "browser", "own"}
     peers = PYPROJECT["project"]["optional-dependencies"].keys() - tools
     assert peers - installed == {"megatron"}  # it needs GPUs
     script = (ROOT / ".ci/nightly").read_text()

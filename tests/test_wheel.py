@@ -9,11 +9,10 @@ import zipfile
 
 import pytest
 
+from shardproof import contract
 from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, install, run
 
 pytestmark = pytest.mark.sampled
-
-DATA = ("contract.json", "run-file.schema.json")
 
 
 def sources(folder):
@@ -21,7 +20,7 @@ def sources(folder):
     prefix = "" if folder == "fsdp_impl" else "shardproof/"
     files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
     kinds = (".css", ".html", ".js", ".py", ".svg", ".toml", ".tsv", ".typed")
-    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds or path.name in DATA}
+    return {f"{prefix}{path.relative_to(ROOT)}" for path in files if path.suffix in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +95,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
     rooms = ("", "commands", "own", "testing", "trainers")
     own = [path for room in rooms for path in (ROOT / "shardproof" / room).iterdir()]
     extra = {path.relative_to(ROOT).as_posix() for path in own if path.is_file()}
-    extra |= {"shardproof/commit.txt", "shardproof/suites/expectations/sample.toml"}
+    extra |= {"shardproof/commit.txt", "shardproof/contract.md", "shardproof/suites/expectations/sample.toml"}
     assert names == extra.union(*map(sources, FOLDERS))
 
 
@@ -134,6 +133,27 @@ def test_a_wheel_and_an_sdist_know_the_commit_of_the_clone(tmp_path_factory):
     assert commits(again) == {"shardproof/commit.txt": head}
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         assert sorted(one.namelist()) == sorted(other.namelist())
+
+
+def test_a_wheel_and_an_sdist_have_the_pages_that_were_made(tmp_path_factory):
+    """Also the wheel of the sdist has them; links that lead out of the package are texts."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "clone/out/docs").mkdir(parents=True)
+    clone = copy_of_the_sources(folder / "clone")
+    made = run("-c", "from shardproof import contract; print(contract.digest())", cwd=clone, path=clone, code=0).stdout
+    pages = {"sources.txt": made, "features.md": "[one](../../docs/contract.md), [two](crossed.md)\n"}
+    for name, text in pages.items():
+        (clone / "out/docs" / name).write_text(text)
+    sdist = build(clone, folder / "sdist", "sdist")
+    with tarfile.open(sdist) as opened:
+        opened.extractall(folder / "unpacked", filter="data")
+    unpacked = folder / "unpacked" / sdist.name.removesuffix(".tar.gz")
+    for wheel in (build(clone, folder / "wheel"), build(unpacked, folder / "again")):
+        with zipfile.ZipFile(wheel) as archive:
+            names = {name for name in archive.namelist() if name.startswith("shardproof/docs/")}
+            assert names == {f"shardproof/docs/{name}" for name in pages}
+            assert archive.read("shardproof/docs/features.md").decode() == "one, [two](crossed.md)\n"
+            assert archive.read("shardproof/contract.md").decode() == (ROOT / "docs/contract.md").read_text()
 
 
 def test_a_wheel_of_sources_without_git_does_not_know_its_commit(wheel):
@@ -243,3 +263,23 @@ def test_commands_without_torch(tmp_path, path, command, needs):
     assert (done.returncode, done.stdout) == (2, "")
     names = needs.replace(" and ", " ")
     assert done.stderr == f"shardproof {command} needs {needs}; `pip install {names}` brings what is missing\n"
+
+
+def test_runs_are_read_without_torch(tmp_path, path):
+    """The contract, too, is read of its page, and of a closed version the items are known."""
+    published = sorted((ROOT / "reports/published").glob("cpu-torch-2.1[45]-*.json.gz"))
+    commands = (
+        ["report", "--profiles", published[0]],
+        ["gate", *published, "--allow", "torch"],
+        ["merge", *published, "--output", tmp_path / "merged.json"],
+    )
+    for command in commands:
+        bare = [sys.executable, "-S", "-m", "shardproof", *map(str, command)]
+        environment = os.environ | {"PYTHONPATH": str(path)}
+        done = subprocess.run(bare, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.stderr, bool(done.stdout)) == ("", True), done.stderr
+    script = "from shardproof import contract; print(contract.version(), len(contract.items('2026.12')))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{contract.version()} 2870\n", done.stderr

@@ -393,7 +393,7 @@ class Options:
         help="seconds for which the cases that draw models and schedules, in total, search for a failing example "
         "(default: 10 examples each, always the same)",
         page="spend this long in total on searching, over all drawn cases, for a model and a schedule that fail "
-        "([drawn cases](rank.md#drawn-cases)); needs the extra `fuzz`",
+        "([drawn cases](cases.md#drawn-cases)); needs the extra `fuzz`",
     )
     expectations: tuple[pathlib.Path, ...] = _option(
         metavar="FILE",

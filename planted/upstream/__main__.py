@@ -2,7 +2,6 @@
 
     python -m planted.upstream [ROW ...]                    the item that found each row, with the bug and without
     python -m planted.upstream --search [--effort quick]    the chapters of each row's area, then all others
-    python -m planted.upstream --page [--check]             docs/history.md, from the rows and the results
 
 ``fixes.toml`` has the rows and how they were drawn, ``dropped.toml`` what was drawn and left out, ``results.jsonl`` a
 line for each row that a search has run. A search runs the rows that are named, or all that the results do not have yet
@@ -34,7 +33,6 @@ from planted.upstream import edit
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
-PAGE = run.ROOT / "docs/history.md"
 TORCH = importlib.metadata.version("torch")
 #: Where the pull requests of a package's rows are.
 REPOSITORIES = {"torch": "pytorch/pytorch", "deepspeed": "deepspeedai/DeepSpeed"}
@@ -55,8 +53,7 @@ extended or added, which has found them since; the table does not tell these apa
 Two rows of DeepSpeed are missed: with either edit memory stays that should be freed, and of implementations that do not
 shard parameters the chapter about memory asks nothing.
 
-`python -m planted.upstream ROW` runs a row. Written by `python -m planted.upstream --page`, which
-`tests/test_upstream.py` compares.
+`python -m planted.upstream ROW` runs a row. Made by `python docs/make.py history`.
 """
 
 
@@ -204,7 +201,7 @@ def _counts(chosen: Sequence[Row], known: dict[str, dict[str, Any]], key: str) -
 
 
 def page() -> str:
-    """The text of docs/history.md."""
+    """The page of all rows and what finds each, which ``docs/make.py`` makes."""
     every, known = rows(), {one["row"]: one for one in results(RESULTS)}
     lines = [_HEAD]
     for key in ("implementation", "area"):
@@ -263,7 +260,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Replay rows, or write the page."""
+    """Replay rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="as 88955 (default: all)")
     parser.add_argument("--search", action="store_true", help="run chapters instead of the item that found a row")
@@ -271,14 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each with a pytest of its own")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="a later call resumes")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="FILE", help="where a search appends")
-    parser.add_argument("--page", action="store_true", help="write docs/history.md")
-    parser.add_argument("--check", action="store_true", help="with --page: compare; exit code 1 if it is out of date")
-    options = parser.parse_args(arguments)
-    if not options.page:
-        return replay(options)
-    if options.check:
-        return 0 if PAGE.exists() and PAGE.read_text() == page() else 1
-    return bool(PAGE.write_text(page()) < 0)
+    return replay(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

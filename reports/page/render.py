@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from shardproof.contract import version
+from shardproof.contract import NoList, version
 from shardproof.reports import texts
 from shardproof.reports.page import assets
 from shardproof.reports.page.details import chunks
@@ -25,8 +25,10 @@ class Source:
     run: Run
 
 
-def render(sources: Sequence[Source], *, title: str) -> str:
+def render(sources: Sequence[Source], *, title: str, documents: Sequence[tuple[str, str]] = ()) -> str:
     """Render runs as a page, in the order of an implementation's columns. Of the same runs the HTML is always the same.
+
+    ``documents`` are pages next to this one, by their titles and addresses, to which it links.
 
     The texts of run files reach the page in two ways: through the template, which escapes them, and as compressed JSON,
     which the script of the page shows as text. A content security policy allows that script and the plotting library by
@@ -37,12 +39,17 @@ def render(sources: Sequence[Source], *, title: str) -> str:
     contract = Contract()
     cases = table(runs, contract)
     parts = list(chunks(cases, runs))
+    try:
+        standings = places(runs)
+        legend = f"Contract {version()}: {LEGEND}." if standings else ""
+    except NoList as error:
+        standings, legend = {}, f"{error}."
     data = as_data(cases, contract, run_labels=names, chunks=[part.first for part in parts])
     return assets.rendered(
         "page.html", assets.SCRIPTS, data, title=title, counts=_verdicts(runs), chapters=data["chapters"],
         runs=[_about(source, name) for source, name in zip(sources, names, strict=True)],
-        places=[(f"{where}, torch {torch}", rows) for (where, torch), rows in places(runs).items()],
-        legend=f"Contract {version()}: {LEGEND}.",
+        places=[(f"{where}, torch {torch}", rows) for (where, torch), rows in standings.items()], legend=legend,
+        documents=documents,
         implementations=list(dict.fromkeys(column.implementation for column in cases.columns)),
         cases=len(cases.cases), requirements=len(cases.requirements), chunks=[Markup(part.packed) for part in parts],
     )  # fmt: skip

@@ -64,27 +64,37 @@ def run(arguments: Sequence[str]) -> int:
     # For adapters of the user's own. Last, so that no package here takes the place of an installed one.
     if here not in sys.path:
         sys.path.append(here)
-    # The real folder: in a clone the links are another way to the same files.
-    root = (_PACKAGE / _SUITES).resolve().parent
+    root = _root()
     unknown = next(filter(None, (_unknown(argument, root) for argument in arguments)), "") or _no_module(arguments)
     if unknown:
         print(f"ERROR: {unknown}", file=sys.stderr)
         return int(pytest.ExitCode.USAGE_ERROR)
-    # By the environment and not by -p: read after the plugins of other packages have added their options.
-    named = os.environ.get("PYTEST_PLUGINS")
-    os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, [named, "shardproof.plugin"]))
-    fixed = [
-        f"--rootdir={root}",
-        "-c", str(_PACKAGE / "suites.ini"),
-        f"--confcutdir={root / _SUITES}",
-        "--import-mode=importlib",
-    ]  # fmt: skip
+    fixed = configured()
     # Without the plugin the option is unknown, which --strict-config refuses.
     if not any(one.endswith("no:cacheprovider") for one in arguments):
         fixed += ["-o", f"cache_dir={pathlib.Path(here, '.pytest_cache')}"]
     given = [_located(argument, root) for argument in arguments]
     targets = [] if list(given) != list(arguments) else [str(root / _SUITES)]
     return int(pytest.main([*fixed, *given, *targets]))
+
+
+def configured() -> list[str]:
+    """Return the arguments that fix what a pytest of this process reads, and name the plugin to it."""
+    # By the environment and not by -p: read after the plugins of other packages have added their options.
+    named = os.environ.get("PYTEST_PLUGINS")
+    os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, [named, "shardproof.plugin"]))
+    root = _root()
+    return [
+        f"--rootdir={root}",
+        "-c", str(_PACKAGE / "suites.ini"),
+        f"--confcutdir={root / _SUITES}",
+        "--import-mode=importlib",
+    ]  # fmt: skip
+
+
+def _root() -> pathlib.Path:
+    """The folder with the real suites: in a clone the links are another way to the same files."""
+    return (_PACKAGE / _SUITES).resolve().parent
 
 
 def _unknown(argument: str, root: pathlib.Path) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("plotly", reason="the page needs its extra: pip install '.[p
 
 from shardproof import contract
 from shardproof.reports.page import Source, assets, render
-from shardproof.runfile import Verdict, load_run
+from shardproof.runfile import Verdict, load_run, parse_run
 from tests.reports.pages import Page, page, told
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +56,22 @@ def test_profiles_say_what_is_missing():
     made = page(samples.run(samples.case(id=first, verdict="fail")))
     assert re.search(r"Profiles.*cpu-4, torch.*0/(\d+) \+\1not run: \1\b", made.text, flags=re.DOTALL)
     assert "Profiles" not in page(samples.run(samples.case())).text, "a run of other cases has none"
+
+
+def test_without_the_items_of_an_open_version_the_page_says_why(monkeypatch):
+    def no_list(version=None):
+        raise contract.NoList("contract 2030.1 is open: its items are collected, which needs torch")
+
+    monkeypatch.setattr(contract, "items", no_list)
+    made = page(samples.run(samples.case()))
+    assert re.search(r"Profiles\s+contract 2030.1 is open: .*, which needs torch\.\s", made.text)
+
+
+def test_pages_next_to_it_are_linked():
+    run = Source("run.json", parse_run(samples.run(samples.case())))
+    html = render([run], title="one", documents=[("What <it> is", "features.html")])
+    assert '<li><a href="features.html">What &lt;it&gt; is</a></li>' in html
+    assert 'aria-label="pages"' not in render([run], title="one")
 
 
 def test_what_a_run_file_lacks_is_left_out():
