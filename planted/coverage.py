@@ -6,7 +6,7 @@
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
-its reason from ``branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong to the
+its reason from ``reasons/branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong to the
 installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
@@ -38,7 +38,7 @@ KINDS = {
     "refused": "it raises, and no user code that is allowed reaches it",
     "dead": "nothing reaches it in this version of torch",
 }
-REASONS = pathlib.Path(__file__).with_name("branches.toml")
+REASONS = pathlib.Path(__file__).parent / "reasons/branches.toml"
 
 #: The modules that are measured, as prefixes of modules: those that the contract is about.
 MEASURED = (
@@ -221,7 +221,7 @@ def branches_of(arcs: dict[str, set[Arc]]) -> list[Branch]:
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why no item takes some branches: a row of ``branches.toml``.
+    """Why no item takes some branches: a row of ``reasons/branches.toml``.
 
     Attributes:
         kind: one of :data:`KINDS`.
@@ -244,7 +244,7 @@ class Reason:
 
 
 def reasons() -> list[Reason]:
-    """The rows of ``branches.toml``; ValueError for a kind that there is not."""
+    """The rows of ``reasons/branches.toml``; ValueError for a kind that there is not."""
     rows = [{"place": row.pop("in"), **row} for row in tomllib.loads(REASONS.read_text()).get("branch", ())]
     for row in rows:
         if row["kind"] not in KINDS:

@@ -10,7 +10,7 @@ besides, each state in which a model may be (:data:`STATES`). A cell is one valu
 call; two arguments of one call have common cells where one condition of its source reads both.
 
 A cell counts when :func:`calls`, an instrument of each rank, saw an item make that call with that value in that state.
-Cells that no item uses need a row of ``surface.toml`` with a reason of one of :data:`KINDS`, or are open.
+Cells that no item uses need a row of ``reasons/surface.toml`` with a reason of one of :data:`KINDS`, or are open.
 """
 
 import argparse
@@ -436,7 +436,7 @@ KINDS = {
     "private": "the value is of a private type",
     "deprecated": "torch warns that it goes, and what replaces it has the cell",
 }
-REASONS = pathlib.Path(__file__).with_name("surface.toml")
+REASONS = pathlib.Path(__file__).parent / "reasons/surface.toml"
 
 Cell = tuple[str, str, str]
 
@@ -507,7 +507,7 @@ def _reason(cell: Cell, rows: list[dict[str, Any]]) -> str | None:
 
 
 def reasons() -> list[dict[str, Any]]:
-    """The rows of ``surface.toml``; ValueError for a kind that there is not."""
+    """The rows of ``reasons/surface.toml``; ValueError for a kind that there is not."""
     rows: list[dict[str, Any]] = tomllib.loads(REASONS.read_text()).get("cell", [])
     for row in rows:
         if row["kind"] not in KINDS:
