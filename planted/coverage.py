@@ -6,8 +6,8 @@
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
-its reason from ``reasons/branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong to the
-installed version of torch.
+its reason from ``reasons/branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong
+to the installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
 """
