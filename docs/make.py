@@ -1,9 +1,9 @@
 """Makes the pages that programs write: of the contract, the suites, the adapters, the findings and the published runs.
 
-``python docs/make.py`` makes all; names choose among them, such as ``python docs/make.py findings matrix``. Pages that
-depend on the suites or on what is installed go to ``out/docs``, which git ignores. A wheel or sdist that is built
-afterwards has them, and so has the page of results (``docs/make_page.py``). The others are committed, and ``--check``
-compares these instead of writing. Run it in the repository's root.
+``python docs/make.py`` makes those that depend on the suites or on what is installed, in ``out/docs``, which git
+ignores. A wheel or sdist that is built afterwards has them, and so has the page of results (``docs/make_page.py``). The
+others are committed, and made when they are named, as in ``python docs/make.py findings matrix``; ``--check`` compares
+them instead. Run it in the repository's root.
 """
 
 import argparse
@@ -338,24 +338,27 @@ def linked(text: str, folder: pathlib.Path) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make pages, or compare those that are committed; the exit code is 1 if one is out of date or cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*MADE, *COMMITTED])} (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(MADE)} (default: all), {', '.join(COMMITTED)}"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in {*MADE, *COMMITTED}]:
         parser.error(f"{unknown[0]!r} is no page; known are {', '.join([*MADE, *COMMITTED])}")
-    chosen = options.names or [*MADE, *COMMITTED]
+    chosen = options.names or [*(COMMITTED if options.check else MADE)]
     try:
         made = {file: make() for name, (file, make) in MADE.items() if name in chosen and not options.check}
-        texts = {path: make() for name, (path, make) in COMMITTED.items() if name in chosen}
+        texts = {name: make() for name, (_, make) in COMMITTED.items() if name in chosen}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    outdated = [path for path, text in texts.items() if not (path.is_file() and path.read_text() == text)]
-    for path in outdated:
+    outdated = [name for name, text in texts.items() if COMMITTED[name][0].read_text() != text]
+    for name in outdated:
+        path = COMMITTED[name][0]
         if options.check:
-            print(f"{path.relative_to(ROOT)} is out of date: run python docs/make.py", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is out of date: python docs/make.py {name}", file=sys.stderr)
         else:
-            path.write_text(texts[path])
+            path.write_text(texts[name])
     if made:
         # What is made of other sources than the rest goes, and all of it may be packed.
         if is_all := made.keys() == {file for file, _ in MADE.values()}:

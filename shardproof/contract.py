@@ -5,7 +5,9 @@ package; that of an open one is made from the suites when it is first asked for,
 Imports neither torch nor the harness; the build of a wheel runs this file by its path.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -221,14 +223,26 @@ def made_pages() -> list[Path]:
 
 def _open_list(number: str) -> str:
     """Return the list of an open version, collected by a process of its own unless that of these sources is there."""
-    path, sources = list_of(number), digest()
-    if path.exists():
-        made, _, text = path.read_text(encoding="utf-8").partition("\n")
-        if made == sources:
-            return text
+    sources = digest()
+    if (known := _kept(number, sources)) is not None:
+        return known
     lacking = [name for name in ("torch", "pytest") if importlib.util.find_spec(name) is None]
     if lacking:
         raise NoList(f"contract {number} is open: its items are collected, which needs {' and '.join(lacking)}")
+    with PAGE.open("rb") as page:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(page, fcntl.LOCK_EX)  # of the processes that ask at one time, one collects
+        known = _kept(number, sources)
+        return _collected(number, sources) if known is None else known
+
+
+def _kept(number: str, sources: str) -> str | None:
+    path = list_of(number)
+    made, _, text = path.read_text(encoding="utf-8").partition("\n") if path.exists() else ("", "", "")
+    return text if made == sources else None
+
+
+def _collected(number: str, sources: str) -> str:
     # Without what makes a process one of this run of pytest, or a rank of torchrun.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "TORCHELASTIC_"))}
     paths = filter(None, [str(PACKAGE.parent), kept.get("PYTHONPATH")])

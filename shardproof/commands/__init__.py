@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
+from shardproof.contract import NoList
 from shardproof.door import BadFile, printable
 
 BAD_INPUT = 2
@@ -62,7 +63,7 @@ def reader(command: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]],
     def read(arguments: Sequence[str]) -> int:
         try:
             return command(arguments)
-        except BadFile as error:
+        except (BadFile, NoList) as error:
             return refuse(error)
         except BrokenPipeError:
             raise

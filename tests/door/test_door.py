@@ -52,7 +52,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/parity/exchange.py": 2,
         "harness/parity/rank_state.py": 1,
         "harness/plugin/state.py": 3,
-        "harness/plugin/torchrun.py": 2,
+        "harness/plugin/resuming.py": 2,
         "harness/training/exchange.py": 1,
         "harness/training/trainee.py": 1,
         "harness/worlds/flight_recorder.py": 5,

@@ -181,6 +181,18 @@ REFUSED = [
         "--simulate: a simulated world uses no GPU; leave out --ranks-per-gpu 2",
     ),
     (0, {"simulate": "0"}, "--simulate 0: expected positive numbers of ranks such as 1024,16384, not '0'"),
+    (0, {"simulate": "64,x"}, "--simulate 64,x: expected positive numbers of ranks such as 1024,16384, not 'x'"),
+    (
+        0,
+        {"simulate": "100000"},
+        "--simulate 100000: a simulated world of 100000 ranks: expected 1 to 65536",
+    ),
+    (
+        0,
+        {"simulate": "64", "device": "cuda"},
+        "--simulate: the tensors of a simulated world are on no device; leave out --device cuda",
+    ),
+    (0, {"simulate": "64", "world": "2"}, "--world 2 cannot be combined with --simulate, which has no real ranks"),
 ]
 
 

@@ -89,6 +89,16 @@ def test_the_command_prints_each_class_and_torch(tmp_path, capsys):
     ]
 
 
+def test_the_command_says_why_it_does_not_know_the_items(monkeypatch, tmp_path, capsys):
+    def no_list(version=None):
+        raise contract.NoList("contract 2 is open: its items are collected, which needs torch")
+
+    monkeypatch.setattr(contract, "items", no_list)
+    (tmp_path / "a").write_text(json.dumps(run_of()))
+    assert main(["report", "--profiles", str(tmp_path / "a")]) == 2
+    assert capsys.readouterr().err == "shardproof: contract 2 is open: its items are collected, which needs torch\n"
+
+
 @pytest.mark.parametrize(("said", "cell"), [("2", "3/4 +1"), ("1", "reached"), ("", "reached"), ("1, 2", "reached")])
 def test_a_run_is_counted_by_the_items_of_its_own_version(monkeypatch, said, cell):
     newest = contract.items()
