@@ -1,6 +1,7 @@
 """How far implementations are from the profiles of the contract: passed of all items that a hardware class can have."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -71,7 +72,10 @@ def standings(run: Run) -> list[Standing]:
         hardware = kinds.pop() if len(kinds) == 1 else ""
         version = contract.version_of(run.environment.contract)
         asked = _asked(run, name)
-        for profile, what in contract.profiles().items() if records.keys() & contract.items(version).keys() else ():
+        # For other records, as those of a user's training, no items of an open version are collected.
+        may_be = any(re.fullmatch(r"[A-Z]+-\d+", said) for one in records.values() for said in one.requirements)
+        have = may_be and records.keys() & contract.items(version).keys()
+        for profile, what in contract.profiles().items() if have else ():
             ids = contract.items_of_profile(profile, hardware, of=version)
             if asked is not None and not (ids <= asked and _profile(run) in ("", profile)):
                 continue

@@ -64,6 +64,9 @@ def test_without_the_items_of_an_open_version_the_page_says_why(monkeypatch):
 
     monkeypatch.setattr(contract, "items", no_list)
     made = page(samples.run(samples.case()))
+    assert "Profiles" not in page(samples.run(samples.case(requirement="the-norm-is-the-norm"))).text, (
+        "no item, and none is looked for"
+    )
     assert re.search(r"Profiles\s+contract 2030.1 is open: .*, which needs torch\.\s", made.text)
 
 
