@@ -602,7 +602,8 @@ class _Pair:
         if not self._own_names or any(one is not None for one in self._factors):
             return []
         text = (
-            "the losses are a multiple of the reference's, and these gradients are not: the forward or the loss differs"
+            "the losses are a multiple of the reference's, and these gradients are not: the forward or the loss "
+            "differs, or a part of them has no gradient in one of the two"
         )
         if any(one.stage is Stage.MODULE_OUTPUT for side in (self.ref, self.run) for one in side.seen[0]):
             return [text]

@@ -16,12 +16,15 @@ from torch.nn import functional as F
 
 from shardproof.commands.check import _say
 from shardproof.commands.check import check as command
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.training import checking, judge
 from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
-from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
-from shardproof.harness.verdicts.finding import Divergence
+from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, key_of, plain_root, save
+from shardproof.harness.verdicts.finding import Divergence, Stage
+from shardproof.harness.watching.events import Event
 from shardproof.runfile import Verdict
 from tests.errors import error_of
 
@@ -159,6 +162,21 @@ def hand_clipped(model, optimizer, microbatches, mesh):
     stepped(optimizer)
 
 
+def scaled(factor):
+    """Makes a step that scales gradients by a constant on the ranks, which read equal data, and not on one."""
+
+    def step(model, optimizer, microbatches, mesh):
+        sums(model, microbatches, 8.0 if RANK[0] is not None else 16.0)
+        for parameter in model.parameters():
+            parameter.grad *= factor if RANK[0] is not None else 1.0
+        stepped(optimizer)
+
+    return step
+
+
+halved, other_factor = scaled(0.5), scaled(0.3)
+
+
 def other_data(step, rank):
     CALLS[0] += 1
     return data(step, CALLS[0])
@@ -270,6 +288,29 @@ def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
     assert {one.location.rank for one in outcome.found} == {0, 1}
 
 
+@pytest.mark.parametrize(
+    "held, line",
+    [
+        ((1, 0, 1, 0), "shards are in another order of ranks than that of the mesh"),
+        ((0, 0, 0, 0), "some shards are on several ranks in place of others"),
+        ((1, 1, 1, 1), "some shards are on several ranks in place of others"),
+    ],
+)
+def test_shards_on_other_ranks_are_told_by_who_holds_them(held, line):
+    """Two replicas of two shards; of each rank, the shard that it holds in place of its own."""
+    whole = torch.arange(8.0).view(4, 2)
+
+    def seen(box, tensor):
+        event = Event.of(Stage.PARAMETER, "weight", Layout(box))
+        return {key_of(event): (event, tensor)}
+
+    boxes = [Box((4, 2), (((2 * number, 2 * number + 2),), ((0, 2),))) for number in range(2)]
+    starts = [seen(boxes[rank % 2], whole[2 * part : 2 * part + 2]) for rank, part in enumerate(held)]
+    outcome = judge.compare_initial(starts, seen(Box((4, 2)), whole))
+    assert outcome.signature == "S12" and outcome.lines[1] == line
+    assert "holds what rank" in outcome.lines[0]
+
+
 def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(world, tmp_path):
     said = answer(tmp_path, step=f"{HERE}:hand_clipped", data=f"{HERE}:equal_data")
     assert said["found"][0]["stage"] == "CLIPPED_GRADIENT" and said["signature"] == "S6"
@@ -278,6 +319,21 @@ def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(w
         "are scaled by another norm",
         "it sums what each rank of dp holds, and what several hold as often as they do [S6]",
     ]
+
+
+@pytest.mark.parametrize(
+    "step, told",
+    [
+        ("halved", "0.5 x the reference's at the optimizer's step on every rank: user code multiplies them by 1 / the "
+         "size of dp x what the reference's are multiplied by"),
+        ("other_factor", "0.3 x the reference's at the optimizer's step on every rank: --off clipping shows whether "
+         "clip_grad_norm_() scales them"),
+    ],
+)  # fmt: skip
+def test_a_scale_that_is_no_norm_is_none(world, tmp_path, step, told):
+    said = answer(tmp_path, step=f"{HERE}:{step}", data=f"{HERE}:equal_data")
+    assert said["found"][0]["stage"] == "CLIPPED_GRADIENT" and said["signature"] == ""
+    assert said["lines"] == [f"gradients agree after backward and are {told}"]
 
 
 def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):

@@ -211,7 +211,7 @@ SAID = {
     "weights": ("gradient of the output of 'head' in step 1",
                 "other weights than in the reference: 0.4, 0.8, 1.2, 1.6 times the mean [S5]\n  next: the doctor says "
                 "whether each counts alike, whatever its tokens [D17]\n    torchrun --nproc-per-node 1 -m shardproof "),
-    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss differs\n"),
+    "forward": ("gradient of the output of 'head' in step 1", "the forward or the loss differs, or a part"),
     "no gradient": ("gradient at the optimizer's step of 'head.bias' in step 1", "has no gradient", "[S10]"),
     "not finite": ("gradient at the optimizer's step of 'head.bias' in step 1", "it is not finite"),
     "still": ("parameter after step of 'inner.0.weight' in step 1", "the optimizer has not moved it [S7]"),
@@ -360,7 +360,7 @@ def test_where_the_forward_differs_what_shows_the_module_is_said(tmp_path, capsy
         train(tmp_path / name, mistake=mistake, stages=["parameters"])
     code, text = compared(capsys, tmp_path / "ref", tmp_path / "run")
     assert code == 1, text
-    first, *_, last = text.partition("the forward or the loss differs\n")[2].splitlines()[:4]
+    first, *_, last = text.partition("has no gradient in one of the two\n")[2].splitlines()[:4]
     assert first == "  next: record the outputs of modules as well, and compare names the first that differs"
     assert "-m shardproof record --stages modules --out run-modules" in text
     assert last == "    shardproof compare ref-modules run-modules", text
