@@ -17,6 +17,17 @@ def parameters_of_optimizers() -> set[int]:
     return {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
 
 
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state of a parameter, by key; none where that state is no mapping.
+
+    Of a parameter that another rank steps, ZeroRedundancyOptimizer has None once a state dict was loaded.
+    """
+    states = optimizer.state
+    state = states.get(parameter) if isinstance(states, Mapping) else None
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {str(key): value for key, value in items if isinstance(value, torch.Tensor)}
+
+
 def seen_of(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], roots: Sequence[nn.Module]
 ) -> tuple[Optimizer, set[str]]:

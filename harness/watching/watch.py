@@ -54,7 +54,7 @@ from shardproof.harness.watching.names import (
     untransformed,
     without_turn,
 )
-from shardproof.harness.watching.optimizers import seen_of
+from shardproof.harness.watching.optimizers import seen_of, state_of
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
@@ -554,7 +554,7 @@ class Watch:
         done: set[int] = set()
         for optimizer in optimizers:
             mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
-            self._release(mine, lambda parameter, state=optimizer.state: state.get(parameter, {}))  # type: ignore[misc]
+            self._release(mine, functools.partial(state_of, optimizer))
             done |= mine
 
     @guarded
@@ -730,14 +730,13 @@ class Watch:
             if name in self._held:
                 self._held[name] |= {"optimizer": number, "lr": rate}
 
-    def _release(self, mine: Collection[int], state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
+    def _release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         places: list[tuple[dict[str, Any], str]] = []
         tensors: list[torch.Tensor] = []
         stepped = {name: one for name, one in self.parameters() if name in self._held and id(one) in mine}
         for name, after in self._weights(list(stepped.items()), Stage.PARAMETER):
             self._held[name]["after"] = after
-            state = state_of(stepped[name])
-            own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            own = states(stepped[name])
             for key, value in own.items() if self._sink is not None else ():
                 place = self.place(name, value) if value.ndim else layout_of(value)
                 self._emit(Event.of(Stage.OPTIMIZER_STATE, name, place, key=key), value)
