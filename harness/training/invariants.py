@@ -252,12 +252,33 @@ def _why_dead(optimizer: Optimizer) -> str:
 
 
 def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
-    """D4, after the last step: each parameter that trains is in an optimizer that has stepped in one of the steps."""
+    """D4, after the last step: each parameter that trains is in an optimizer.
+
+    One that has stepped in none of the steps may have its turn in a later one. What is made to train later is not in
+    any while it has no gradient.
+    """
+    last = records[-1]
     trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
+    trains += [name for name in last.trained if name not in trains and last.own(name)]
     left = [name for name in trains if all(name in one.left for one in records)]
-    if left:
+    resting = {name: kind for seen in records for one in seen.records for name, kind in one.resting.items()}
+    if rest := [name for name in left if name in resting]:
+        kinds = " and ".join(dict.fromkeys(resting[name] for name in rest))
+        of = f"{len(rest)} of {len(trains)} parameters that require a gradient are"
+        lines = (
+            f"{listed(rest)}: {of} in {kinds}, which does not step in the watched steps {_steps(records)}",
+            "meant, as where optimizers take turns, or one begins later? then watch a step of it with --steps; else it "
+            "is never called",
+        )
+        title = "an optimizer does not step in the watched steps"
+        yield Finding(("D4",), "S7", last.step, title, lines, is_note=True)
+    if left := [name for name in left if name not in resting]:
         line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
         yield Finding(("D4",), "S7", records[-1].step, "parameters are in no optimizer", (line,))
+
+
+def _steps(seen: Sequence[Evidence]) -> str:
+    return f"{seen[0].step}-{seen[-1].step}" if len(seen) > 1 else str(seen[0].step)
 
 
 def check_updates(evidence: Evidence) -> Iterator[Finding]:

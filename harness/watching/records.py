@@ -124,6 +124,8 @@ class StepRecord:
     # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order
+    # Parameters that train and are in an optimizer of the process that has not stepped: the name of its class.
+    resting: dict[str, str] = dataclasses.field(default_factory=dict)
     norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
     # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)

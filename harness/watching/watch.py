@@ -54,7 +54,7 @@ from shardproof.harness.watching.names import (
     untransformed,
     without_turn,
 )
-from shardproof.harness.watching.optimizers import seen_of, state_of
+from shardproof.harness.watching.optimizers import resting_of, seen_of, state_of
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
@@ -848,6 +848,7 @@ class Watch:
         wrong = list(dict.fromkeys(found[sum(is_wrong[:finite]) :]))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
+        record.resting = resting_of(live, self._held) if self._makes_digests and self._engine is None else {}
         record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()

@@ -182,6 +182,10 @@ FOUND = {
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
+    "D4-rests": ("optimizers_ever", lambda m: (m.put("b", optimizer=None), m.put_all(resting={"b": "SGD"})),
+        "note: step 0: an optimizer does not step in the watched steps [D4, S7]|'b': 1 of 2 parameters that require a "
+        "gradient are in SGD, which does not step in the watched steps 0|meant, as where optimizers take turns, or one "
+        "begins later? then watch a step of it with --steps; else it is never called"),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|seen: the forward "
         "of their modules runs with gradients enabled: what it returns is detached or unused after it, or goes through "

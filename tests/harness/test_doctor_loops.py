@@ -193,6 +193,31 @@ def left_out(data):
     train(model, torch.optim.SGD(held, lr=0.01), data)
 
 
+def in_turn(data, *, begins=STEPS - 1, holds=True):
+    """The optimizer of the first layer steps after those that are watched; it may not have the layer."""
+    model = DDP(perceptron())
+    first, *rest = model.module.children()
+    body = torch.optim.SGD((first if holds else nn.Linear(6, 8)).parameters(), lr=0.1)
+    head = torch.optim.AdamW(nn.ModuleList(rest).parameters())
+    train(model, head, data, before=lambda step: body.step() if step >= begins else None)
+
+
+def unfrozen(data, *, adds=True):
+    """The first layer trains from the second step on; the optimizer may have the others alone."""
+    model = perceptron()
+    first, *rest = model.children()
+    first.requires_grad_(False)
+    optimizer = adamw(nn.ModuleList(rest))
+
+    def after(step):
+        if step == 0:
+            first.requires_grad_()
+            if adds:
+                optimizer.add_param_group({"params": list(first.parameters())})
+
+    train(model, optimizer, data, before=lambda step: reduces_by_hand(model), after=after)
+
+
 class HoldsOne(torch.optim.SGD):
     """Forgets the first parameter that it has."""
 
@@ -539,6 +564,8 @@ def goes_round(data):
 
 def reduces_by_hand(model, *, loses=False):
     for one in model.parameters():
+        if one.grad is None:
+            continue
         if loses:
             dist.broadcast(one.grad, 0)
         else:
@@ -563,6 +590,8 @@ HEALTHY = {
     "bfloat16": (lambda data: normalized(data, nn.LayerNorm, 1e-3, torch.bfloat16),
                  "updates are lost to rounding [D6, S13]"),
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
+    "optimizers in turn": (in_turn, "an optimizer does not step in the watched steps [D4, S7]"),
+    "unfrozen": (unfrozen, ""),
     "fp16_compress_hook": (lambda data: reduced_by(data, default_hooks.fp16_compress_hook), ""),
     "bfloat16 hook": (lambda data: reduced_by(data, rounds_to(torch.bfloat16)), ""),
     "sparse hook": (lambda data: reduced_by(data, largest_of(0.3)),
@@ -610,6 +639,8 @@ BROKEN = {
     "one rank skips first": (lambda data: skips(data, [0], alone=True), "some ranks skip a step [D1, S9]"),
     "sampler repeats": (repeats, "a microbatch is read twice [D9, S11]"),
     "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
+    "layer in no optimizer": (lambda data: in_turn(data, holds=False), "parameters are in no optimizer [D4, S7]"),
+    "unfrozen for no optimizer": (lambda data: unfrozen(data, adds=False), "parameters are in no optimizer [D4, S7]"),
     "parameter held back": (held_back, "parameters do not move [D6, S7]"),
     "hook loses a rank": (lambda data: reduced_by(data, rounds_to(torch.bfloat16, lost=[1])),
                           "gradients are not reduced [D11, S2]"),
@@ -642,8 +673,9 @@ BROKEN = {
 #: Of each class one pair is trained by day.
 BY_DAY = {
     "closure", "closure loses a microbatch", "skipped step", "one rank skips", "R-Drop", "sampler repeats", "BatchNorm",
-    "parameter held back", "fp16_compress_hook", "hook loses a rank", "ZeRO", "sharded without a gather", "muP",
-    "wrong factor", "layer drop", "detached layer", "GAN", "GAN never zeroed",
+    "parameter held back", "optimizers in turn", "layer in no optimizer", "fp16_compress_hook", "hook loses a rank",
+    "ZeRO", "sharded without a gather", "muP", "wrong factor", "layer drop", "detached layer", "GAN",
+    "GAN never zeroed",
 }  # fmt: skip
 
 
