@@ -666,14 +666,37 @@ def _gradients(record: StepRecord) -> list[Gradient]:
     return [*record.at_step.values(), *(one for parts in record.own.values() for _, one in parts)]
 
 
+#: How parameters that stay gathered are resharded.
+_RESHARD = (
+    "reshard before the optimizer's step or the next forward: set_reshard_after_backward(True) for the last backward "
+    "of a step, or reshard() of each unit after it"
+)
+
+
 def check_gathered(evidence: Evidence) -> Iterator[Finding]:
-    """D14: no unit stays gathered after the optimizer's step."""
-    names = list(dict.fromkeys(name for record in evidence.records for name in record.gathered))
-    if names:
-        are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
-        line = f"{listed(names)}: {are} still gathered after the optimizer's step"
-        lines = (line, "fine where resharding after backward is switched off; else the shards save no memory")
-        yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
+    """D14: forwards compute with the values that the shards have."""
+    if names := list(dict.fromkeys(name for record in evidence.records for name in record.outdated)):
+        lines = (
+            f"{listed(names)}: {len(names)} of {len(evidence.names)} parameters stay gathered over the optimizer's "
+            "step, and the forward after it computes with their values from before: the loss is not of the new values",
+            _RESHARD,
+        )
+        yield Finding(("D14",), "", evidence.step, "forwards compute with outdated parameters", lines)
+
+
+def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D14, after the last step: no unit stays gathered after the optimizer's step; outdated values are worse."""
+    left = [(one, list(dict.fromkeys(name for record in one.records for name in record.gathered))) for one in records]
+    evidence, names = next(((one, names) for one, names in left if names), (None, []))
+    if evidence is None or any(record.outdated for one in records for record in one.records):
+        return
+    are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
+    lines = (
+        f"{listed(names)}: {are} still gathered after the optimizer's step, where the shards save no memory, and no "
+        "forward was seen to compute with outdated values",
+        f"meant, as where the next forward gathers anew? else {_RESHARD}",
+    )
+    yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:

@@ -136,6 +136,8 @@ class StepRecord:
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
     # Parameters that are still gathered after the optimizer's step.
     gathered: list[str] = dataclasses.field(default_factory=list)
+    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
+    outdated: list[str] = dataclasses.field(default_factory=list)
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     collectives: Trace = dataclasses.field(default_factory=Trace)  # that Python issued, in order
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter

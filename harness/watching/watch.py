@@ -35,13 +35,13 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
+from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.hooks import Hook, before_others, guarded
 from shardproof.harness.watching.left import Left, Seen
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
     is_compiled,
-    is_gathered,
     is_its_own,
     is_view,
     modules_of,
@@ -119,7 +119,7 @@ class Watch:
         self._handles: list[Any] = []
         self._on_tensors: list[Any] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._gathered: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._gathered = Gathered()
         self._shapes: dict[str, torch.Size] = {}
         self._ties: dict[int, set[str]] = {}
         self._engine: Engine | None = None
@@ -424,6 +424,8 @@ class Watch:
             if value is None or not value.requires_grad:
                 continue
             full = f"{name}.{last}" if name else last
+            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
+                self._gathered.find(full, value)
             known = self._hooked.get(id(value))
             if known is not None and known() is value:
                 continue
@@ -433,8 +435,7 @@ class Watch:
             hook = functools.partial(self._on_gradient, full, value.is_leaf)
             self._on_tensors += before_others(value, functools.partial(hook, True))
             self._on_tensors.append(value.register_hook(functools.partial(hook, False)))
-            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
-                self._gathered[full] = weakref.ref(value)
+            if value.is_leaf:
                 hook = functools.partial(self._on_accumulated, full)
                 self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
@@ -475,6 +476,8 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._own.digest()
+        if self._stepped:  # in this backward pass; its units reshard when it ends
+            self._gathered.end(dict(self.parameters()))
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
             self._left.end_backward(self.parameters())
@@ -545,6 +548,8 @@ class Watch:
             ended, self._ended = self._ended, []
             if self.is_watching:
                 self._release_all(ended)
+                if not self._is_backward:
+                    self._gathered.end(dict(self.parameters()))
                 if self._is_complete():
                     self._ends_in_step = True
                     self.end_step()
@@ -829,8 +834,7 @@ class Watch:
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
-        certain = self._names.keys() - self._uncertain
-        record.idle, record.detached = without_turn(self.roots, certain, self._called)
+        record.idle, record.detached = without_turn(self.roots, self._names.keys() - self._uncertain, self._called)
         dropped = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
@@ -849,13 +853,11 @@ class Watch:
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
         record.resting = resting_of(live, self._held) if self._makes_digests and self._engine is None else {}
-        record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
+        record.gathered, record.outdated = self._gathered.names, self._gathered.take_outdated()
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
-        record.ties = self.tied()
-        record.collectives = self._collectives
-        record.clipped_scaled = self._clipped_scaled
-        record.autocast = self._autocast
+        record.ties, record.clipped_scaled = self.tied(), self._clipped_scaled
+        record.collectives, record.autocast = self._collectives, self._autocast
         return record
 
     def _parameters_held(self) -> dict[str, Parameter]:

@@ -129,6 +129,7 @@ CHECKS |= {
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
+    "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
 
@@ -260,8 +261,11 @@ FOUND = {
         "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
-    "D14": ("gathered", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay gathered [D14]|"
-        "'b': 1 parameter is still gathered after the optimizer's step|..."),
+    "D14": ("gathered", lambda m: setattr(m.records[1], "outdated", ["b"]), "step 0: forwards compute with outdated "
+        "parameters [D14]|'b': 1 of 2 parameters stay gathered over the optimizer's step, and the forward after it "
+        "computes with their values from before: ...|reshard before the optimizer's step or the next forward: ..."),
+    "D14-note": ("gathered_ever", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay "
+        "gathered [D14]|'b': 1 parameter is still gathered after the optimizer's step, ...|meant, ..."),
     "D15": ("memory", lambda m: m.memory.update({2: [0, 9 << 20, 0, 0]}),
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
     "D16": ("finite", lambda m: (m.at_step(2, "w", math.nan), setattr(m.records[2], "not_finite", [OUTPUT])),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -129,16 +129,40 @@ def sum_missing_after_a_validation(rank: Rank, is_wrong: bool) -> None:
         validate(rank, model)
 
 
-def never_resharded(rank: Rank, is_wrong: bool) -> None:
-    model = sharded(reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def never_resharded(reduces: bool, **options):
+    """Units stay gathered between microbatches; and over the step, or nothing is reduced, or an eager reshard()."""
 
-    def before(step: int) -> None:
-        if is_wrong:
-            model.set_requires_gradient_sync(False)
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        model = sharded(reshard_after_forward=False, **options)
+        model.set_reshard_after_backward(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    train(rank, model, optimizer, before=before, microbatches=2)
+        def before(step: int) -> None:
+            model.set_requires_gradient_sync(reduces or not is_wrong)
+            for module in model.modules() if not (is_wrong and reduces) else ():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+
+        train(rank, model, optimizer, before=before, microbatches=2)
+
+    return loop
+
+
+def steps_in_backward(rank: Rank, is_wrong: bool) -> None:
+    """An optimizer for each parameter steps in backward: the root is gathered by then; the twin reduces nothing."""
+    model = sharded()
+    optimizers = {one: torch.optim.AdamW([one], lr=1e-2) for one in model.parameters()}
+    model.set_reshard_after_backward(not is_wrong)
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    for number in range(STEPS):
+        inputs, labels = batch(rank, number)
+        F.cross_entropy(model(inputs), labels).backward()
 
 
 def optimizer_of_gathered(rank: Rank, is_wrong: bool) -> None:
@@ -245,6 +269,8 @@ def not_wrapped(rank: Rank, is_wrong: bool) -> None:
 
 APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
 
+OUTDATED = "forwards compute with outdated parameters [D14]"
+
 #: By name the loop, and what is said of it with its mistake.
 LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     **{
@@ -257,7 +283,12 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "sum-missing-after-a-validation": (
         sum_missing_after_a_validation, "each gradient of every rank is this rank's own gradient (c = 1.0000",
     ),
-    "never-resharded": (never_resharded, "gradients are not reduced [D11, S2]"),
+    "never-resharded": (never_resharded(False), "gradients are not reduced [D11, S2]"),
+    "resharded-before-the-step": (never_resharded(True), OUTDATED),
+    "resharded-before-the-step-in-bfloat16": (
+        never_resharded(True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), OUTDATED,
+    ),
+    "steps-in-backward": (steps_in_backward, OUTDATED),
     "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
     "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
     "sequence-parallel-without-names": (
