@@ -588,11 +588,12 @@ class Watch:
         self.end_step()
 
     def _is_complete(self) -> bool:
-        """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
+        """Whether no other optimizer can belong to the step: each parameter that has or had a gradient is stepped."""
         if self._is_backward:  # those that follow may have none yet
             return False
-        with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
-        return bool(with_gradient) and all(name in self._held for name in with_gradient)
+        own = self._own.names  # one whose gradient is dropped may be stepped by another rank, and be sent after that
+        names = {name for name, parameter in self.parameters() if parameter.grad is not None or name in own}
+        return bool(names) and names <= self._held.keys()
 
     def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
@@ -730,10 +731,10 @@ class Watch:
         for name, before in self._weights(new, Stage.INITIAL):
             self._held[name] = {"before": before, "state": {}}
         for name, parameter in mine:
-            rate = rates[id(parameter)]
-            rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
             if name in self._held:
-                self._held[name] |= {"optimizer": number, "lr": rate}
+                rate = rates[id(parameter)]
+                is_number = rate is not None and not isinstance(rate, torch.Tensor)
+                self._held[name] |= {"optimizer": number, "lr": float(rate) if is_number else rate}
 
     def _release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         places: list[tuple[dict[str, Any], str]] = []

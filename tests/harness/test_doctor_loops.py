@@ -539,6 +539,24 @@ def owned(data, *, begins=0.0, **options):
     train(model, optimizer, data, after=lambda step: rates.step())
 
 
+def dropped(data, *, sends=True):
+    """ZeRO-2 by hand: gradients are summed for their owner and dropped elsewhere; owners send what they step."""
+    model = perceptron()
+    own = {one: number % dist.get_world_size() for number, one in enumerate(model.parameters())}
+    optimizer = torch.optim.AdamW([one for one, owner in own.items() if owner == data.rank], lr=1e-2)
+
+    def before(step):
+        for one, owner in own.items():
+            dist.reduce(one.grad, owner)
+            one.grad = one.grad / dist.get_world_size() if owner == data.rank else None
+
+    def after(step):
+        for one, owner in own.items() if sends else ():
+            dist.broadcast(one.data, owner)
+
+    train(model, optimizer, data, before=before, after=after)
+
+
 def single(data, *, clips=False):
     """A model of one parameter: a number for each rank is between its gradient and the mean of all, if nobody looks."""
     torch.manual_seed(0)
@@ -622,6 +640,7 @@ HEALTHY = {
     "returned gradients of microbatches": (lambda data: returned(data, microbatches=3), ""),
     "meta-learning by torch.func": (vectorized, ""),
     "owners": (owned, ""),
+    "dropped off the owner": (dropped, ""),
     "one parameter": (single, ""),
 }  # fmt: skip
 
@@ -665,6 +684,7 @@ BROKEN = {
     "meta-learning by torch.func loses a rank": (lambda data: vectorized(data, reduces=False),
                                                  "gradients are not reduced [D11, S2]"),
     "owners that do not send": (lambda data: owned(data, sends=False), "replicas differ after the step [D1, S9]"),
+    "dropped and not sent": (lambda data: dropped(data, sends=False), "some have no gradient [D2, S9]"),
     "one parameter clipped by each rank": (lambda data: single(data, clips=True),
                                            "ranks scale gradients differently [D10, S6]"),
     "what DDP wraps": (goes_round, "gradients are not reduced [D11, S2]"),
