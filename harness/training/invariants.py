@@ -34,6 +34,13 @@ NARROW = ("bfloat16", "float16")
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
 
+#: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
+_UNDER_DROPOUT = "their gradients differ by dropout"
+_FROM_THE_SAME = (
+    "their gradients differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? "
+    "then leave it"
+)
+
 #: The bytes of one number at most.
 _NUMBER = 8
 
@@ -368,8 +375,25 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                     f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
                     'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
                 )
-            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note=bool(parts))
+            if is_apart := _compute_apart(evidence, readers):
+                has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
+                lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
+            is_note = bool(parts) or (is_apart and not has_dropout)
+            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note)
     yield from _read_twice(evidence.after_drops)
+
+
+def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
+    """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
+    distance = size = 0.0
+    for name in evidence.trained:
+        own = [[one for _, one in evidence.records[rank].own.get(name, [])] for rank in readers]
+        if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
+            continue
+        first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
+        size += float(first.square().sum())
+        distance += max((float((one - first).square().sum()) for one in rest), default=0.0)
+    return distance > _SAME**2 * size
 
 
 def _read_twice(evidence: Evidence) -> Iterator[Finding]:
@@ -465,7 +489,9 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
 
 def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
     """Return the finding that ranks read the same data with the samplers that ranks have, which give it to them."""
+    is_note = finding.is_note
     if not any(seen):
+        is_note |= _UNDER_DROPOUT in finding.lines  # no sampler shows that the data are meant to differ
         told = "no DataLoader was seen: each rank must read its own part of the data"
     elif len({*map(tuple, seen)}) > 1:
         told = f"seen: {', '.join(seen[0][:3])} on rank 0, and others on other ranks: the data have the same rows twice"
@@ -473,7 +499,7 @@ def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
         told = f"seen: {', '.join(seen[0][:3])} on each rank: give it num_replicas and rank of the process group"
     else:
         told = f"seen: {', '.join(seen[0][:3])} on each rank, which knows no rank: use DistributedSampler"
-    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]))
+    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]), is_note=is_note)
 
 
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:

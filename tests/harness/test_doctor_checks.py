@@ -106,6 +106,10 @@ class Made:
         record = self.records[rank]
         record.own, record.tokens = {name: [(0, gradient(torch.zeros(SHAPES[name])))] for name in SHAPES}, tokens
 
+    def read_as_1(self, **changes):
+        """Rank 3 reads what rank 1 reads."""
+        self.records[3] = dataclasses.replace(self.records[3], batches=self.records[1].batches, **changes)
+
     def put_all(self, **changes):
         for record in self.records:
             for field, value in changes.items():
@@ -221,8 +225,13 @@ FOUND = {
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
-    "D9": ("data", lambda m: setattr(m.records[3], "batches", [1, 11]), "step 0: ranks read the same data [D9, S11]|"
+    "D9": ("data", lambda m: m.read_as_1(own=m.records[1].own), "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
+    "D9-apart": ("data", lambda m: m.read_as_1(), "note: step 0: ranks read the same data "
+        "[D9, S11]|the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|...|their gradients "
+        "differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? then leave it"),
+    "D9-dropout": ("data", lambda m: m.read_as_1(has_dropout=True), "step 0: "
+        "ranks read the same data [D9, S11]|the 2 ranks ...|...|their gradients differ by dropout"),
     "D9-twice": ("data", lambda m: (setattr(m.records[3], "batches", [3, 3]), m.records[3].own.clear()),
         "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
     "D9-losses": ("data", lambda m: [setattr(one, "batches", [n, n]) for n, one in enumerate(m.records)],

@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import doctor
@@ -181,6 +182,21 @@ def repeats(data, *, losses=1):
             F.cross_entropy(model(inputs), labels).backward()
         outputs = model(inputs)
         (F.cross_entropy(outputs, labels) if losses == 1 else outputs.square().mean()).backward()
+        optimizer.step()
+
+
+def draws(data, *, shares=False, dropout=0.0, loads=False):
+    """A bandit: ranks have the same inputs, of which each draws its own actions; or all draw the same."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(perceptron(), nn.Dropout(dropout)))
+    optimizer = sgd(model)
+    inputs = torch.randn(STEPS * 8, 6, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(inputs, 8) if loads else inputs.split(8)
+    torch.manual_seed(data.rank)
+    for given in loader:
+        actions = torch.randint(3, (8,), generator=data.generator) * (not shares)
+        optimizer.zero_grad()
+        F.cross_entropy(model(given), actions).backward()
         optimizer.step()
 
 
@@ -603,6 +619,8 @@ HEALTHY = {
     "skipped infinity": (lambda data: skips(data, [0, 2], factor=math.inf), ""),
     "R-Drop": (consistency, ""),
     "two losses": (lambda data: repeats(data, losses=2), "a microbatch is read twice [D9, S11]"),
+    "own actions": (draws, "ranks read the same data [D9, S11]"),
+    "own actions and dropout": (lambda data: draws(data, dropout=0.3), "ranks read the same data [D9, S11]"),
     "BatchNorm": (lambda data: normalized(data, nn.BatchNorm1d), ""),
     "GroupNorm": (lambda data: normalized(data, lambda width: nn.GroupNorm(width, width)), ""),
     "bfloat16": (lambda data: normalized(data, nn.LayerNorm, 1e-3, torch.bfloat16),
@@ -657,6 +675,9 @@ BROKEN = {
     "one rank skips": (lambda data: skips(data, [1], alone=True), "some ranks skip a step [D1, S9]"),
     "one rank skips first": (lambda data: skips(data, [0], alone=True), "some ranks skip a step [D1, S9]"),
     "sampler repeats": (repeats, "a microbatch is read twice [D9, S11]"),
+    "same actions": (lambda data: draws(data, shares=True), "ranks read the same data [D9, S11]"),
+    "no sampler under dropout": (lambda data: draws(data, shares=True, dropout=0.3, loads=True),
+                                 "ranks read the same data [D9, S11]"),
     "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
     "layer in no optimizer": (lambda data: in_turn(data, holds=False), "parameters are in no optimizer [D4, S7]"),
     "unfrozen for no optimizer": (lambda data: unfrozen(data, adds=False), "parameters are in no optimizer [D4, S7]"),
