@@ -15,6 +15,7 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter, StepRecord
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
@@ -105,9 +106,18 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         of = _sets(evidence, alike)
         lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
         has_gradient = names[0] in evidence.records[alike[0][0]].at_step
-        if has_gradient and not any(len(_states(evidence, name, sets)) > 1 for name in names for sets in alike):
+        states = [_states(evidence, name, sets) for name in names for sets in alike]
+        # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
+        is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
+        if is_of_states:
+            lines.append(
+                "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads "
+                "them: load the optimizer's state_dict() on each rank"
+            )
+        elif has_gradient and not any(len(one) > 1 for one in states):
             lines.append(_why_alone(evidence, alike[0], names[0]))
-        yield Finding(("D1",), "S9", evidence.step, "replicas differ after the step", tuple(lines), is_open=True)
+        title = "replicas differ after the step"
+        yield Finding(("D1",), "S9", evidence.step, title, tuple(lines), is_open=not is_of_states)
 
 
 def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -493,6 +503,11 @@ def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
     if not any(seen):
         is_note |= _UNDER_DROPOUT in finding.lines  # no sampler shows that the data are meant to differ
         told = "no DataLoader was seen: each rank must read its own part of the data"
+    elif streams := [one for one in seen[0] if one.startswith(ITERABLE)]:
+        told = (
+            f"seen: {', '.join(streams[:3])} on each rank, to which no sampler gives a part: let its __iter__() divide "
+            "by rank, and what a rank has by worker (get_worker_info())"
+        )
     elif len({*map(tuple, seen)}) > 1:
         told = f"seen: {', '.join(seen[0][:3])} on rank 0, and others on other ranks: the data have the same rows twice"
     elif any(one.startswith("DistributedSampler") for one in seen[0]):

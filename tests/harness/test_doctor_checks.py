@@ -161,7 +161,10 @@ FOUND = {
         "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step|from equal gradients "
         "and optimizer states: another learning rate, or a write to it after the step before"),
     "D1-state": ("replicas", lambda m: (m.put("w", [2], after=(9,), state={"exp_avg": (9,)})), "step 0: replicas "
-        "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ..."),
+        "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ...|"
+        "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads them: ..."),
+    "D1-stateless": ("replicas", lambda m: (m.put("w", [2], after=(9,), state={})), "step 0: replicas differ after the "
+        "step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step"),
     "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
@@ -493,6 +496,19 @@ def test_an_optimizer_need_not_step_in_each_step():
     found, reduced = check_reduction(seen[0], [])
     assert found == check_reduction(seen[1], [reduced])[0] == list(invariants.check_optimizers_ever(seen)) == []
     assert len(list(invariants.check_optimizers_ever(seen[:1]))) == 1
+
+
+def test_what_user_code_mixes_of_returned_gradients_is_no_multiple_by_chance():
+    """As in gradient surgery, where the head of one task has a part of one alone."""
+    made = Made()
+    made.reduce(lambda name, rank: torch.ones(8, 3).tril() * made.sum("w"), names="w")
+    made.reduce(lambda name, rank: made.sum("b") * 0.2501, names="b")
+    assert len(check_reduction(made.evidence(), [])[0]) == 1
+    made.put_all(returned=["w", "b"])
+    found, reduced = check_reduction(made.evidence(), [])
+    assert found == reduced.factors == [] and set(reduced.unseen) == {"w", "b"}
+    made.reduce(made.mean, names="b")
+    assert [one.names for one in check_reduction(made.evidence(), [])[1].factors] == [("b",)]
 
 
 def test_what_no_optimizer_has_is_judged_in_the_first_step_alone():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import Doctor
@@ -229,6 +229,27 @@ def switched(rank: Rank, is_wrong: bool) -> None:
         optimizer.zero_grad()
 
 
+class Stream(IterableDataset):
+    """Samples one after another, each n-th of them."""
+
+    def __init__(self, first: int, every: int) -> None:
+        self.samples = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))[first::every]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.samples)
+
+
+def streamed(rank: Rank, is_wrong: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(Stream(0, 1) if is_wrong else Stream(rank.index, 2), batch_size=4)
+    for inputs in loader:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def replicated(*, compiled: bool = False, loader: bool = False, zero: bool = False, dropout: float = 0.0):
     """DistributedDataParallel with one mistake, or none."""
 
@@ -304,6 +325,10 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "zeroed-between": (replicated(zero=True), "seen: zero_grad() was called once between the backward passes"),
     "sampler-without-ranks": (
         replicated(loader=True), "seen: SequentialSampler on each rank, which knows no rank: use DistributedSampler",
+    ),
+    "stream-without-ranks": (
+        streamed, "seen: the IterableDataset Stream on each rank, to which no sampler gives a part: let its __iter__() "
+        "divide by rank, and what a rank has by worker (get_worker_info())",
     ),
     "group-of-one-rank": (
         group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the "

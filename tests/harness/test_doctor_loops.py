@@ -555,6 +555,19 @@ def owned(data, *, begins=0.0, **options):
     train(model, optimizer, data, after=lambda step: rates.step())
 
 
+def loaded(data, *, loads=True):
+    """Momentum of an earlier training is loaded, on rank 0 or on all."""
+    model = DDP(perceptron())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    earlier = torch.optim.SGD(perceptron().parameters(), lr=0.1, momentum=0.9)
+    for one in earlier.param_groups[0]["params"]:
+        one.grad = torch.ones_like(one)
+    earlier.step()
+    if loads or data.rank == 0:
+        optimizer.load_state_dict(earlier.state_dict())
+    train(model, optimizer, data)
+
+
 def dropped(data, *, sends=True):
     """ZeRO-2 by hand: gradients are summed for their owner and dropped elsewhere; owners send what they step."""
     model = perceptron()
@@ -659,6 +672,7 @@ HEALTHY = {
     "meta-learning by torch.func": (vectorized, ""),
     "owners": (owned, ""),
     "dropped off the owner": (dropped, ""),
+    "states on all ranks": (loaded, ""),
     "one parameter": (single, ""),
 }  # fmt: skip
 
@@ -706,6 +720,7 @@ BROKEN = {
                                                  "gradients are not reduced [D11, S2]"),
     "owners that do not send": (lambda data: owned(data, sends=False), "replicas differ after the step [D1, S9]"),
     "dropped and not sent": (lambda data: dropped(data, sends=False), "some have no gradient [D2, S9]"),
+    "states on one rank": (lambda data: loaded(data, loads=False), "replicas differ after the step [D1, S9]"),
     "one parameter clipped by each rank": (lambda data: single(data, clips=True),
                                            "ranks scale gradients differently [D10, S6]"),
     "what DDP wraps": (goes_round, "gradients are not reduced [D11, S2]"),
