@@ -200,7 +200,7 @@ def _of_gradients(
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
     """Say what the gradients of ranks that hold the same elements are: by a factor one another's, or each its own."""
     over = _where(evidence, members).strip(" ()") or "these ranks"
-    ratios, are_own, are_seen = set(), True, True
+    ratios, are_own, are_seen, are_alone = set(), True, True, True
     for name in names:
         seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
         for rank, vector in seen.items():
@@ -209,10 +209,19 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
             both = evidence.computed(name, rank)
             are_seen &= both is not None
             are_own &= both is not None and fit(*both)[1] < _SAME
+            alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
+            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < _SAME
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
+    if not are_own and are_alone:
+        lines = [f"each rank has what it computed itself: nothing has reduced them over {over}"]
+        if "DistributedDataParallel" in evidence.starts[0].wrappers:
+            lines.append(
+                "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"
+            )
+        return lines
     if not are_own:
         return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
     is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)

@@ -110,6 +110,13 @@ class Made:
         """Rank 3 reads what rank 1 reads."""
         self.records[3] = dataclasses.replace(self.records[3], batches=self.records[1].batches, **changes)
 
+    def never_reduced(self):
+        """The gradients of ranks that a wrapper should keep alike are their own."""
+        self.reduce(lambda name, rank: self.sum(name, [rank]), lambda rank: 1.0)
+        for name in SHAPES:
+            self.put(name, before=(1,), after=(1,))
+        self.starts = [dataclasses.replace(one, wrappers=("DistributedDataParallel",)) for one in self.starts]
+
     def put_all(self, **changes):
         for record in self.records:
             for field, value in changes.items():
@@ -171,6 +178,9 @@ FOUND = {
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
         "different bits (relative distance 1; 1 of 2 parameters)|they are 1, 2 x "
         "those of rank 0: each rank scales them by itself|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-alone-replicated": ("replicas", lambda m: m.never_reduced(), "step 0: replicas differ [D2, S9]|gradient of "
+        "'w', 'b': ...|each rank has what it computed itself: nothing has reduced them over these ranks|"
+        "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"),
     "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|they are 1, 2 x those of rank 0: "
         "..."),
