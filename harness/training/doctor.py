@@ -426,7 +426,7 @@ class Doctor(Watching):
         else:
             self._settle(is_last=True)
             for check in (invariants.check_optimizers_ever, invariants.check_gradients_ever,
-                          invariants.check_gathered_ever):  # fmt: skip
+                          invariants.check_rates_ever, invariants.check_gathered_ever):  # fmt: skip
                 self._add(list(check(self._seen)))
             self._add(self._check_states())
             if self._on_finding != "collect":

@@ -347,6 +347,21 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(("D7",), "S7", evidence.step, "parameters have no optimizer state", (line,))
 
 
+def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D6, after the last step: no group has a learning rate of 0 in all steps, beside groups that move."""
+    held = [one for seen in records for record in seen.records for one in record.parameters.items()]
+    stepped = [(name, one) for name, one in held if one.optimizer is not None and one.lr is not None]
+    moving = {name for name, one in stepped if one.lr}
+    still = list(dict.fromkeys(name for name, one in stepped if name not in moving and one.before == one.after))
+    if still and moving:
+        some = f"{listed(still)}: {len(still)} of {len(still) + len(moving)} parameters that optimizers step"
+        lines = (
+            f"{some} have a learning rate of 0 in the watched steps {_steps(records)}, and others one above 0",
+            "meant, as where a part is frozen or warms up later? else look at how the rates of groups are computed",
+        )
+        yield Finding(("D6",), "S7", records[-1].step, "a learning rate is 0", lines, is_note=True)
+
+
 def _must_move(held: Parameter, gradient: Gradient | None) -> bool:
     """Whether the step of any optimizer changes a bit of what a rank holds of a parameter that has not moved.
 

@@ -344,10 +344,14 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         ]
         return Finding(("D11",), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True)
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
+    # What fits any sum, as a gradient of one element does, is no sign of a reduction.
+    is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
     # Of ranks whose parameters are equal all the same, gradients are lost.
-    if is_local and everything and is_meant and not evidence.ends_equal:
-        lines.append("meant, as where each rank trains by itself, or parameters are averaged later (local SGD)? else "
-                     "nothing reduces them: DDP, fully_shard() or an all_reduce is missing")  # fmt: skip
+    if is_local and is_all and is_meant and not evidence.ends_equal:
+        lines.append(
+            "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
+            "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
+        )
         return Finding(("D11",), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True)
     if diagnosis.signature == "S2":
         title = NOT_REDUCED

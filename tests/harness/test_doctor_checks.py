@@ -140,6 +140,7 @@ CHECKS |= {
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
+    "rates_ever": lambda made: invariants.check_rates_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
@@ -233,6 +234,9 @@ FOUND = {
         "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
     "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
         "step 0: parameters do not move [D6, S7]|'w': the gradient is not zero, and no bit changes in the step"),
+    "D6-zero": ("rates_ever", lambda m: m.put("b", before=(1,), after=(1,), lr=0.0),
+        "note: step 0: a learning rate is 0 [D6, S7]|'b': 1 of 2 parameters that optimizers step have a learning rate "
+        "of 0 in the watched steps 0, and others one above 0|meant, as where a part is frozen or warms up later? ..."),
     "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0),
         "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),

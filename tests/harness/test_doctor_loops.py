@@ -218,6 +218,14 @@ def in_turn(data, *, begins=STEPS - 1, holds=True):
     train(model, head, data, before=lambda step: body.step() if step >= begins else None)
 
 
+def by_groups(data, *rates):
+    model = DDP(perceptron())
+    groups = [
+        {"params": list(one.parameters()), "lr": rate} for one, rate in zip(model.module[::2], rates, strict=True)
+    ]
+    train(model, torch.optim.AdamW(groups, weight_decay=0.0), data)
+
+
 def unfrozen(data, *, adds=True):
     """The first layer trains from the second step on; the optimizer may have the others alone."""
     model = perceptron()
@@ -481,6 +489,23 @@ def meta_learning(data, order):
         optimizer.step()
 
 
+def learners(data):
+    """Copies of a model with an output of one element adapt on each rank; what they find is reduced for the model."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = adamw(model)
+    for inputs, _ in data.batches():
+        learner = copy.deepcopy(model)
+        inner = sgd(learner)
+        for _ in range(3):
+            inner.zero_grad()
+            (learner(inputs) - 1).square().mean().backward()
+            inner.step()
+        for one, own in zip(model.parameters(), learner.parameters(), strict=True):
+            one.grad = own.grad
+        reduces_by_hand(model)
+        optimizer.step()
+
+
 def penalized(data, *, reduces=True):
     """The norm of the gradient of all parameters is a part of the loss."""
     model = perceptron()
@@ -641,6 +666,8 @@ HEALTHY = {
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
     "optimizers in turn": (in_turn, "an optimizer does not step in the watched steps [D4, S7]"),
     "unfrozen": (unfrozen, ""),
+    "rates of groups": (lambda data: by_groups(data, 1e-3, 1e-2, 1e-2), ""),
+    "rate of zero": (lambda data: by_groups(data, 0.0, 0.0, 1e-2), "a learning rate is 0 [D6, S7]"),
     "fp16_compress_hook": (lambda data: reduced_by(data, default_hooks.fp16_compress_hook), ""),
     "bfloat16 hook": (lambda data: reduced_by(data, rounds_to(torch.bfloat16)), ""),
     "sparse hook": (lambda data: reduced_by(data, largest_of(0.3)),
@@ -666,6 +693,7 @@ HEALTHY = {
     "distillation": (distilled, ""),
     "meta-learning": (lambda data: meta_learning(data, 2), ""),
     "meta-learning of the first order": (lambda data: meta_learning(data, 1), ""),
+    "meta-learning of copies": (learners, "gradients are not reduced [D11, S2]"),
     "gradient penalty": (penalized, ""),
     "returned gradients": (returned, ""),
     "returned gradients of microbatches": (lambda data: returned(data, microbatches=3), ""),
