@@ -550,7 +550,12 @@ def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:
     """D13: the members of each group issue the same collectives, as far as Python issues them."""
     # Where a collective is issued may differ: a rank that is ahead gathers in another phase.
-    traces = [Trace(dataclasses.replace(one, phase="") for one in record.collectives) for record in evidence.records]
+    traces = [
+        Trace(
+            dataclasses.replace(one, phase="", kind=f"{one.kind} {one.operator}".strip()) for one in record.collectives
+        )
+        for record in evidence.records
+    ]
     if (found := first_difference(traces)) is not None:
         lines = tuple(line.strip() for line in found.text.splitlines())
         yield Finding(("D13",), "", evidence.step, "ranks issue different collectives", lines)

@@ -226,6 +226,17 @@ def by_groups(data, *rates):
     train(model, torch.optim.AdamW(groups, weight_decay=0.0), data)
 
 
+def metered(data, *, orders=lambda rank: 1):
+    """Numbers of all ranks are reduced after each step, which may mix them up where ranks have another order."""
+    model = DDP(perceptron())
+
+    def after(step):
+        for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[:: orders(data.rank)]:
+            dist.all_reduce(torch.ones(()), operator)
+
+    train(model, adamw(model), data, after=after)
+
+
 def unfrozen(data, *, adds=True):
     """The first layer trains from the second step on; the optimizer may have the others alone."""
     model = perceptron()
@@ -666,6 +677,7 @@ HEALTHY = {
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
     "optimizers in turn": (in_turn, "an optimizer does not step in the watched steps [D4, S7]"),
     "unfrozen": (unfrozen, ""),
+    "numbers of all ranks": (metered, ""),
     "rates of groups": (lambda data: by_groups(data, 1e-3, 1e-2, 1e-2), ""),
     "rate of zero": (lambda data: by_groups(data, 0.0, 0.0, 1e-2), "a learning rate is 0 [D6, S7]"),
     "fp16_compress_hook": (lambda data: reduced_by(data, default_hooks.fp16_compress_hook), ""),
@@ -721,6 +733,8 @@ BROKEN = {
     "no sampler under dropout": (lambda data: draws(data, shares=True, dropout=0.3, loads=True),
                                  "ranks read the same data [D9, S11]"),
     "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
+    "numbers mixed up": (lambda data: metered(data, orders=lambda rank: 1 - 2 * rank),
+                         "ranks issue different collectives [D13]"),
     "layer in no optimizer": (lambda data: in_turn(data, holds=False), "parameters are in no optimizer [D4, S7]"),
     "unfrozen for no optimizer": (lambda data: unfrozen(data, adds=False), "parameters are in no optimizer [D4, S7]"),
     "parameter held back": (held_back, "parameters do not move [D6, S7]"),
