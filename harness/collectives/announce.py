@@ -234,8 +234,9 @@ def collective_of(group: dist.ProcessGroup, kind: str, args: tuple[Any, ...], kw
     # The largest tensor is the unsharded side of a gather or a reduction.
     largest = max(tensors, key=lambda tensor: tensor.numel())
     return Collective(
-        "", kind, str(largest.dtype).removeprefix("torch."), largest.numel() * largest.element_size(), ranks
-    )
+        "", kind, str(largest.dtype).removeprefix("torch."), largest.numel() * largest.element_size(), ranks,
+        operator=_operator_of(kind, [*args, *kwargs.values()]),
+    )  # fmt: skip
 
 
 def _operator_of(kind: str, values: list[Any]) -> str:

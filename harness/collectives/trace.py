@@ -20,6 +20,8 @@ class Collective:
     group: tuple[int, ...]  # global ranks
     # The label of the unit whose parameters have that many bytes; "a|b" where several units do, "" where none does.
     unit: str = ""
+    # The operator of a reduction, "sum"; empty of other kinds and where it is not known. It makes no other collective.
+    operator: str = dataclasses.field(default="", compare=False)
 
     def __str__(self) -> str:
         ranks = f"{self.group[0]}-{self.group[-1]}" if _is_range(self.group) else ",".join(map(str, self.group))

@@ -425,7 +425,9 @@ class Doctor(Watching):
             self._write_report(why)
         else:
             self._settle(is_last=True)
-            self._add([*invariants.check_optimizers_ever(self._seen), *invariants.check_gradients_ever(self._seen)])
+            for check in (invariants.check_optimizers_ever, invariants.check_gradients_ever,
+                          invariants.check_rates_ever, invariants.check_gathered_ever):  # fmt: skip
+                self._add(list(check(self._seen)))
             self._add(self._check_states())
             if self._on_finding != "collect":
                 self._say(self.summary())

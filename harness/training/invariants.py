@@ -15,6 +15,7 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter, StepRecord
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
@@ -33,6 +34,13 @@ APART = "model-parallel ranks read different data"
 NARROW = ("bfloat16", "float16")
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
+
+#: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
+_UNDER_DROPOUT = "their gradients differ by dropout"
+_FROM_THE_SAME = (
+    "their gradients differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? "
+    "then leave it"
+)
 
 #: The bytes of one number at most.
 _NUMBER = 8
@@ -98,9 +106,18 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         of = _sets(evidence, alike)
         lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
         has_gradient = names[0] in evidence.records[alike[0][0]].at_step
-        if has_gradient and not any(len(_states(evidence, name, sets)) > 1 for name in names for sets in alike):
+        states = [_states(evidence, name, sets) for name in names for sets in alike]
+        # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
+        is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
+        if is_of_states:
+            lines.append(
+                "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads "
+                "them: load the optimizer's state_dict() on each rank"
+            )
+        elif has_gradient and not any(len(one) > 1 for one in states):
             lines.append(_why_alone(evidence, alike[0], names[0]))
-        yield Finding(("D1",), "S9", evidence.step, "replicas differ after the step", tuple(lines), is_open=True)
+        title = "replicas differ after the step"
+        yield Finding(("D1",), "S9", evidence.step, title, tuple(lines), is_open=not is_of_states)
 
 
 def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -183,7 +200,7 @@ def _of_gradients(
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
     """Say what the gradients of ranks that hold the same elements are: by a factor one another's, or each its own."""
     over = _where(evidence, members).strip(" ()") or "these ranks"
-    ratios, are_own, are_seen = set(), True, True
+    ratios, are_own, are_seen, are_alone = set(), True, True, True
     for name in names:
         seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
         for rank, vector in seen.items():
@@ -192,10 +209,19 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
             both = evidence.computed(name, rank)
             are_seen &= both is not None
             are_own &= both is not None and fit(*both)[1] < _SAME
+            alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
+            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < _SAME
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
+    if not are_own and are_alone:
+        lines = [f"each rank has what it computed itself: nothing has reduced them over {over}"]
+        if "DistributedDataParallel" in evidence.starts[0].wrappers:
+            lines.append(
+                "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"
+            )
+        return lines
     if not are_own:
         return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
     is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
@@ -252,12 +278,33 @@ def _why_dead(optimizer: Optimizer) -> str:
 
 
 def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
-    """D4, after the last step: each parameter that trains is in an optimizer that has stepped in one of the steps."""
+    """D4, after the last step: each parameter that trains is in an optimizer.
+
+    One that has stepped in none of the steps may have its turn in a later one. What is made to train later is not in
+    any while it has no gradient.
+    """
+    last = records[-1]
     trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
+    trains += [name for name in last.trained if name not in trains and last.own(name)]
     left = [name for name in trains if all(name in one.left for one in records)]
-    if left:
+    resting = {name: kind for seen in records for one in seen.records for name, kind in one.resting.items()}
+    if rest := [name for name in left if name in resting]:
+        kinds = " and ".join(dict.fromkeys(resting[name] for name in rest))
+        of = f"{len(rest)} of {len(trains)} parameters that require a gradient are"
+        lines = (
+            f"{listed(rest)}: {of} in {kinds}, which does not step in the watched steps {_steps(records)}",
+            "meant, as where optimizers take turns, or one begins later? then watch a step of it with --steps; else it "
+            "is never called",
+        )
+        title = "an optimizer does not step in the watched steps"
+        yield Finding(("D4",), "S7", last.step, title, lines, is_note=True)
+    if left := [name for name in left if name not in resting]:
         line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
         yield Finding(("D4",), "S7", records[-1].step, "parameters are in no optimizer", (line,))
+
+
+def _steps(seen: Sequence[Evidence]) -> str:
+    return f"{seen[0].step}-{seen[-1].step}" if len(seen) > 1 else str(seen[0].step)
 
 
 def check_updates(evidence: Evidence) -> Iterator[Finding]:
@@ -298,6 +345,21 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
         yield Finding(("D7",), "S7", evidence.step, "parameters have no optimizer state", (line,))
+
+
+def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D6, after the last step: no group has a learning rate of 0 in all steps, beside groups that move."""
+    held = [one for seen in records for record in seen.records for one in record.parameters.items()]
+    stepped = [(name, one) for name, one in held if one.optimizer is not None and one.lr is not None]
+    moving = {name for name, one in stepped if one.lr}
+    still = list(dict.fromkeys(name for name, one in stepped if name not in moving and one.before == one.after))
+    if still and moving:
+        some = f"{listed(still)}: {len(still)} of {len(still) + len(moving)} parameters that optimizers step"
+        lines = (
+            f"{some} have a learning rate of 0 in the watched steps {_steps(records)}, and others one above 0",
+            "meant, as where a part is frozen or warms up later? else look at how the rates of groups are computed",
+        )
+        yield Finding(("D6",), "S7", records[-1].step, "a learning rate is 0", lines, is_note=True)
 
 
 def _must_move(held: Parameter, gradient: Gradient | None) -> bool:
@@ -347,8 +409,25 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                     f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
                     'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
                 )
-            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note=bool(parts))
+            if is_apart := _compute_apart(evidence, readers):
+                has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
+                lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
+            is_note = bool(parts) or (is_apart and not has_dropout)
+            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note)
     yield from _read_twice(evidence.after_drops)
+
+
+def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
+    """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
+    distance = size = 0.0
+    for name in evidence.trained:
+        own = [[one for _, one in evidence.records[rank].own.get(name, [])] for rank in readers]
+        if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
+            continue
+        first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
+        size += float(first.square().sum())
+        distance += max((float((one - first).square().sum()) for one in rest), default=0.0)
+    return distance > _SAME**2 * size
 
 
 def _read_twice(evidence: Evidence) -> Iterator[Finding]:
@@ -444,15 +523,22 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
 
 def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
     """Return the finding that ranks read the same data with the samplers that ranks have, which give it to them."""
+    is_note = finding.is_note
     if not any(seen):
+        is_note |= _UNDER_DROPOUT in finding.lines  # no sampler shows that the data are meant to differ
         told = "no DataLoader was seen: each rank must read its own part of the data"
+    elif streams := [one for one in seen[0] if one.startswith(ITERABLE)]:
+        told = (
+            f"seen: {', '.join(streams[:3])} on each rank, to which no sampler gives a part: let its __iter__() divide "
+            "by rank, and what a rank has by worker (get_worker_info())"
+        )
     elif len({*map(tuple, seen)}) > 1:
         told = f"seen: {', '.join(seen[0][:3])} on rank 0, and others on other ranks: the data have the same rows twice"
     elif any(one.startswith("DistributedSampler") for one in seen[0]):
         told = f"seen: {', '.join(seen[0][:3])} on each rank: give it num_replicas and rank of the process group"
     else:
         told = f"seen: {', '.join(seen[0][:3])} on each rank, which knows no rank: use DistributedSampler"
-    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]))
+    return dataclasses.replace(finding, lines=(finding.lines[0], told, *finding.lines[2:]), is_note=is_note)
 
 
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
@@ -464,7 +550,12 @@ def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
 def check_collectives(evidence: Evidence) -> Iterator[Finding]:
     """D13: the members of each group issue the same collectives, as far as Python issues them."""
     # Where a collective is issued may differ: a rank that is ahead gathers in another phase.
-    traces = [Trace(dataclasses.replace(one, phase="") for one in record.collectives) for record in evidence.records]
+    traces = [
+        Trace(
+            dataclasses.replace(one, phase="", kind=f"{one.kind} {one.operator}".strip()) for one in record.collectives
+        )
+        for record in evidence.records
+    ]
     if (found := first_difference(traces)) is not None:
         lines = tuple(line.strip() for line in found.text.splitlines())
         yield Finding(("D13",), "", evidence.step, "ranks issue different collectives", lines)
@@ -645,14 +736,37 @@ def _gradients(record: StepRecord) -> list[Gradient]:
     return [*record.at_step.values(), *(one for parts in record.own.values() for _, one in parts)]
 
 
+#: How parameters that stay gathered are resharded.
+_RESHARD = (
+    "reshard before the optimizer's step or the next forward: set_reshard_after_backward(True) for the last backward "
+    "of a step, or reshard() of each unit after it"
+)
+
+
 def check_gathered(evidence: Evidence) -> Iterator[Finding]:
-    """D14: no unit stays gathered after the optimizer's step."""
-    names = list(dict.fromkeys(name for record in evidence.records for name in record.gathered))
-    if names:
-        are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
-        line = f"{listed(names)}: {are} still gathered after the optimizer's step"
-        lines = (line, "fine where resharding after backward is switched off; else the shards save no memory")
-        yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
+    """D14: forwards compute with the values that the shards have."""
+    if names := list(dict.fromkeys(name for record in evidence.records for name in record.outdated)):
+        lines = (
+            f"{listed(names)}: {len(names)} of {len(evidence.names)} parameters stay gathered over the optimizer's "
+            "step, and the forward after it computes with their values from before: the loss is not of the new values",
+            _RESHARD,
+        )
+        yield Finding(("D14",), "", evidence.step, "forwards compute with outdated parameters", lines)
+
+
+def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D14, after the last step: no unit stays gathered after the optimizer's step; outdated values are worse."""
+    left = [(one, list(dict.fromkeys(name for record in one.records for name in record.gathered))) for one in records]
+    evidence, names = next(((one, names) for one, names in left if names), (None, []))
+    if evidence is None or any(record.outdated for one in records for record in one.records):
+        return
+    are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
+    lines = (
+        f"{listed(names)}: {are} still gathered after the optimizer's step, where the shards save no memory, and no "
+        "forward was seen to compute with outdated values",
+        f"meant, as where the next forward gathers anew? else {_RESHARD}",
+    )
+    yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:

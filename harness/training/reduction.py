@@ -24,6 +24,9 @@ REDUCED_IN_STEP = "gradients are reduced in the optimizer's step, and not judged
 #: Of gradients that a hook compresses: how much nearer those without a rank must be, and of how many numbers.
 _MUCH_NEARER, _ENOUGH = 0.6, 16
 
+#: How far rounding moves the factor of a sum of gradients.
+_ROUNDING = 1e-5
+
 #: The title of the finding of factors that differ; how near two factors are that are one, and in how many layers
 #: a series of them is none by accident.
 DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
@@ -103,7 +106,7 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         known = [one for one in outcome if one is not None]
         is_returned = any(name in record.returned for record in evidence.records)
         if is_returned and any(one[0] not in ("S1", "S2", "S3") for one in known):
-            found.unseen[name] = "not judged, as user code makes it of what torch.autograd.grad() returns"
+            found.unseen[name] = _MADE
             continue
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
@@ -124,6 +127,13 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         details = [(rank, one[3], one[2]) for rank, one in bad]
         wrong.setdefault(key, {})[name] = details
     readers = len(evidence.readers)
+    if _MADE in found.unseen.values():  # what user code mixes is by chance a multiple, where a task has no part in it
+        for name in {name for record in evidence.records for name in record.returned}:
+            factors = [each[name][0] for each in values.values() if name in each]
+            if factors and not _is_usual(factors[0], readers):
+                found.unseen[name] = _MADE
+                for each in values.values():
+                    each.pop(name, None)
     count = max((record.backwards for record in evidence.records), default=0)
     # What is reduced by hand after backward has no factor before that: then all are compared as the step finds them.
     stage = max(_STAGES, key=lambda one: len(values[one]))
@@ -146,6 +156,14 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
 
 
 _STAGES = ("after_backward", "at_step")
+
+#: Why a gradient is not judged that is no sum of what ranks computed, where these are no gradients of the step.
+_MADE = "not judged, as user code makes it of what torch.autograd.grad() returns"
+
+
+def _is_usual(factor: float, readers: int) -> bool:
+    """Whether a factor is that of a mean or of a sum, but for rounding."""
+    return any(abs(factor * size - 1) < _ROUNDING for size in (1, readers))
 
 
 def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[torch.Tensor]], tolerance: float) -> bool:
@@ -326,10 +344,14 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         ]
         return Finding(("D11",), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True)
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
+    # What fits any sum, as a gradient of one element does, is no sign of a reduction.
+    is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
     # Of ranks whose parameters are equal all the same, gradients are lost.
-    if is_local and everything and is_meant and not evidence.ends_equal:
-        lines.append("meant, as where each rank trains by itself, or parameters are averaged later (local SGD)? else "
-                     "nothing reduces them: DDP, fully_shard() or an all_reduce is missing")  # fmt: skip
+    if is_local and is_all and is_meant and not evidence.ends_equal:
+        lines.append(
+            "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
+            "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
+        )
         return Finding(("D11",), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True)
     if diagnosis.signature == "S2":
         title = NOT_REDUCED

@@ -9,7 +9,7 @@ never gathers, waits for a stream or changes what it sees.
 - ``names``: the names of parameters in the unsharded, unwrapped model.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records; ``hooks``, which user code
   does not notice; ``pending``, gradients whose digests are read when the step has ended; ``left``, those that
-  are gone before an optimizer steps by them.
+  are gone before an optimizer steps by them; ``gathered``, parameters that a forward finds gathered after a step.
 - ``watching``: ``Watching``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.

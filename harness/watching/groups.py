@@ -11,7 +11,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
@@ -25,6 +25,10 @@ DATA = (
 
 #: How names of dimensions begin over which ranks compute parts of one model.
 _OF_MODELS = ("tp", "sp", "pp", "ep", "mp", "model", "tensor", "expert", "pipe", "stage")
+
+
+#: How the name of a data set begins to which no sampler gives a rank's part.
+ITERABLE = "the IterableDataset"
 
 
 class Wrappers(NamedTuple):
@@ -133,13 +137,20 @@ def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> tuple[str, .
 
 
 def samplers() -> list[str]:
-    """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)"."""
+    """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)".
+
+    Of an IterableDataset, which has none, it is the data set: "the IterableDataset Stream".
+    """
     found = []
     for one in gc.get_objects():
         if issubclass(type(one), DataLoader):
             sampler, kind = one.sampler, type(one.sampler).__name__
             is_of_ranks = isinstance(sampler, DistributedSampler)
-            found.append(f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})" if is_of_ranks else kind)
+            if isinstance(one.dataset, IterableDataset):  # which torch gives a sampler that says nothing
+                found.append(f"{ITERABLE} {type(one.dataset).__name__}")
+            else:
+                of_ranks = f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})" if is_of_ranks else kind
+                found.append(of_ranks)
     return list(dict.fromkeys(found))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
-from shardproof.harness.tensors.trees import local_of, tensors_of
+from shardproof.harness.tensors.trees import tensors_of
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
@@ -168,14 +168,6 @@ def is_view(value: torch.Tensor) -> bool:
         return not value.is_leaf
     except RuntimeError:
         return False
-
-
-def is_gathered(value: torch.Tensor | None, live: torch.Tensor | None) -> bool:
-    """Whether a tensor that a module found is still allocated, and is not the parameter that the model has now."""
-    if value is None or live is None or live is value or isinstance(value, DTensor):
-        return False
-    held, own = value.untyped_storage(), local_of(live).untyped_storage()
-    return held.size() > own.size() and held.data_ptr() != own.data_ptr()
 
 
 def number_of(value: Any) -> float | None:

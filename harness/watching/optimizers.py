@@ -1,7 +1,7 @@
 """What the optimizers of a process have: parameters of the model, of other models, and dead ones."""
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,33 @@ from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
 from shardproof.harness.watching.records import Optimizer
 
 
-def parameters_of_optimizers() -> set[int]:
-    """Return the ids of what the optimizers of this process have."""
+def parameters_of_optimizers() -> dict[int, str]:
+    """Return the ids of what the optimizers of this process have, each with the name of a class that has it."""
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
-    return {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    return {
+        id(one): type(optimizer).__name__
+        for optimizer in optimizers
+        for group in getattr(optimizer, "param_groups", ())  # one that is being made has none yet
+        for one in group["params"]
+    }
+
+
+def resting_of(parameters: Mapping[str, nn.Parameter], stepped: Collection[str]) -> dict[str, str]:
+    """Return which parameters that train are in optimizers of the process that have not stepped, and their classes."""
+    left = [name for name, one in parameters.items() if one.requires_grad and name not in stepped]
+    held = parameters_of_optimizers() if left else {}  # which reads all objects of the process
+    return {name: held[id(parameters[name])] for name in left if id(parameters[name]) in held}
+
+
+def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """Return the tensors of an optimizer's state of a parameter, by key; none where that state is no mapping.
+
+    Of a parameter that another rank steps, ZeroRedundancyOptimizer has None once a state dict was loaded.
+    """
+    states = optimizer.state
+    state = states.get(parameter) if isinstance(states, Mapping) else None
+    items = state.items() if isinstance(state, Mapping) else ()
+    return {str(key): value for key, value in items if isinstance(value, torch.Tensor)}
 
 
 def seen_of(

@@ -58,6 +58,11 @@ class OwnGradients:
     def __bool__(self) -> bool:
         return bool(self._of)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of parameters that have some."""
+        return set(self._of)
+
     def add(
         self, name: str, number: int, local: torch.Tensor, layout: Layout, *, is_given: bool, is_returned: bool
     ) -> Pending:

@@ -124,6 +124,8 @@ class StepRecord:
     # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
     unplaced: list[str] = dataclasses.field(default_factory=list)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order
+    # Parameters that train and are in an optimizer of the process that has not stepped: the name of its class.
+    resting: dict[str, str] = dataclasses.field(default_factory=dict)
     norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
     # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -134,6 +136,8 @@ class StepRecord:
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
     # Parameters that are still gathered after the optimizer's step.
     gathered: list[str] = dataclasses.field(default_factory=list)
+    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
+    outdated: list[str] = dataclasses.field(default_factory=list)
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     collectives: Trace = dataclasses.field(default_factory=Trace)  # that Python issued, in order
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter

@@ -35,13 +35,13 @@ from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.events import Event, Sink
+from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.hooks import Hook, before_others, guarded
 from shardproof.harness.watching.left import Left, Seen
 from shardproof.harness.watching.names import (
     device_of,
     inner_of,
     is_compiled,
-    is_gathered,
     is_its_own,
     is_view,
     modules_of,
@@ -54,7 +54,7 @@ from shardproof.harness.watching.names import (
     untransformed,
     without_turn,
 )
-from shardproof.harness.watching.optimizers import seen_of
+from shardproof.harness.watching.optimizers import resting_of, seen_of, state_of
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered, readable
 from shardproof.harness.watching.records import (
     Drop,
@@ -119,7 +119,7 @@ class Watch:
         self._handles: list[Any] = []
         self._on_tensors: list[Any] = []
         self._hooked: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._gathered: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._gathered = Gathered()
         self._shapes: dict[str, torch.Size] = {}
         self._ties: dict[int, set[str]] = {}
         self._engine: Engine | None = None
@@ -424,6 +424,8 @@ class Watch:
             if value is None or not value.requires_grad:
                 continue
             full = f"{name}.{last}" if name else last
+            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
+                self._gathered.find(full, value)
             known = self._hooked.get(id(value))
             if known is not None and known() is value:
                 continue
@@ -433,8 +435,7 @@ class Watch:
             hook = functools.partial(self._on_gradient, full, value.is_leaf)
             self._on_tensors += before_others(value, functools.partial(hook, True))
             self._on_tensors.append(value.register_hook(functools.partial(hook, False)))
-            if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
-                self._gathered[full] = weakref.ref(value)
+            if value.is_leaf:
                 hook = functools.partial(self._on_accumulated, full)
                 self._on_tensors.append(value.register_post_accumulate_grad_hook(hook))
 
@@ -475,6 +476,8 @@ class Watch:
         self._is_backward = self._is_late = False
         self._backwards += 1
         self._own.digest()
+        if self._stepped:  # in this backward pass; its units reshard when it ends
+            self._gathered.end(dict(self.parameters()))
         if self._engine is None:  # else they are read when it steps
             self._after_backward = self._gradients(Stage.GRADIENT)
             self._left.end_backward(self.parameters())
@@ -545,6 +548,8 @@ class Watch:
             ended, self._ended = self._ended, []
             if self.is_watching:
                 self._release_all(ended)
+                if not self._is_backward:
+                    self._gathered.end(dict(self.parameters()))
                 if self._is_complete():
                     self._ends_in_step = True
                     self.end_step()
@@ -554,7 +559,7 @@ class Watch:
         done: set[int] = set()
         for optimizer in optimizers:
             mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
-            self._release(mine, lambda parameter, state=optimizer.state: state.get(parameter, {}))  # type: ignore[misc]
+            self._release(mine, functools.partial(state_of, optimizer))
             done |= mine
 
     @guarded
@@ -583,11 +588,12 @@ class Watch:
         self.end_step()
 
     def _is_complete(self) -> bool:
-        """Whether no other optimizer can belong to the step: each parameter with a gradient has been stepped."""
+        """Whether no other optimizer can belong to the step: each parameter that has or had a gradient is stepped."""
         if self._is_backward:  # those that follow may have none yet
             return False
-        with_gradient = [name for name, parameter in self.parameters() if parameter.grad is not None]
-        return bool(with_gradient) and all(name in self._held for name in with_gradient)
+        own = self._own.names  # one whose gradient is dropped may be stepped by another rank, and be sent after that
+        names = {name for name, parameter in self.parameters() if parameter.grad is not None or name in own}
+        return bool(names) and names <= self._held.keys()
 
     def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
@@ -725,19 +731,18 @@ class Watch:
         for name, before in self._weights(new, Stage.INITIAL):
             self._held[name] = {"before": before, "state": {}}
         for name, parameter in mine:
-            rate = rates[id(parameter)]
-            rate = float(rate) if rate is not None and not isinstance(rate, torch.Tensor) else rate
             if name in self._held:
-                self._held[name] |= {"optimizer": number, "lr": rate}
+                rate = rates[id(parameter)]
+                is_number = rate is not None and not isinstance(rate, torch.Tensor)
+                self._held[name] |= {"optimizer": number, "lr": float(rate) if is_number else rate}
 
-    def _release(self, mine: Collection[int], state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
+    def _release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         places: list[tuple[dict[str, Any], str]] = []
         tensors: list[torch.Tensor] = []
         stepped = {name: one for name, one in self.parameters() if name in self._held and id(one) in mine}
         for name, after in self._weights(list(stepped.items()), Stage.PARAMETER):
             self._held[name]["after"] = after
-            state = state_of(stepped[name])
-            own = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            own = states(stepped[name])
             for key, value in own.items() if self._sink is not None else ():
                 place = self.place(name, value) if value.ndim else layout_of(value)
                 self._emit(Event.of(Stage.OPTIMIZER_STATE, name, place, key=key), value)
@@ -830,8 +835,7 @@ class Watch:
         record.after_backward = dict(zip(self._after_backward, rest, strict=False))
         record.at_step = dict(zip(self._at_step, rest[len(self._after_backward) :], strict=False))
         record.unplaced = sorted(self._unplaced)
-        certain = self._names.keys() - self._uncertain
-        record.idle, record.detached = without_turn(self.roots, certain, self._called)
+        record.idle, record.detached = without_turn(self.roots, self._names.keys() - self._uncertain, self._called)
         dropped = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         record.has_dropout = any(one.training and one.p > 0 for one in dropped)
         record.parameters = self._parameters_held()
@@ -849,13 +853,12 @@ class Watch:
         wrong = list(dict.fromkeys(found[sum(is_wrong[:finite]) :]))[:_MOST_NOT_FINITE]
         record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
         live = dict(self.parameters())
-        record.gathered = [name for name, ref in self._gathered.items() if is_gathered(ref(), live.get(name))]
+        record.resting = resting_of(live, self._held) if self._makes_digests and self._engine is None else {}
+        record.gathered, record.outdated = self._gathered.names, self._gathered.take_outdated()
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
-        record.ties = self.tied()
-        record.collectives = self._collectives
-        record.clipped_scaled = self._clipped_scaled
-        record.autocast = self._autocast
+        record.ties, record.clipped_scaled = self.tied(), self._clipped_scaled
+        record.collectives, record.autocast = self._collectives, self._autocast
         return record
 
     def _parameters_held(self) -> dict[str, Parameter]:

@@ -106,6 +106,17 @@ class Made:
         record = self.records[rank]
         record.own, record.tokens = {name: [(0, gradient(torch.zeros(SHAPES[name])))] for name in SHAPES}, tokens
 
+    def read_as_1(self, **changes):
+        """Rank 3 reads what rank 1 reads."""
+        self.records[3] = dataclasses.replace(self.records[3], batches=self.records[1].batches, **changes)
+
+    def never_reduced(self):
+        """The gradients of ranks that a wrapper should keep alike are their own."""
+        self.reduce(lambda name, rank: self.sum(name, [rank]), lambda rank: 1.0)
+        for name in SHAPES:
+            self.put(name, before=(1,), after=(1,))
+        self.starts = [dataclasses.replace(one, wrappers=("DistributedDataParallel",)) for one in self.starts]
+
     def put_all(self, **changes):
         for record in self.records:
             for field, value in changes.items():
@@ -129,6 +140,8 @@ CHECKS |= {
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
+    "rates_ever": lambda made: invariants.check_rates_ever([made.evidence()]),
+    "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
 
@@ -156,13 +169,19 @@ FOUND = {
         "parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step|from equal gradients "
         "and optimizer states: another learning rate, or a write to it after the step before"),
     "D1-state": ("replicas", lambda m: (m.put("w", [2], after=(9,), state={"exp_avg": (9,)})), "step 0: replicas "
-        "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ..."),
+        "differ after the step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ ...|"
+        "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads them: ..."),
+    "D1-stateless": ("replicas", lambda m: (m.put("w", [2], after=(9,), state={})), "step 0: replicas differ after the "
+        "step [D1, S9]|parameter 'w': ranks 0, 2 (replicate) hold the same elements and differ after the step"),
     "D1-some": ("replicas", lambda m: (m.put("w", [2, 3], after=(9,)), m.put("b", [3], after=(9,))), "step 0: replicas "
         "differ after the step [D1, S9]|parameter 'w', 'b': ranks 0, 2 and ranks 1, 3 (replicate) hold the same ..."),
     "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
         "different bits (relative distance 1; 1 of 2 parameters)|they are 1, 2 x "
         "those of rank 0: each rank scales them by itself|so the parameters drift apart: after the step 1 differ [D1]"),
+    "D2-alone-replicated": ("replicas", lambda m: m.never_reduced(), "step 0: replicas differ [D2, S9]|gradient of "
+        "'w', 'b': ...|each rank has what it computed itself: nothing has reduced them over these ranks|"
+        "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"),
     "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|they are 1, 2 x those of rank 0: "
         "..."),
@@ -182,6 +201,10 @@ FOUND = {
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
+    "D4-rests": ("optimizers_ever", lambda m: (m.put("b", optimizer=None), m.put_all(resting={"b": "SGD"})),
+        "note: step 0: an optimizer does not step in the watched steps [D4, S7]|'b': 1 of 2 parameters that require a "
+        "gradient are in SGD, which does not step in the watched steps 0|meant, as where optimizers take turns, or one "
+        "begins later? then watch a step of it with --steps; else it is never called"),
     "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|seen: the forward "
         "of their modules runs with gradients enabled: what it returns is detached or unused after it, or goes through "
@@ -211,13 +234,21 @@ FOUND = {
         "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
     "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
         "step 0: parameters do not move [D6, S7]|'w': the gradient is not zero, and no bit changes in the step"),
+    "D6-zero": ("rates_ever", lambda m: m.put("b", before=(1,), after=(1,), lr=0.0),
+        "note: step 0: a learning rate is 0 [D6, S7]|'b': 1 of 2 parameters that optimizers step have a learning rate "
+        "of 0 in the watched steps 0, and others one above 0|meant, as where a part is frozen or warms up later? ..."),
     "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0),
         "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
-    "D9": ("data", lambda m: setattr(m.records[3], "batches", [1, 11]), "step 0: ranks read the same data [D9, S11]|"
+    "D9": ("data", lambda m: m.read_as_1(own=m.records[1].own), "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
+    "D9-apart": ("data", lambda m: m.read_as_1(), "note: step 0: ranks read the same data "
+        "[D9, S11]|the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|...|their gradients "
+        "differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? then leave it"),
+    "D9-dropout": ("data", lambda m: m.read_as_1(has_dropout=True), "step 0: "
+        "ranks read the same data [D9, S11]|the 2 ranks ...|...|their gradients differ by dropout"),
     "D9-twice": ("data", lambda m: (setattr(m.records[3], "batches", [3, 3]), m.records[3].own.clear()),
         "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
     "D9-losses": ("data", lambda m: [setattr(one, "batches", [n, n]) for n, one in enumerate(m.records)],
@@ -256,8 +287,11 @@ FOUND = {
         "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
-    "D14": ("gathered", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay gathered [D14]|"
-        "'b': 1 parameter is still gathered after the optimizer's step|..."),
+    "D14": ("gathered", lambda m: setattr(m.records[1], "outdated", ["b"]), "step 0: forwards compute with outdated "
+        "parameters [D14]|'b': 1 of 2 parameters stay gathered over the optimizer's step, and the forward after it "
+        "computes with their values from before: ...|reshard before the optimizer's step or the next forward: ..."),
+    "D14-note": ("gathered_ever", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay "
+        "gathered [D14]|'b': 1 parameter is still gathered after the optimizer's step, ...|meant, ..."),
     "D15": ("memory", lambda m: m.memory.update({2: [0, 9 << 20, 0, 0]}),
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
     "D16": ("finite", lambda m: (m.at_step(2, "w", math.nan), setattr(m.records[2], "not_finite", [OUTPUT])),
@@ -476,6 +510,19 @@ def test_an_optimizer_need_not_step_in_each_step():
     found, reduced = check_reduction(seen[0], [])
     assert found == check_reduction(seen[1], [reduced])[0] == list(invariants.check_optimizers_ever(seen)) == []
     assert len(list(invariants.check_optimizers_ever(seen[:1]))) == 1
+
+
+def test_what_user_code_mixes_of_returned_gradients_is_no_multiple_by_chance():
+    """As in gradient surgery, where the head of one task has a part of one alone."""
+    made = Made()
+    made.reduce(lambda name, rank: torch.ones(8, 3).tril() * made.sum("w"), names="w")
+    made.reduce(lambda name, rank: made.sum("b") * 0.2501, names="b")
+    assert len(check_reduction(made.evidence(), [])[0]) == 1
+    made.put_all(returned=["w", "b"])
+    found, reduced = check_reduction(made.evidence(), [])
+    assert found == reduced.factors == [] and set(reduced.unseen) == {"w", "b"}
+    made.reduce(made.mean, names="b")
+    assert [one.names for one in check_reduction(made.evidence(), [])[1].factors] == [("b",)]
 
 
 def test_what_no_optimizer_has_is_judged_in_the_first_step_alone():

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import Doctor
@@ -129,16 +129,40 @@ def sum_missing_after_a_validation(rank: Rank, is_wrong: bool) -> None:
         validate(rank, model)
 
 
-def never_resharded(rank: Rank, is_wrong: bool) -> None:
-    model = sharded(reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+def never_resharded(reduces: bool, **options):
+    """Units stay gathered between microbatches; and over the step, or nothing is reduced, or an eager reshard()."""
 
-    def before(step: int) -> None:
-        if is_wrong:
-            model.set_requires_gradient_sync(False)
+    def loop(rank: Rank, is_wrong: bool) -> None:
+        model = sharded(reshard_after_forward=False, **options)
+        model.set_reshard_after_backward(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    train(rank, model, optimizer, before=before, microbatches=2)
+        def before(step: int) -> None:
+            model.set_requires_gradient_sync(reduces or not is_wrong)
+            for module in model.modules() if not (is_wrong and reduces) else ():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+
+        train(rank, model, optimizer, before=before, microbatches=2)
+
+    return loop
+
+
+def steps_in_backward(rank: Rank, is_wrong: bool) -> None:
+    """An optimizer for each parameter steps in backward: the root is gathered by then; the twin reduces nothing."""
+    model = sharded()
+    optimizers = {one: torch.optim.AdamW([one], lr=1e-2) for one in model.parameters()}
+    model.set_reshard_after_backward(not is_wrong)
+
+    def step(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    for number in range(STEPS):
+        inputs, labels = batch(rank, number)
+        F.cross_entropy(model(inputs), labels).backward()
 
 
 def optimizer_of_gathered(rank: Rank, is_wrong: bool) -> None:
@@ -205,6 +229,27 @@ def switched(rank: Rank, is_wrong: bool) -> None:
         optimizer.zero_grad()
 
 
+class Stream(IterableDataset):
+    """Samples one after another, each n-th of them."""
+
+    def __init__(self, first: int, every: int) -> None:
+        self.samples = torch.randn(32, 8, generator=torch.Generator().manual_seed(3))[first::every]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.samples)
+
+
+def streamed(rank: Rank, is_wrong: bool) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(Stream(0, 1) if is_wrong else Stream(rank.index, 2), batch_size=4)
+    for inputs in loader:
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def replicated(*, compiled: bool = False, loader: bool = False, zero: bool = False, dropout: float = 0.0):
     """DistributedDataParallel with one mistake, or none."""
 
@@ -245,6 +290,8 @@ def not_wrapped(rank: Rank, is_wrong: bool) -> None:
 
 APART = "ranks 0-1 ({0}) are parts of one model and read different microbatches"
 
+OUTDATED = "forwards compute with outdated parameters [D14]"
+
 #: By name the loop, and what is said of it with its mistake.
 LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     **{
@@ -257,7 +304,12 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "sum-missing-after-a-validation": (
         sum_missing_after_a_validation, "each gradient of every rank is this rank's own gradient (c = 1.0000",
     ),
-    "never-resharded": (never_resharded, "gradients are not reduced [D11, S2]"),
+    "never-resharded": (never_resharded(False), "gradients are not reduced [D11, S2]"),
+    "resharded-before-the-step": (never_resharded(True), OUTDATED),
+    "resharded-before-the-step-in-bfloat16": (
+        never_resharded(True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), OUTDATED,
+    ),
+    "steps-in-backward": (steps_in_backward, OUTDATED),
     "tensor-parallel-without-names": (tensor_parallel(None), APART.format("mesh")),
     "tensor-parallel-of-any-name": (tensor_parallel(None, ("x",)), APART.format("x")),
     "sequence-parallel-without-names": (
@@ -273,6 +325,10 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "zeroed-between": (replicated(zero=True), "seen: zero_grad() was called once between the backward passes"),
     "sampler-without-ranks": (
         replicated(loader=True), "seen: SequentialSampler on each rank, which knows no rank: use DistributedSampler",
+    ),
+    "stream-without-ranks": (
+        streamed, "seen: the IterableDataset Stream on each rank, to which no sampler gives a part: let its __iter__() "
+        "divide by rank, and what a rank has by worker (get_worker_info())",
     ),
     "group-of-one-rank": (
         group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the "

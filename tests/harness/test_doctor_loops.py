@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import doctor
@@ -184,6 +185,21 @@ def repeats(data, *, losses=1):
         optimizer.step()
 
 
+def draws(data, *, shares=False, dropout=0.0, loads=False):
+    """A bandit: ranks have the same inputs, of which each draws its own actions; or all draw the same."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(perceptron(), nn.Dropout(dropout)))
+    optimizer = sgd(model)
+    inputs = torch.randn(STEPS * 8, 6, generator=torch.Generator().manual_seed(7))
+    loader = DataLoader(inputs, 8) if loads else inputs.split(8)
+    torch.manual_seed(data.rank)
+    for given in loader:
+        actions = torch.randint(3, (8,), generator=data.generator) * (not shares)
+        optimizer.zero_grad()
+        F.cross_entropy(model(given), actions).backward()
+        optimizer.step()
+
+
 # Gradients of rounding noise
 
 
@@ -191,6 +207,50 @@ def left_out(data):
     model = DDP(perceptron(nn.BatchNorm1d))
     held = [one for name, one in model.module.named_parameters() if name != "0.bias"]
     train(model, torch.optim.SGD(held, lr=0.01), data)
+
+
+def in_turn(data, *, begins=STEPS - 1, holds=True):
+    """The optimizer of the first layer steps after those that are watched; it may not have the layer."""
+    model = DDP(perceptron())
+    first, *rest = model.module.children()
+    body = torch.optim.SGD((first if holds else nn.Linear(6, 8)).parameters(), lr=0.1)
+    head = torch.optim.AdamW(nn.ModuleList(rest).parameters())
+    train(model, head, data, before=lambda step: body.step() if step >= begins else None)
+
+
+def by_groups(data, *rates):
+    model = DDP(perceptron())
+    groups = [
+        {"params": list(one.parameters()), "lr": rate} for one, rate in zip(model.module[::2], rates, strict=True)
+    ]
+    train(model, torch.optim.AdamW(groups, weight_decay=0.0), data)
+
+
+def metered(data, *, orders=lambda rank: 1):
+    """Numbers of all ranks are reduced after each step, which may mix them up where ranks have another order."""
+    model = DDP(perceptron())
+
+    def after(step):
+        for operator in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)[:: orders(data.rank)]:
+            dist.all_reduce(torch.ones(()), operator)
+
+    train(model, adamw(model), data, after=after)
+
+
+def unfrozen(data, *, adds=True):
+    """The first layer trains from the second step on; the optimizer may have the others alone."""
+    model = perceptron()
+    first, *rest = model.children()
+    first.requires_grad_(False)
+    optimizer = adamw(nn.ModuleList(rest))
+
+    def after(step):
+        if step == 0:
+            first.requires_grad_()
+            if adds:
+                optimizer.add_param_group({"params": list(first.parameters())})
+
+    train(model, optimizer, data, before=lambda step: reduces_by_hand(model), after=after)
 
 
 class HoldsOne(torch.optim.SGD):
@@ -256,13 +316,21 @@ def averages(data, make=sgd, *, every=2, wraps=True):
         train(wrapper, make(model), data, after=average)
 
 
-def redundancy_free(data, hook=None, *, synchronizes=True):
+def redundancy_free(data, hook=None, *, synchronizes=True, resumes=False):
     model = DDP(perceptron())
     if hook is not None:
         model.register_comm_hook(None, hook)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+    def resume(step):
+        if step == 0:
+            optimizer.consolidate_state_dict()
+            kept = [optimizer.state_dict() if data.rank == 0 else None]
+            dist.broadcast_object_list(kept)
+            optimizer.load_state_dict(kept[0])  # which has None for what other ranks step
+
     with contextlib.nullcontext() if synchronizes else model.no_sync():
-        train(model, optimizer, data)
+        train(model, optimizer, data, after=resume if resumes else None)
 
 
 class Sharded(torch.optim.Optimizer):
@@ -432,6 +500,23 @@ def meta_learning(data, order):
         optimizer.step()
 
 
+def learners(data):
+    """Copies of a model with an output of one element adapt on each rank; what they find is reduced for the model."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = adamw(model)
+    for inputs, _ in data.batches():
+        learner = copy.deepcopy(model)
+        inner = sgd(learner)
+        for _ in range(3):
+            inner.zero_grad()
+            (learner(inputs) - 1).square().mean().backward()
+            inner.step()
+        for one, own in zip(model.parameters(), learner.parameters(), strict=True):
+            one.grad = own.grad
+        reduces_by_hand(model)
+        optimizer.step()
+
+
 def penalized(data, *, reduces=True):
     """The norm of the gradient of all parameters is a part of the loss."""
     model = perceptron()
@@ -506,6 +591,37 @@ def owned(data, *, begins=0.0, **options):
     train(model, optimizer, data, after=lambda step: rates.step())
 
 
+def loaded(data, *, loads=True):
+    """Momentum of an earlier training is loaded, on rank 0 or on all."""
+    model = DDP(perceptron())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    earlier = torch.optim.SGD(perceptron().parameters(), lr=0.1, momentum=0.9)
+    for one in earlier.param_groups[0]["params"]:
+        one.grad = torch.ones_like(one)
+    earlier.step()
+    if loads or data.rank == 0:
+        optimizer.load_state_dict(earlier.state_dict())
+    train(model, optimizer, data)
+
+
+def dropped(data, *, sends=True):
+    """ZeRO-2 by hand: gradients are summed for their owner and dropped elsewhere; owners send what they step."""
+    model = perceptron()
+    own = {one: number % dist.get_world_size() for number, one in enumerate(model.parameters())}
+    optimizer = torch.optim.AdamW([one for one, owner in own.items() if owner == data.rank], lr=1e-2)
+
+    def before(step):
+        for one, owner in own.items():
+            dist.reduce(one.grad, owner)
+            one.grad = one.grad / dist.get_world_size() if owner == data.rank else None
+
+    def after(step):
+        for one, owner in own.items() if sends else ():
+            dist.broadcast(one.data, owner)
+
+    train(model, optimizer, data, before=before, after=after)
+
+
 def single(data, *, clips=False):
     """A model of one parameter: a number for each rank is between its gradient and the mean of all, if nobody looks."""
     torch.manual_seed(0)
@@ -531,6 +647,8 @@ def goes_round(data):
 
 def reduces_by_hand(model, *, loses=False):
     for one in model.parameters():
+        if one.grad is None:
+            continue
         if loses:
             dist.broadcast(one.grad, 0)
         else:
@@ -550,11 +668,18 @@ HEALTHY = {
     "skipped infinity": (lambda data: skips(data, [0, 2], factor=math.inf), ""),
     "R-Drop": (consistency, ""),
     "two losses": (lambda data: repeats(data, losses=2), "a microbatch is read twice [D9, S11]"),
+    "own actions": (draws, "ranks read the same data [D9, S11]"),
+    "own actions and dropout": (lambda data: draws(data, dropout=0.3), "ranks read the same data [D9, S11]"),
     "BatchNorm": (lambda data: normalized(data, nn.BatchNorm1d), ""),
     "GroupNorm": (lambda data: normalized(data, lambda width: nn.GroupNorm(width, width)), ""),
     "bfloat16": (lambda data: normalized(data, nn.LayerNorm, 1e-3, torch.bfloat16),
                  "updates are lost to rounding [D6, S13]"),
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
+    "optimizers in turn": (in_turn, "an optimizer does not step in the watched steps [D4, S7]"),
+    "unfrozen": (unfrozen, ""),
+    "numbers of all ranks": (metered, ""),
+    "rates of groups": (lambda data: by_groups(data, 1e-3, 1e-2, 1e-2), ""),
+    "rate of zero": (lambda data: by_groups(data, 0.0, 0.0, 1e-2), "a learning rate is 0 [D6, S7]"),
     "fp16_compress_hook": (lambda data: reduced_by(data, default_hooks.fp16_compress_hook), ""),
     "bfloat16 hook": (lambda data: reduced_by(data, rounds_to(torch.bfloat16)), ""),
     "sparse hook": (lambda data: reduced_by(data, largest_of(0.3)),
@@ -565,6 +690,7 @@ HEALTHY = {
     "each rank by itself": (lambda data: averages(data, adamw, every=9, wraps=False),
                             "gradients are not reduced [D11, S2]"),
     "ZeRO": (redundancy_free, ""),
+    "ZeRO that resumes": (lambda data: redundancy_free(data, resumes=True), ""),
     "ZeRO with a hook": (lambda data: redundancy_free(data, rounds_to(torch.bfloat16)), ""),
     "sharded optimizer": (sharded, "gradients are reduced in the optimizer's step, and not judged [D11, S2]"),
     "muP": (lambda data: scaled(data, [0.5, 0.5, 0.5]), "parameters have different factors [D12, S1]"),
@@ -579,11 +705,14 @@ HEALTHY = {
     "distillation": (distilled, ""),
     "meta-learning": (lambda data: meta_learning(data, 2), ""),
     "meta-learning of the first order": (lambda data: meta_learning(data, 1), ""),
+    "meta-learning of copies": (learners, "gradients are not reduced [D11, S2]"),
     "gradient penalty": (penalized, ""),
     "returned gradients": (returned, ""),
     "returned gradients of microbatches": (lambda data: returned(data, microbatches=3), ""),
     "meta-learning by torch.func": (vectorized, ""),
     "owners": (owned, ""),
+    "dropped off the owner": (dropped, ""),
+    "states on all ranks": (loaded, ""),
     "one parameter": (single, ""),
 }  # fmt: skip
 
@@ -600,7 +729,14 @@ BROKEN = {
     "one rank skips": (lambda data: skips(data, [1], alone=True), "some ranks skip a step [D1, S9]"),
     "one rank skips first": (lambda data: skips(data, [0], alone=True), "some ranks skip a step [D1, S9]"),
     "sampler repeats": (repeats, "a microbatch is read twice [D9, S11]"),
+    "same actions": (lambda data: draws(data, shares=True), "ranks read the same data [D9, S11]"),
+    "no sampler under dropout": (lambda data: draws(data, shares=True, dropout=0.3, loads=True),
+                                 "ranks read the same data [D9, S11]"),
     "parameter in no optimizer": (left_out, "parameters are in no optimizer [D4, S7]"),
+    "numbers mixed up": (lambda data: metered(data, orders=lambda rank: 1 - 2 * rank),
+                         "ranks issue different collectives [D13]"),
+    "layer in no optimizer": (lambda data: in_turn(data, holds=False), "parameters are in no optimizer [D4, S7]"),
+    "unfrozen for no optimizer": (lambda data: unfrozen(data, adds=False), "parameters are in no optimizer [D4, S7]"),
     "parameter held back": (held_back, "parameters do not move [D6, S7]"),
     "hook loses a rank": (lambda data: reduced_by(data, rounds_to(torch.bfloat16, lost=[1])),
                           "gradients are not reduced [D11, S2]"),
@@ -625,6 +761,8 @@ BROKEN = {
     "meta-learning by torch.func loses a rank": (lambda data: vectorized(data, reduces=False),
                                                  "gradients are not reduced [D11, S2]"),
     "owners that do not send": (lambda data: owned(data, sends=False), "replicas differ after the step [D1, S9]"),
+    "dropped and not sent": (lambda data: dropped(data, sends=False), "some have no gradient [D2, S9]"),
+    "states on one rank": (lambda data: loaded(data, loads=False), "replicas differ after the step [D1, S9]"),
     "one parameter clipped by each rank": (lambda data: single(data, clips=True),
                                            "ranks scale gradients differently [D10, S6]"),
     "what DDP wraps": (goes_round, "gradients are not reduced [D11, S2]"),
@@ -633,16 +771,20 @@ BROKEN = {
 #: Of each class one pair is trained by day.
 BY_DAY = {
     "closure", "closure loses a microbatch", "skipped step", "one rank skips", "R-Drop", "sampler repeats", "BatchNorm",
-    "parameter held back", "fp16_compress_hook", "hook loses a rank", "ZeRO", "sharded without a gather", "muP",
-    "wrong factor", "layer drop", "detached layer", "GAN", "GAN never zeroed",
+    "parameter held back", "optimizers in turn", "layer in no optimizer", "fp16_compress_hook", "hook loses a rank",
+    "ZeRO", "sharded without a gather", "muP", "wrong factor", "layer drop", "detached layer", "GAN",
+    "GAN never zeroed",
 }  # fmt: skip
 
 
-def titles(loop, rank: Rank) -> tuple[set[str], set[str]]:
-    """The findings and the notes of a loop, each with its checks, without the number of the step."""
+def titles(loop, rank: Rank, *, is_healthy: bool = False) -> tuple[set[str], set[str]]:
+    """The findings and the notes of a loop, each with its checks, without the number of the step.
+
+    A healthy one is watched to the end.
+    """
     with doctor(on_finding="collect", patience=20) as watching:
         loop(Data(rank.index))
-    assert watching.findings or watching.summary() != "no step was seen"
+    assert (watching.findings and not is_healthy) or watching.summary().startswith("steps 0-2 of 2 ranks")
     told = [(one.is_note, one.render().splitlines()[0].rpartition(": ")[2]) for one in watching.findings]
     return {head for is_note, head in told if not is_note}, {head for is_note, head in told if is_note}
 
@@ -656,7 +798,7 @@ def rows(table):
 @pytest.mark.parametrize("name", rows(HEALTHY))
 def test_a_healthy_loop_has_no_finding(rank: Rank, name):
     loop, note = HEALTHY[name]
-    findings, notes = titles(loop, rank)
+    findings, notes = titles(loop, rank, is_healthy=True)
     assert not findings and notes == ({note} if note else set())
 
 
