@@ -6,7 +6,8 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``exchange``: sends the ranks' records to each other, on a group of its own.
 - ``evidence``: what all ranks have seen of one step, by parameter: who holds what, who reads what.
 - ``reduction``: is each gradient reduced once, over all ranks whose data differ?
-- ``invariants``: what holds in each right training: replicas are equal, the optimizer has what trains, data differ.
+- ``invariants``: what holds in each right training: replicas are equal, data differ, the norm is that of all gradients;
+  ``updates``, which optimizers have what trains, and whether they move it.
 - ``request``: what a check is asked for; ``starting``: a check from Python.
 - ``checking``: a check on the ranks of a world; ``trainee``: the training in one process, of the run or the reference.
 - ``reference``: the process of the reference; ``judge``: compares a step of the run with those of the reference.

@@ -15,7 +15,7 @@ from shardproof import folders
 from shardproof.door import PARTIAL
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.training import invariants, reduction, report
+from shardproof.harness.training import invariants, reduction, report, updates
 from shardproof.harness.training.evidence import EPS, Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
@@ -267,7 +267,7 @@ class Doctor(Watching):
             *invariants.check_tokens(evidence),
             *invariants.check_collectives(evidence),
             *invariants.check_contributions(evidence),
-            *invariants.check_optimizers(evidence),
+            *updates.check_optimizers(evidence),
             *invariants.check_ties(evidence, self._expected_ties()),
         ]
         if any(one.title == invariants.SAME for one in found):
@@ -276,13 +276,13 @@ class Doctor(Watching):
             seen = self._exchange.all(samplers())
             found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        causes = (invariants.NOT_FINITE, invariants.DEAD, invariants.APART)
+        causes = (invariants.NOT_FINITE, updates.DEAD, invariants.APART)
         if not any(one.title in causes and not one.is_note for one in found):
             found += self._check_gradients(evidence)
         else:
             self._reduced.insert(0, Reduced(is_skipped=True))
         found += [
-            *invariants.check_updates(evidence),
+            *updates.check_updates(evidence),
             *invariants.check_gathered(evidence),
             *invariants.check_memory(self._memory),
         ]
@@ -425,8 +425,8 @@ class Doctor(Watching):
             self._write_report(why)
         else:
             self._settle(is_last=True)
-            for check in (invariants.check_optimizers_ever, invariants.check_gradients_ever,
-                          invariants.check_rates_ever, invariants.check_gathered_ever):  # fmt: skip
+            for check in (updates.check_optimizers_ever, invariants.check_gradients_ever,
+                          updates.check_rates_ever, invariants.check_gathered_ever):  # fmt: skip
                 self._add(list(check(self._seen)))
             self._add(self._check_states())
             if self._on_finding != "collect":

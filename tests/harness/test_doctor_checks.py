@@ -11,7 +11,7 @@ import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import comparing, invariants, judge, reduction
+from shardproof.harness.training import comparing, invariants, judge, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
@@ -127,20 +127,24 @@ class Made:
 
 
 CHECKS = {
-    name: lambda made, name=name: getattr(invariants, f"check_{name}")(made.evidence())
-    for name in ("replicas", "optimizers", "updates", "data", "contributions", "norm", "collectives", "finite")
+    name: lambda made, name=name, room=room: getattr(room, f"check_{name}")(made.evidence())
+    for room, names in (
+        (invariants, ("replicas", "data", "contributions", "norm", "collectives", "finite")),
+        (updates, ("optimizers", "updates")),
+    )
+    for name in names
 }
 CHECKS |= {
     "tokens": lambda made: invariants.check_tokens(made.evidence()),
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
-    "optimizers_ever": lambda made: invariants.check_optimizers_ever([made.evidence()]),
+    "optimizers_ever": lambda made: updates.check_optimizers_ever([made.evidence()]),
     "states": lambda made: invariants.check_states_ever([made.evidence()]),
     "ties": lambda made: invariants.check_ties(made.evidence(), [("w", "head")]),
     "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
-    "rates_ever": lambda made: invariants.check_rates_ever([made.evidence()]),
+    "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
@@ -508,8 +512,8 @@ def test_an_optimizer_need_not_step_in_each_step():
     second.reduce(lambda name, rank: second.mean(name, rank) + (first.mean(name, rank) + 1 if name == "w" else 0))
     seen = [first.evidence(), second.evidence()]
     found, reduced = check_reduction(seen[0], [])
-    assert found == check_reduction(seen[1], [reduced])[0] == list(invariants.check_optimizers_ever(seen)) == []
-    assert len(list(invariants.check_optimizers_ever(seen[:1]))) == 1
+    assert found == check_reduction(seen[1], [reduced])[0] == list(updates.check_optimizers_ever(seen)) == []
+    assert len(list(updates.check_optimizers_ever(seen[:1]))) == 1
 
 
 def test_what_user_code_mixes_of_returned_gradients_is_no_multiple_by_chance():
@@ -614,6 +618,6 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do; in check and compare as well."""
-    modules = (invariants, reduction, judge, comparing)
+    modules = (invariants, updates, reduction, judge, comparing)
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
     assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]
