@@ -97,6 +97,18 @@ def test_a_suite_that_is_not_there(tmp_path, monkeypatch, capsys, argument, told
     assert told in said and said.startswith("ERROR: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("item", ["", "::test_case"])
+def test_a_file_of_ones_own(tmp_path, monkeypatch, capsys, item):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_mine.py").write_text(CASE.format(body="pass"))
+    assert main(["run", f"test_mine.py{item}", "--impl", "ddp"]) == pytest.ExitCode.USAGE_ERROR
+    said = capsys.readouterr().err
+    assert said == (
+        "ERROR: test_mine.py: no file of the packaged suites; cases of your own run by `pytest -p shardproof.plugin "
+        "test_mine.py`\n"
+    )
+
+
 # What `shardproof run` leaves to pytest's options
 
 LISTED = ("suites/test_compiled.py", "--impl", "reference", "--device", "cpu", "--collect-only", "-q")

@@ -104,6 +104,9 @@ def _unknown(argument: str, root: pathlib.Path) -> str:
     name = pathlib.PurePath(path).name
     if path == name and f"{_SUITES}/{name}" in files and not pathlib.Path(path).exists():
         return f"{path}: there is no such file here; the packaged one is {_SUITES}/{name}"
+    if name.endswith(".py") and pathlib.PurePath(path).parts[:1] != (_SUITES,) and pathlib.Path(path).is_file():
+        # All suites would run beside it, under a configuration that is not its own.
+        return f"{path}: no file of the packaged suites; cases of your own run by `pytest -p shardproof.plugin {path}`"
     if pathlib.PurePath(path).parts[:1] != (_SUITES,) or pathlib.Path(path).exists():
         return ""
     if not (root / path).exists():
