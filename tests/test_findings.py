@@ -37,7 +37,7 @@ def test_headers_name_what_there_is():
 def test_each_finding_is_named_where_it_matters_or_says_why_not():
     """By an expectation, by an adapter or another part of the harness, by a case, an example or a document."""
     written = {"findings.md", "matrix.md"}  # by programs, and name all or those of old runs
-    folders = [ROOT / name for name in ("suites", "harness", "examples", "docs")]
+    folders = [ROOT / name for name in ("suites", "harness", "examples", "docs", "shardproof/testing")]
     places = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".md")]
     texts = [path.read_text() for path in places if path.name not in written]
     named = {f"F-{int(number)}" for text in texts for number in re.findall(r"\bF-?(\d+)\b", text)}
