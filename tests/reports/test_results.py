@@ -177,6 +177,7 @@ def test_a_summary_without_digest_says_so_and_one_that_was_moved_is_refused(subm
     assert submit() == (2, f"shardproof: {moved}: the file: the field 'run_id' is missing\n")
 
 
+@pytest.mark.nightly  # it reads all published runs, for a minute
 def test_the_example_is_that_of_the_published_runs(tmp_path):
     """After a change of the contract or the page, docs/results.md has the command that makes it anew."""
     expected = content(ROOT / "examples/results-repository")
