@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planted import run
@@ -159,18 +159,30 @@ class Taken:
 def taken(folder: pathlib.Path) -> Taken:
     """Join what the ranks have left in a folder; the end of a line that a killed rank began is dropped."""
     found = Taken(collections.defaultdict(set), collections.defaultdict(set))
-    for path in sorted(folder.glob("*.branches")):
-        for text in path.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            for module, arcs in line["arcs"].items():
-                found.arcs[module] |= {(start, end) for start, end in arcs}
-            for module, starts in line["entered"].items():
-                names = functions(module)
-                found.items[line["item"]] |= {f"{module}:{names[start]}" for start in starts if start in names}
+    for line in lines_of(folder, "branches"):
+        for module, arcs in line["arcs"].items():
+            found.arcs[module] |= {(start, end) for start, end in arcs}
+        for module, starts in line["entered"].items():
+            names = functions(module)
+            found.items[line["item"]] |= {f"{module}:{names[start]}" for start in starts if start in names}
     return found
+
+
+def lines_of(folder: pathlib.Path, ending: str) -> Iterator[dict[str, Any]]:
+    """The lines that ranks of watched runs have left in files of an ending, without one that a killed rank began."""
+    for path in sorted(folder.glob(f"*.{ending}")):
+        for text in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                yield json.loads(text)
+
+
+def rows_of(path: pathlib.Path, key: str, kinds: Collection[str], place: str) -> list[dict[str, Any]]:
+    """The rows of a table of reasons; ValueError for a kind that there is not, with the row's place."""
+    rows: list[dict[str, Any]] = tomllib.loads(path.read_text()).get(key, [])
+    for row in rows:
+        if row["kind"] not in kinds:
+            raise ValueError(f"{path.name}: kind {row['kind']!r} of {row[place]} is none of {', '.join(kinds)}")
+    return rows
 
 
 @functools.cache
@@ -245,11 +257,7 @@ class Reason:
 
 def reasons() -> list[Reason]:
     """The rows of ``reasons/branches.toml``; ValueError for a kind that there is not."""
-    rows = [{"place": row.pop("in"), **row} for row in tomllib.loads(REASONS.read_text()).get("branch", ())]
-    for row in rows:
-        if row["kind"] not in KINDS:
-            raise ValueError(f"{REASONS.name}: kind {row['kind']!r} of {row['place']} is none of {', '.join(KINDS)}")
-    return [Reason(**row) for row in rows]
+    return [Reason(place=row.pop("in"), **row) for row in rows_of(REASONS, "branch", KINDS, "in")]
 
 
 def page(found: Sequence[Branch], rows: Sequence[Reason]) -> str:

@@ -30,7 +30,6 @@ import os
 import pathlib
 import sys
 import textwrap
-import tomllib
 import types
 import typing
 import weakref
@@ -40,9 +39,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
+
+from planted import coverage
 
 #: The modules whose public names are the surface, and the names, where a module has others.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -326,9 +328,7 @@ def _waits(module: nn.Module) -> bool:
 
 
 def _has_checkpoint(module: nn.Module) -> bool:
-    return "checkpoint" in getattr(module, "__dict__", {}).get("_composable_registry", {}) or any(
-        "checkpoint" in str(key) for key in (getattr(module, "_torch_composable_registry", None) or ())
-    )
+    return "checkpoint" in (_get_registry(module) or ())
 
 
 class _Recorder:
@@ -457,12 +457,9 @@ def cells() -> list[Cell]:
 def used(folder: pathlib.Path) -> dict[Cell, str]:
     """An item that uses each cell, from what the ranks have left in a folder."""
     found: dict[Cell, str] = {}
-    for path in sorted(folder.glob("*.calls")):
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                line = json.loads(text)
-                for name, argument, value in line["cells"]:
-                    found.setdefault((name, argument, value), line["item"])
+    for line in coverage.lines_of(folder, "calls"):
+        for name, argument, value in line["cells"]:
+            found.setdefault((name, argument, value), line["item"])
     return found
 
 
@@ -508,11 +505,7 @@ def _reason(cell: Cell, rows: list[dict[str, Any]]) -> str | None:
 
 def reasons() -> list[dict[str, Any]]:
     """The rows of ``reasons/surface.toml``; ValueError for a kind that there is not."""
-    rows: list[dict[str, Any]] = tomllib.loads(REASONS.read_text()).get("cell", [])
-    for row in rows:
-        if row["kind"] not in KINDS:
-            raise ValueError(f"{REASONS.name}: kind {row['kind']!r} of {row['call']} is none of {', '.join(KINDS)}")
-    return rows
+    return coverage.rows_of(REASONS, "cell", KINDS, "call")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

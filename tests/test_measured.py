@@ -3,9 +3,14 @@
 import collections
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from planted import coverage, surface
 from shardproof.harness.worlds import instruments
@@ -136,6 +141,31 @@ def test_unknown_kind(module: Any, tmp_path: pathlib.Path, monkeypatch: pytest.M
     monkeypatch.setattr(module, "REASONS", path)
     with pytest.raises(ValueError, match=r"kind 'lazy' of (m:)?f is none of gpu, "):
         module.reasons()
+
+
+def _tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+STATES = {
+    "in evaluation": lambda: nn.Linear(2, 2).eval(),
+    "on the meta device": lambda: nn.Linear(2, 2, device="meta"),
+    "compiled": lambda: torch.compile(nn.Linear(2, 2)),
+    "frozen": lambda: nn.Linear(2, 2).requires_grad_(False),
+    "tied": _tied,
+}
+
+
+@pytest.mark.parametrize(("state", "model"), STATES.items(), ids=STATES)
+def test_states_of_a_model(state: str, model: Callable[[], nn.Module]) -> None:
+    assert surface.states(model(), "after a step") == {"after a step", state}
+
+
+@pytest.mark.parametrize("apply", [checkpoint, checkpoint_wrapper])
+def test_a_checkpointed_model(apply: Callable[[nn.Module], nn.Module]) -> None:
+    assert surface.states(apply(nn.Linear(2, 2)), "after a step") == {"after a step", "checkpointed"}
 
 
 def test_surface_of_this_torch() -> None:
