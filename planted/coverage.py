@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -28,6 +29,8 @@ import tempfile
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from planted import run
 from shardproof.harness.worlds import instruments
@@ -58,9 +61,9 @@ def measured() -> dict[str, pathlib.Path]:
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None, f"{name} is no module of this torch"
         if not spec.submodule_search_locations:
-            found[name] = pathlib.Path(spec.origin)
+            found[name] = pathlib.Path(spec.origin).resolve()  # as coverage names it
             continue
-        folder = pathlib.Path(spec.origin).parent
+        folder = pathlib.Path(spec.origin).resolve().parent
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             found[".".join([name, *(part for part in parts if part != "__init__")])] = path
@@ -238,26 +241,41 @@ class Reason:
     Attributes:
         kind: one of :data:`KINDS`.
         why: the reason, in one sentence.
-        place: the key ``in``: a function, as "module:Class.function", a class, or a module.
-        line: the beginning of the line that branches; "" for each line of the place.
-        target: the beginning of the line that the branch leads to; "" for each.
+        places: the key ``in``: functions, as "module:Class.function", classes, modules, or packages.
+        lines: the beginnings of the lines that branch; "" for each line of the places.
+        targets: the beginnings of the lines that the branches lead to; "" for each.
     """
 
     kind: str
     why: str
-    place: str
-    line: str = ""
-    target: str = ""
+    places: tuple[str, ...]
+    lines: tuple[str, ...] = ("",)
+    targets: tuple[str, ...] = ("",)
 
     def covers(self, branch: Branch) -> bool:
         place = f"{branch.module}:{branch.function}"
-        is_there = place == self.place or place.startswith((f"{self.place}.", f"{self.place}:"))
-        return is_there and branch.text.startswith(self.line) and branch.target.startswith(self.target)
+        is_there = place in self.places or any(place.startswith((f"{one}.", f"{one}:")) for one in self.places)
+        return is_there and branch.text.startswith(self.lines) and branch.target.startswith(self.targets)
+
+    def parts(self) -> Iterator["Reason"]:
+        """The row once for each entry of each of its lists."""
+        for key in ("places", "lines", "targets"):
+            for entry in getattr(self, key):
+                yield dataclasses.replace(self, **{key: (entry,)})
 
 
 def reasons() -> list[Reason]:
-    """The rows of ``reasons/branches.toml``; ValueError for a kind that there is not."""
-    return [Reason(place=row.pop("in"), **row) for row in rows_of(REASONS, "branch", KINDS, "in")]
+    """The rows of ``reasons/branches.toml`` for this torch; ValueError for a kind that there is not."""
+
+    def several(value: str | list[str]) -> tuple[str, ...]:
+        return (value,) if isinstance(value, str) else tuple(value)
+
+    installed = importlib.metadata.version("torch")
+    return [
+        Reason(row["kind"], row["why"], *(several(row.get(key, "")) for key in ("in", "line", "target")))
+        for row in rows_of(REASONS, "branch", KINDS, "in")
+        if SpecifierSet(row.get("torch", "")).contains(installed, prereleases=True)
+    ]
 
 
 def page(found: Sequence[Branch], rows: Sequence[Reason]) -> str:
@@ -284,8 +302,10 @@ def page(found: Sequence[Branch], rows: Sequence[Reason]) -> str:
             reason = "open" if row is None else f"{row.kind}: {row.why}"
             lines.append(f"- {one.start}: `{one.text}` to {one.end}: `{one.target}`. {reason}")
     for row in rows:
-        if not any(row.covers(one) for one in left):
-            lines += ["", f"A row of {REASONS.name} covers nothing: {row}"]
+        # Each entry of a list by itself: one that a newer torch has made idle would hide beside the others.
+        for part in row.parts():
+            if not any(part.covers(one) for one in left):
+                lines += ["", f"A row of {REASONS.name} covers nothing: {part}"]
     return "\n".join(lines) + "\n"
 
 

@@ -117,7 +117,7 @@ def _branch(**options: Any) -> coverage.Branch:
 
 @pytest.mark.parametrize("place", [GROUP, f"{GROUP}:FSDPParamGroup", f"{GROUP}:FSDPParamGroup.unshard"])
 def test_a_reason_covers_its_place(place: str) -> None:
-    row = coverage.Reason("gpu", "of a GPU", place, line="if is_cuda")
+    row = coverage.Reason("gpu", "of a GPU", (place,), lines=("if is_cuda",))
     assert row.covers(_branch())
     assert not row.covers(_branch(text="if device:"))
     assert not row.covers(_branch(function="FSDPParamGroupOther.unshard")) or place == GROUP
@@ -130,7 +130,7 @@ def test_a_reason_covers_its_place(place: str) -> None:
 
 
 def test_a_reason_that_covers_nothing() -> None:
-    row = coverage.Reason("dead", "w", f"{GROUP}:FSDPParamGroup.unshard")
+    row = coverage.Reason("dead", "w", (f"{GROUP}:FSDPParamGroup.unshard",))
     assert "covers nothing" in coverage.page([_branch(taken=True)], [row])
 
 
