@@ -6,7 +6,7 @@ allocated yet". torch 2.11.0; torch 2.13.0 passes. Seen by TRAINING-7.
 """
 
 # /// finding
-# implementations = ["torch.fully_shard"]
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["TRAINING-7"]
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cpu 2026-11-26"]

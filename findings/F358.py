@@ -7,7 +7,7 @@ NCCL on two H200. Mended by a copy that the host waits for where there is a hook
 """
 
 # /// finding
-# implementations = ["torch.fully_shard"]
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["OFFLOAD-2"]
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cuda 2026-11-27"]

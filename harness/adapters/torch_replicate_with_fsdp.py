@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
@@ -41,6 +41,9 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy
     register = staticmethod(register_fsdp_forward_method)
+    option_names: ClassVar[dict[str, str]] = {
+        option: name for option, name in DTensorAdapter.option_names.items() if option != "reshard_after_forward"
+    }
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -17,8 +17,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a DTensor (collective); a plain tensor is returned itself."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """Return the full tensor of a DTensor (collective), on its mesh's device; a plain tensor is returned itself.
+
+    The shards of a state dict may be on the CPU, where a mesh of GPUs has no group: those of an optimizer's state are
+    by default.
+    """
+    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
