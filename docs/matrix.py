@@ -59,6 +59,10 @@ PLACES = (
         "Two H200 GPUs, NCCL, torch 2.11", "2 GPUs", "2.11",
         tuple(sorted(path.name for path in PUBLISHED.glob("h200-x2-*.json.gz"))),
     ),
+    Place(
+        "Four H200 GPUs", "4 GPUs", "2.11",
+        tuple(sorted(path.name for path in PUBLISHED.glob("h200-x4-*.json.gz"))),
+    ),
 )  # fmt: skip
 
 _HEAD = """\
@@ -222,7 +226,8 @@ def _chapters(by_name: Mapping[str, Sequence[CaseRecord]], heads: Sequence[str])
     rows = [f"| chapter | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for chapter in sorted({chapter for cases in by_name.values() for case in cases for chapter in _chapters_of(case)}):
         cells = [_passed([case for case in cases if chapter in _chapters_of(case)]) for cases in by_name.values()]
-        rows.append(f"| {chapter} | {' | '.join(cells)} |")
+        if set(cells) != {"-"}:
+            rows.append(f"| {chapter} | {' | '.join(cells)} |")
     sums = {
         "all": [_passed(cases) for cases in by_name.values()],
         "unsupported": [str(_count(cases, Verdict.UNSUPPORTED)) for cases in by_name.values()],

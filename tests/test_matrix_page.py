@@ -67,7 +67,7 @@ def test_published_runs_are_as_publish_writes_them(monkeypatch):
 
 def test_what_no_finding_explains_is_described():
     text = (ROOT / "docs/matrix.md").read_text()
-    assert len(text.encode()) <= 40_000, "one page, of which the page of results has the rest"
+    assert len(text.encode()) <= 44_000, "one page, of which the page of results has the rest"
     lines = text.splitlines()
     unexplained = [re.search(r"`(.*)`", line)[1] for line in lines if line.startswith("| **not explained**")]
     described = (ROOT / "reports/published/README.md").read_text()
