@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from shardproof.testing import Capability, Rank, contract, models, needs, world
 from shardproof.testing.axes import FLAT, REPLICAS, subjects
 from shardproof.testing.compare import check_bits
-from shardproof.testing.make import Clip, cut_over, pair_by_units, pair_of_mlps, run_by_units, tower
+from shardproof.testing.make import Adapter, Clip, cut_over, pair_by_units, pair_of_mlps, run_by_units, tower
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import batches, checked_steps, mixed, optim, parallel, shapes, tokens, train_and_check
 
@@ -376,6 +376,71 @@ def test_some_parameters(rank: Rank, names: tuple[str, ...], foreach: bool | Non
         assert piece is not None
         expected = before[name] * scale if name in names else before[name]
         check_bits(f"clipped gradient of {name!r}", piece.tensor, expected)
+
+
+#: Numbers in the gradients of two parameters, two of the first and one of the second, by the norm's kind: such that
+#: the norm is a whole number, and exact in whatever order and in however many parts it is summed.
+WHOLE = {**dict.fromkeys((2.0, 1.0, math.inf), (3.0, 4.0, 12.0)), 0.5: (1.0, 4.0, 9.0)}
+CONTAINERS: dict[str, Callable[[Iterable[torch.Tensor]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "dict's values": lambda tensors: dict(enumerate(tensors)).values(),
+    "generator": lambda tensors: (one for one in tensors),
+    "list of none": lambda _: [],
+    "tensor": lambda tensors: next(iter(tensors)),
+}
+#: Container, kind of norm, limit and kernels: each value of each, the others as in the first.
+CLIPPED: list[tuple[str, Any, Any, bool | None]] = [
+    *((container, 2.0, 0.5, None) for container in CONTAINERS),
+    *(("list", kind, 0.5, None) for kind in (2, 1, 1.0, math.inf, "inf", 0.5)),
+    *(("list", 2.0, limit, None) for limit in (0.0, 0, 1, 6.5, 13.0, 2.0**10, math.inf)),
+    *(("list", 2.0, 0.5, foreach) for foreach in (False, True)),
+]
+
+
+def in_one_step(adapter: Adapter, given: Any, kind: Any, limit: Any, foreach: bool | None) -> Any:
+    """The implementation's own call."""
+    return adapter.clip_parameters(given, Clip(limit, kind), foreach=foreach)
+
+
+def in_two_steps(_: Any, given: Any, kind: Any, limit: Any, foreach: bool | None) -> Any:
+    """torch's function for the norm of the gradients, and its function that scales by a norm."""
+    given = given if isinstance(given, torch.Tensor | Collection) else list(given)
+    inside = given if isinstance(given, Collection) and not isinstance(given, torch.Tensor) else [given]
+    gradients = [one.grad for one in inside]
+    norm: Any = nn.utils.get_total_norm(gradients, kind, foreach=foreach)
+    nn.utils.clip_grads_with_norm_(given, limit, norm, foreach=foreach)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@contract("CLIPPING-12")
+@world(2)
+@needs(Capability.CLIP_SOME, Capability.DTENSOR_PARAMETERS)
+@pytest.mark.parametrize("clip", [in_one_step, in_two_steps])
+def test_arguments_of_clipping(rank: Rank, clip: Any) -> None:
+    """Any container of parameters, kind of norm, limit and choice of kernels gives what it gives of plain tensors."""
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd())
+    run.forward_backward((rank.batch(0, (6, 4)),), loss=torch.sum)
+    names, adapter = ("low.weight", "high.shift"), run.adapter
+    for container, kind, limit, foreach in CLIPPED:
+        what = f"{kind!r}-norm of a {container}, limit {limit!r}, foreach={foreach}"
+        plain = {name: nn.Parameter(torch.zeros(6, 4, device=rank.device)) for name in names}
+        gradients = {name: torch.zeros(6, 4, device=rank.device) for name in names}
+        first, last, other = WHOLE[float(kind)]
+        for name, ends in zip(names, [(first, last), (0.0, other)], strict=True):
+            gradients[name][0, 0], gradients[name][-1, -1] = ends
+            plain[name].grad = gradients[name]
+        pieces = {name: piece for name, piece in adapter.gradients().items() if name in names and piece is not None}
+        for name, piece in pieces.items():
+            piece.tensor.copy_(piece.cut(gradients[name]))
+        held = adapter.held_parameters()
+        norm = clip(adapter, CONTAINERS[container](held[name] for name in names), kind, limit, foreach)
+        of_plain: Any = nn.utils.clip_grad_norm_(CONTAINERS[container](plain.values()), limit, kind, foreach=foreach)
+        found, expected = float(adapter.norm_value(norm)), float(of_plain)
+        assert found == expected, f"{what}: {found} instead of {expected}"
+        for name, piece in pieces.items():
+            check_bits(f"{what}: gradient of {name!r}", piece.tensor, piece.cut(gradients[name]))
 
 
 @contract("CLIPPING-11")

@@ -22,7 +22,11 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
     The shards of a state dict may be on the CPU, where a mesh of GPUs has no group: those of an optimizer's state are
     by default.
     """
-    return tensor.to(tensor.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    on_device = tensor.to(tensor.device_mesh.device_type)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
