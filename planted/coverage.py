@@ -264,12 +264,13 @@ class Reason:
                 yield dataclasses.replace(self, **{key: (entry,)})
 
 
+def several(value: str | list[str]) -> tuple[str, ...]:
+    """The texts of a key that may be a list."""
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def reasons() -> list[Reason]:
     """The rows of ``reasons/branches.toml`` for this torch; ValueError for a kind that there is not."""
-
-    def several(value: str | list[str]) -> tuple[str, ...]:
-        return (value,) if isinstance(value, str) else tuple(value)
-
     installed = importlib.metadata.version("torch")
     return [
         Reason(row["kind"], row["why"], *(several(row.get(key, "")) for key in ("in", "line", "target")))

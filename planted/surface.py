@@ -45,6 +45,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from planted import coverage
+from planted.coverage import several
 
 #: The modules whose public names are the surface, and the names, where a module has others.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -384,7 +385,14 @@ class _Recorder:
     @staticmethod
     def _label(call: Call, name: str, value: Any) -> str:
         is_integer = isinstance(value, int) and not isinstance(value, bool)
-        return label(float(value) if is_integer and "inf" in call.arguments[name] else value)
+        found = label(float(value) if is_integer and "inf" in call.arguments[name] else value)
+        # Of user code's own class, the class of the annotation that it is derived from.
+        names = (one.__name__ for one in type(value).__mro__)
+        return (
+            found
+            if found in call.arguments[name]
+            else next((one for one in names if one in call.arguments[name]), found)
+        )
 
     def _fields(self, value: Any) -> None:
         """Values of a policy that was made in another process."""
@@ -493,9 +501,9 @@ def _shown(cell: Cell, saw: dict[Cell, str], reasons: dict[Cell, str | None]) ->
 def _covers(row: dict[str, Any], cell: Cell) -> bool:
     call, argument, value = cell
     return (
-        fnmatch.fnmatchcase(call, row["call"])
-        and row.get("argument", argument) == argument
-        and row.get("value", value) == value
+        any(fnmatch.fnmatchcase(call, one) for one in several(row["call"]))
+        and argument in several(row.get("argument", argument))
+        and value in several(row.get("value", value))
     )
 
 
