@@ -12,7 +12,7 @@ call; two arguments of one call have common cells where one condition of its sou
 A cell counts when :func:`calls`, an instrument of each rank, saw an item make that call with that value in that state.
 Cells that no item uses need a row of ``reasons/surface.toml`` with a reason of one of :data:`KINDS`, or are open.
 
-The page has, besides, what the documentation of these names promises, from ``promises.toml``: with the requirements
+The page has, besides, what the documentation of these names promises, from ``reasons/promises.toml``: with the requirements
 that judge it, or open. A docstring without a table there is unread.
 """
 
@@ -473,7 +473,7 @@ def used(folder: pathlib.Path) -> dict[Cell, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """A row of ``promises.toml``, which says what the fields mean."""
+    """A row of ``reasons/promises.toml``, which says what the fields mean."""
 
     promise: str
     argument: str = ""
@@ -492,7 +492,7 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True)
 class Docstring:
-    """A table of ``promises.toml``: the promises of a docstring, or why it has none."""
+    """A table of ``reasons/promises.toml``: the promises of a docstring, or why it has none."""
 
     promises: tuple[Promise, ...]
     nothing: str = ""
@@ -502,7 +502,7 @@ class Docstring:
         return [f"- promised: nothing ({self.nothing})"] if self.nothing else [one.line() for one in self.promises]
 
 
-PROMISES = pathlib.Path(__file__).parent / "promises.toml"
+PROMISES = pathlib.Path(__file__).parent / "reasons/promises.toml"
 
 
 def promises() -> tuple[str, dict[str, Docstring]]:
