@@ -12,8 +12,8 @@ call; two arguments of one call have common cells where one condition of its sou
 A cell counts when :func:`calls`, an instrument of each rank, saw an item make that call with that value in that state.
 Cells that no item uses need a row of ``reasons/surface.toml`` with a reason of one of :data:`KINDS`, or are open.
 
-The page has, besides, what the documentation of these names promises, from ``reasons/promises.toml``: with the requirements
-that judge it, or open. A docstring without a table there is unread.
+The page has, besides, what the documentation of these names promises, from ``reasons/promises.toml``: with the
+requirements that judge it, or open. A docstring without a table there is unread.
 """
 
 import argparse
