@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.testing import Capability, Rank, contract, models, needs, world
@@ -26,7 +26,7 @@ pytestmark = [needs(Capability.ZERO_API), world(2, 4)]
 class Scaled(torch.optim.AdamW):
     """AdamW whose step takes a factor for the gradients, and a closure as the optimizers of torch do."""
 
-    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
         loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -164,10 +164,11 @@ def test_unequal_inputs(rank: Rank, buckets: bool, shares: bool) -> None:
     make = type(adapter_of(rank)).zero_optimizer
     optimizer: Any = make(zero.parameters(), torch.optim.AdamW, lr=0.125, parameters_as_bucket_view=buckets)
     received = Received(zero)
-    for one, stepping, joined in (
+    runs: list[tuple[nn.Module, torch.optim.Optimizer, list[Any]]] = [
         (zero, optimizer, [zero, *([received] if shares else []), optimizer]),
         (ordinary, torch.optim.AdamW(ordinary.parameters(), lr=0.125), [ordinary]),
-    ):
+    ]
+    for one, stepping, joined in runs:
         with Join(joined):
             for step in range(1 + rank.index):
                 stepping.zero_grad(set_to_none=False)
