@@ -360,6 +360,77 @@ class ZeroWholeState(TorchZeroOptimizerAdapter):
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 
 
+def _zero(**methods: Any) -> Any:
+    """What makes a ``ZeroRedundancyOptimizer`` with other methods."""
+
+    def make(parameters: Any, kind: Any, **options: Any) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return type("Zero", (ZeroRedundancyOptimizer,), methods)(parameters, kind, **options)
+
+    return staticmethod(make)
+
+
+def _step_without_loss(self: Any, closure: Any = None, **options: Any) -> None:
+    super(type(self), self).step(closure, **options)
+
+
+class ZeroStepWithoutLoss(TorchZeroOptimizerAdapter):
+    """Its optimizer calls a closure and drops the loss."""
+
+    zero_optimizer = _zero(step=_step_without_loss)
+
+
+def _hook_without_gradients(self: Any, **options: Any) -> Any:
+    hook = super(type(self), self).join_hook(**options)
+    step = hook.main_hook
+
+    def main_hook() -> None:
+        self.zero_grad()
+        step()
+
+    hook.main_hook = main_hook
+    return hook
+
+
+class ZeroEndedRanksClear(TorchZeroOptimizerAdapter):
+    """Ranks that have ended clear gradients before they take part in the others' steps."""
+
+    zero_optimizer = _zero(join_hook=_hook_without_gradients)
+
+
+def _in_turn(self: Any, given: Any = None) -> Any:
+    size = self.world_size
+    is_new = given is None and not self._partition_parameters_cache
+    turns = [self._all_params[rank::size] for rank in range(size)] if is_new else given
+    return super(type(self), self)._partition_parameters(turns)
+
+
+class ZeroInTurn(TorchZeroOptimizerAdapter):
+    """Gives parameters to ranks in turn, whatever their sizes."""
+
+    zero_optimizer = _zero(_partition_parameters=_in_turn)
+
+
+class ZeroTakesSeveralTypes(TorchZeroOptimizerAdapter):
+    """Leaves out parameters of another type than the first, without a word."""
+
+    @staticmethod
+    def zero_optimizer(parameters: Any, kind: Any, **options: Any) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        given = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
+        if isinstance(given, list):
+            given = [one for one in given if isinstance(one, dict) or one.dtype == given[0].dtype]
+        return ZeroRedundancyOptimizer(given, kind, **options)
+
+
+class ZeroShowsItsOwnStates(TorchZeroOptimizerAdapter):
+    """Shows the states of this rank alone, wherever all states were brought."""
+
+    zero_optimizer = _zero(state_dict=lambda self: self.optim.state_dict())
+
+
 class _Shown(ReferenceAdapter):
     """Shards like the reference, and shows other pieces."""
 

@@ -11,6 +11,9 @@ call; two arguments of one call have common cells where one condition of its sou
 
 A cell counts when :func:`calls`, an instrument of each rank, saw an item make that call with that value in that state.
 Cells that no item uses need a row of ``reasons/surface.toml`` with a reason of one of :data:`KINDS`, or are open.
+
+The page has, besides, what the documentation of these names promises, from ``reasons/promises.toml``: with the
+requirements that judge it, or open. A docstring without a table there is unread.
 """
 
 import argparse
@@ -30,6 +33,7 @@ import os
 import pathlib
 import sys
 import textwrap
+import tomllib
 import types
 import typing
 import weakref
@@ -102,17 +106,21 @@ class Call:
 def surface() -> dict[str, Call]:
     """All calls, by name."""
     found: dict[str, Call] = {}
+    for full, thing in _names():
+        if inspect.isclass(thing) and not issubclass(thing, enum.Enum):
+            for method, function in _methods(thing):
+                found |= _call(f"{full}.{method}" if method != "__init__" else full, function, thing)
+        elif inspect.isfunction(thing):
+            found |= _call(full, thing, None)
+    return found
+
+
+def _names() -> Iterator[tuple[str, Any]]:
+    """The public names, with their modules, and what they are."""
     for module, chosen in MODULES.items():
         home = importlib.import_module(module)
         for name in chosen or sorted(home.__all__):
-            thing = getattr(home, name, None)
-            full = f"{module}.{name}"
-            if inspect.isclass(thing) and not issubclass(thing, enum.Enum):
-                for method, function in _methods(thing):
-                    found |= _call(f"{full}.{method}" if method != "__init__" else full, function, thing)
-            elif inspect.isfunction(thing):
-                found |= _call(full, thing, None)
-    return found
+            yield f"{module}.{name}", getattr(home, name, None)
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -471,6 +479,79 @@ def used(folder: pathlib.Path) -> dict[Cell, str]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """A row of ``reasons/promises.toml``, which says what the fields mean."""
+
+    promise: str
+    argument: str = ""
+    requirement: str | Sequence[str] = ()
+    open: str = ""
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        return (self.requirement,) if isinstance(self.requirement, str) else tuple(self.requirement)
+
+    def line(self) -> str:
+        """The promise as a line of the page."""
+        judged = [*map("`{}`".format, self.requirements), *([f"**open**: {self.open}"] if self.open else [])]
+        return f"- promised{f' of `{self.argument}`' if self.argument else ''}: {self.promise} {', '.join(judged)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Docstring:
+    """A table of ``reasons/promises.toml``: the promises of a docstring, or why it has none."""
+
+    promises: tuple[Promise, ...]
+    nothing: str = ""
+
+    def lines(self) -> list[str]:
+        """The lines of the page."""
+        return [f"- promised: nothing ({self.nothing})"] if self.nothing else [one.line() for one in self.promises]
+
+
+PROMISES = pathlib.Path(__file__).parent / "reasons/promises.toml"
+
+
+def promises() -> tuple[str, dict[str, Docstring]]:
+    """The torch whose documentation was read, and what it promises, by name."""
+    table = tomllib.loads(PROMISES.read_text())
+    found: dict[str, Docstring] = {}
+    for one in table["docstring"]:
+        made = Docstring(tuple(Promise(**row) for row in one.get("promises", ())), one.get("nothing", ""))
+        if one["in"] in found or bool(made.promises) == bool(made.nothing):
+            raise ValueError(f"{PROMISES.name}: {one['in']} needs one table, with promises or with why it has none")
+        found[one["in"]] = made
+    return table["torch"], found
+
+
+@functools.cache
+def documented() -> dict[str, frozenset[str]]:
+    """The names that have a docstring of their own, with their arguments or, of enumerations, their members.
+
+    A method that a class inherits is documented where it comes from.
+    """
+    things, calls = dict(_names()), surface()
+    found: dict[str, frozenset[str]] = {}
+    codes: set[types.CodeType] = set()
+    for name in {**things, **calls}:
+        thing = things.get(name)
+        if thing is None:
+            owner, _, method = name.rpartition(".")
+            thing = getattr(things[owner], method)
+        if inspect.isclass(thing):
+            text = vars(thing).get("__doc__") or ""
+            # That of a dataclass is its signature.
+            if text and not text.startswith(f"{thing.__name__}("):
+                given = calls[name].arguments if name in calls else ()
+                members = [one.name for one in thing] if issubclass(thing, enum.Enum) else given
+                found[name] = frozenset(members)
+        elif name in calls and calls[name].code not in codes and inspect.getdoc(thing):
+            codes.add(calls[name].code)
+            found[name] = frozenset(calls[name].arguments)
+    return found
+
+
 def page(saw: dict[Cell, str], rows: list[dict[str, Any]]) -> str:
     """The surface: by call and argument, the values and states that items use, and those that none does."""
     every = cells()
@@ -481,6 +562,18 @@ def page(saw: dict[Cell, str], rows: list[dict[str, Any]]) -> str:
         f"{len(every) - len(reasons)} of {len(every)} cells are used; {len(reasons) - len(open_)} have a reason "
         f"({(len(reasons) - len(open_)) / len(every):.1%} of all), and {len(open_)} are open.",
     ]
+    read, known = promises()[1], documented()
+    unread = [name for name in known if name not in read]
+    said = [one for name in known if name in read for one in read[name].promises]
+    lines += [
+        "",
+        f"The documentation promises {len(said)} things: {sum(not one.open for one in said)} are judged, "
+        f"{sum(bool(one.open and one.requirements) for one in said)} in part, and "
+        f"{sum(not one.requirements for one in said)} are open. {len(unread)} docstrings are unread.",
+    ]
+    other = [name for name in known if name not in surface()]
+    for call in other:
+        lines += ["", f"## `{call}`", "", *(read[call].lines() if call in read else ["- promised: unread"])]
     for call, mine in itertools.groupby(every, key=lambda one: one[0]):
         lines += ["", f"## `{call}`", ""]
         for argument, values in itertools.groupby(mine, key=lambda one: one[1]):
@@ -489,8 +582,13 @@ def page(saw: dict[Cell, str], rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"- {f'`{argument}`' if argument not in ('', 'state') else argument or 'made'}: {', '.join(texts)}"
             )
+        if call in known:
+            lines += read[call].lines() if call in read else ["- promised: unread"]
     unused = [row for row in rows if not any(_covers(row, one) for one in reasons)]
-    return "\n".join([*lines, *(f"\nA row of {REASONS.name} covers nothing: {row}" for row in unused)]) + "\n"
+    lines += [f"\nA row of {REASONS.name} covers nothing: {row}" for row in unused]
+    gone = [name for name in read if name not in known]
+    lines += [f"\nA table of {PROMISES.name} is of no docstring of torch {torch.__version__}: {name}" for name in gone]
+    return "\n".join(lines) + "\n"
 
 
 def _shown(cell: Cell, saw: dict[Cell, str], reasons: dict[Cell, str | None]) -> str:

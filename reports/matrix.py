@@ -20,7 +20,7 @@ _MANY = 10
 
 _GATES = 8  # the most gates of an implementation that are listed without `full`
 #: Interfaces of torch's own, which an implementation has on purpose or not at all: no hint for who lacks one.
-_OF_TORCH = frozenset({"fsdp1-api", "fsdp2-api"})
+_OF_TORCH = frozenset({"fsdp1-api", "fsdp2-api", "zero-api"})
 _HINTED = 3  # the most capabilities in a hint
 _UNNAMED = "(the run file does not name what is missing)"
 

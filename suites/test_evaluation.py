@@ -626,6 +626,33 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 
 @contract("EVALUATION-5")
 @needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("keeps_changes", [False, True])
+def test_pass_where_parameters_are_whole(rank: Rank, keeps_changes: bool, trains: bool, flat: bool) -> None:
+    """A forward of full parameters, with a backward or without, is refused, or it is right and changes no value."""
+    run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
+    batch = rank.batch(0, (2, 9))
+    with torch.no_grad():
+        expected = plain(batch)
+    outputs = [*run.evaluate((batch,))]
+
+    def attempt() -> None:
+        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
+            if trains:
+                run.forward_backward((batch,), loss=models.mean_square)
+            else:
+                outputs.extend(run.evaluate((batch,)))
+
+    if Refusal(rank, attempt, may_send=True).text is None:
+        states.check_values(run, plain)
+        outputs += run.evaluate((batch,))
+        wrong = [number for number, output in enumerate(outputs) if not torch.equal(output, expected)]
+        assert not wrong, f"of forwards before, within and after the context, these are wrong: {wrong}"
+
+
+@contract("EVALUATION-5")
+@needs(Capability.WHOLE_PARAMETERS)
 def test_whole_parameters_of_another_shape(rank: Rank) -> None:
     """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""
     run = run_by_units(rank, models.Tower(dim=9))

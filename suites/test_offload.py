@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
-from shardproof.testing.axes import DELAYED, DELAYS
+from shardproof.testing.axes import DELAYED, DELAYS, RESHARD
 from shardproof.testing.compare import local_of, step_label
 from shardproof.testing.make import pair_by_units, run_by_units, tower
 from shardproof.testing.measure import memory
@@ -81,6 +82,27 @@ def test_memory_of_shards(rank: Rank, microbatches: int, offload: str) -> None:
             # Whether the optimizer's own state is pinned is the optimizer's matter.
             _assert_on_cpu("momentum of", state, is_pinned=None)
         run.adapter.zero_grad(set_to_none=step == 1)
+
+
+@contract("OFFLOAD-2")
+@needs(Capability.REGISTERED_STATE, Capability.RESHARD_AFTER_FORWARD)
+@KINDS
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_offloaded_units_after_forward(rank: Rank, reshard_after_forward: bool | int | None, offload: str) -> None:
+    """After forward, units are gathered or freed as without offloading; after backward they are on the CPU again."""
+    model = models.Tower(dim=8)
+    options: Any = {"units": model.units(), "reshard_after_forward": reshard_after_forward}
+    run, plain = rank.run(models.copy_of(model), offload=offload, **options), rank.run(model, **options)
+    for step in range(2):
+        losses = [models.mean_square(one.adapter.forward(rank.batch(step, (4, 8)))) for one in (run, plain)]
+        found, expected = run.adapter.gathered(), plain.adapter.gathered()
+        wrong = [name for name in expected if found[name] != expected[name]]
+        assert not wrong, f"after the forward of {step_label(step)} these are gathered with or without: {wrong}"
+        for one, loss in zip((run, plain), losses, strict=True):
+            one.adapter.backward(loss)
+        after = [name for name, is_gathered in run.adapter.gathered().items() if is_gathered]
+        assert not after, f"after the backward of {step_label(step)} these are gathered: {after}"
+        _assert_on_cpu("parameter", run.adapter.named_parameters(), is_pinned=None)
 
 
 @contract("OFFLOAD-2")

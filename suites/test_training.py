@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -24,6 +25,7 @@ from shardproof.testing.compare import (
     check_gradients,
     check_parameters,
     each_once,
+    step_label,
     tensors_of,
 )
 from shardproof.testing.make import (
@@ -422,6 +424,39 @@ def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
                 else:
                     parameter.mul_(0.5)
         pair.checked_step(rank.batch(step, (4, 9)))
+
+
+@contract("TRAINING-11")
+@world(2, 4)
+@needs(Capability.MANUAL_RESHARD)
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_parameters_that_a_script_changes_before_backward(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """Backward uses what user code has written to the shards since the forward, once it has resharded the units."""
+    # Of small integers, so that sums have the same bits in any order.
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    for parameter in plain.parameters():
+        parameter.data = (torch.arange(parameter.numel()) % 5 - 2.0).view_as(parameter)
+    run = rank.run(copy.deepcopy(plain), units=[["0"], ["1"]], reshard_after_forward=reshard_after_forward)
+    plain.to(rank.device)
+    batch = ((torch.arange(24.0) + rank.index) % 7 - 3).view(4, 6).to(rank.device)
+    for step in range(2):
+        loss, expected_loss = (one(batch).sum() for one in (run.adapter.forward, plain))
+        run.adapter.reshard()
+        with torch.no_grad():
+            for parameter in run.adapter.held_parameters().values():
+                parameter.mul_(0.5)
+        for parameter in plain.parameters():
+            parameter.data.mul_(0.5)  # which autograd does not refuse
+        run.adapter.backward(loss)
+        expected_loss.backward()
+        for name, piece in run.adapter.gradients().items():
+            gradient = plain.get_parameter(name).grad
+            assert gradient is not None and piece is not None, f"{name} has no gradient"
+            dist.all_reduce(gradient)
+            expected = piece.cut(gradient / rank.world_size)
+            check_bits(f"gradient of {name!r} in {step_label(step)}", piece.tensor, expected)
+        run.adapter.zero_grad(set_to_none=True)
+        plain.zero_grad()
 
 
 @contract("TRAINING-12")

@@ -13,6 +13,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from planted import coverage, surface
+from shardproof import contract
 from shardproof.harness.worlds import instruments
 from tests.harness.inner import python
 
@@ -177,3 +178,42 @@ def test_surface_of_this_torch() -> None:
     assert calls["torch.distributed.checkpoint.state_dict.get_state_dict"].subject == "model"
     nothing = [f"{one.name}: {name}" for one in calls.values() for name, labels in one.arguments.items() if not labels]
     assert len(nothing) < 10, f"arguments whose annotation says nothing: {nothing}"
+
+
+def test_promises_of_this_torch() -> None:
+    version, read = surface.promises()
+    known = surface.documented()
+    if torch.__version__.startswith(f"{version}."):
+        assert {*read} == {*known}, "docstrings without a table, or tables without a docstring"
+        places = [(name, row.argument) for name, one in read.items() for row in one.promises if row.argument]
+        assert [f"{name}: {argument}" for name, argument in places if argument not in known[name]] == []
+
+
+def test_promises_are_judged_or_open() -> None:
+    requirements = {one for _, _, rows in contract.chapters() for one, _, _ in rows}
+    for name, docstring in surface.promises()[1].items():
+        rows = docstring.promises
+        assert {one for row in rows for one in row.requirements} <= requirements, f"{name} names no requirement"
+        assert all(row.requirements or row.open for row in rows), f"a promise of {name} is neither judged nor open"
+        assert len({(row.argument, row.promise) for row in rows}) == len(rows), f"{name} promises a thing twice"
+
+
+def test_promises_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = (surface.Promise("One.", "modules", "A-1"), surface.Promise("Two.", "", ["A-1", "A-2"], "half"))
+    read = {"torch.distributed.fsdp.share_comm_ctx": (*rows, surface.Promise("Three.", open="all")), "gone": rows[:1]}
+    made = {name: surface.Docstring(row) for name, row in read.items()}
+    monkeypatch.setattr(surface, "promises", lambda: ("0", made))
+    text = surface.page({}, [])
+    assert "promises 3 things: 1 are judged, 1 in part, and 1 are open." in text
+    assert "- promised of `modules`: One. `A-1`\n- promised: Two. `A-1`, `A-2`, **open**: half\n" in text
+    assert "- promised: Three. **open**: all\n" in text and "- promised: unread" in text
+    assert f"A table of promises.toml is of no docstring of torch {torch.__version__}: gone" in text
+
+
+@pytest.mark.parametrize("body", ["", 'nothing = "w"\npromises = [{ promise = "p", open = "o" }]'])
+def test_table_of_no_effect(body: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "promises.toml"
+    path.write_text(f'torch = "2.13"\n[[docstring]]\nin = "f"\n{body}\n')
+    monkeypatch.setattr(surface, "PROMISES", path)
+    with pytest.raises(ValueError, match="f needs one table"):
+        surface.promises()

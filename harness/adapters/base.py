@@ -147,6 +147,7 @@ def members_of_capabilities() -> dict[str, Capability]:
     attributes = {
         "api": Capability.FSDP1_API,
         "fully_shard": Capability.FSDP2_API,
+        "zero_optimizer": Capability.ZERO_API,
         "mesh_dims": Capability.NAMED_DIMENSIONS,
         "share_comm_ctx": Capability.SHARED_CONTEXT,
     }
@@ -186,6 +187,7 @@ class Adapter(ABC):
         traits: facts about the implementation that comparisons depend on.
         api: the module of the implementation. Needs :attr:`Capability.FSDP1_API`.
         fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
+        zero_optimizer: what makes its optimizer, as a staticmethod. Needs :attr:`Capability.ZERO_API`.
         mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.NAMED_DIMENSIONS` as well.
         share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARED_CONTEXT`.
         option_names: the implementation's own names of fields of :class:`Config`, as "clip.raises". The constructor and

@@ -334,6 +334,8 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """
     FSDP2_API = "fsdp2-api"
     """The adapter's ``fully_shard`` has the arguments of torch's; cases call it themselves."""
+    ZERO_API = "zero-api"
+    """The adapter's ``zero_optimizer`` has the arguments of ``ZeroRedundancyOptimizer``; cases call it themselves."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability":

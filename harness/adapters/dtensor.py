@@ -133,7 +133,7 @@ class DTensorAdapter(ByParameter):
             ),
             *Capability.of("ignored-modules wrapping-policy whole-parameters whole-on-cpu full-precision-evaluation"),
             *Capability.of(
-                "low-precision-gradients step-in-backward optimizer-keys own-checkpoint unreduced-gradients"
+                "low-precision-gradients step-in-backward optimizer-keys own-checkpoint unreduced-gradients zero-api"
             ),
         }
         if not hasattr(cls, "mesh_dims"):

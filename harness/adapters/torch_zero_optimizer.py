@@ -26,11 +26,18 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return OF_DDP | {Capability.SYNC_STATES}
+        return OF_DDP | {Capability.SYNC_STATES, Capability.ZERO_API}
+
+    @staticmethod
+    def zero_optimizer(parameters: Any, optimizer_class: Any, **options: Any) -> torch.optim.Optimizer:
+        """Call ``ZeroRedundancyOptimizer``."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # takes most of a second
+
+        return ZeroRedundancyOptimizer(parameters, optimizer_class, **options)
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         # Before DDP sends anything: it may refuse the parameters.
-        zero = _zero(model, optimizer, config) if optimizer else None
+        zero = self._zero(model, optimizer, config) if optimizer else None
         super().__init__(model, optimizer=None, config=config)
         self.optimizer = zero
 
@@ -73,18 +80,16 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
             self._checkpointed_optimizer().load_state_dict(_renamed(sent[0], numbers))
         return keys
 
+    @classmethod
+    def _zero(cls, model: nn.Module, optimizer: OptimizerFactory, config: Config) -> torch.optim.Optimizer:
+        made = optimizer(model.parameters())
+        kind, options = class_and_options(made)
+        return cls.zero_optimizer(made.param_groups, kind, process_group=group_of(config), **options)
+
     def _names(self) -> list[str]:
         """Return the names of the optimizer's parameters, in the order of its state dict."""
         names = {parameter: name for name, parameter in self.held_parameters().items()}
         return [names[one] for group in self._checkpointed_optimizer().param_groups for one in group["params"]]
-
-
-def _zero(model: nn.Module, optimizer: OptimizerFactory, config: Config) -> torch.optim.Optimizer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    made = optimizer(model.parameters())
-    kind, options = class_and_options(made)
-    return ZeroRedundancyOptimizer(made.param_groups, optimizer_class=kind, process_group=group_of(config), **options)
 
 
 def _renamed(state: dict[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
