@@ -91,13 +91,13 @@ class Saving:
 
 def _saving(fsdp: Fsdp1, content: str, *, flat: bool, shards: bool, frozen: bool = False) -> Saving:
     """Make the models: two units in a wrapper, next to a layer without one."""
-    plain = nn.Sequential(fsdp.layers(), nn.Linear(4, 4).to(fsdp.device))
+    plain: Any = nn.Sequential(fsdp.layers(), nn.Linear(4, 4).to(fsdp.device))
     if frozen:
         plain[0][0].requires_grad_(False)
 
-    def wrapped() -> nn.Module:
-        model = copy.deepcopy(plain)
-        wrap = fsdp.wrap if shards else fsdp.without_shards
+    def wrapped() -> Any:
+        model: Any = copy.deepcopy(plain)
+        wrap: Any = fsdp.wrap if shards else fsdp.without_shards
         model[0][0] = wrap(model[0][0], use_orig_params=not flat)
         model[0] = wrap(model[0], use_orig_params=not flat)
         return model
@@ -131,11 +131,13 @@ def _in_form(form: str) -> Way:
 
     def save(one: Saving) -> State:
         with states(one, one.model):
-            return one.kind.optim_state_dict(one.model, one.optimizer)
+            found: State = one.kind.optim_state_dict(one.model, one.optimizer)
+            return found
 
     def load(one: Saving, saved: State) -> State:
         with states(one, one.taking):
-            return one.kind.optim_state_dict_to_load(one.taking, one.loaded, saved)
+            found: State = one.kind.optim_state_dict_to_load(one.taking, one.loaded, saved)
+            return found
 
     return Way(save, load)
 
@@ -143,11 +145,13 @@ def _in_form(form: str) -> Way:
 def _of_numbers(one: Saving, saved: State, kind: str) -> State:
     """A full state dict for the unsharded model's optimizer: by numbers, as its files are, or by names."""
     to = one.fsdp.api.OptimStateKeyType[kind]
-    return one.kind.rekey_optim_state_dict(saved, to, one.plain, optim=one.full)
+    found: State = one.kind.rekey_optim_state_dict(saved, to, one.plain, optim=one.full)
+    return found
 
 
 def _full(one: Saving, **options: Any) -> State:
-    return one.kind.full_optim_state_dict(one.model, one.optimizer, **options)
+    found: State = one.kind.full_optim_state_dict(one.model, one.optimizer, **options)
+    return found
 
 
 #: How states are saved and loaded: now, by older calls, and by the first rank alone.
