@@ -4,6 +4,7 @@ A bug is planted before the first model of a case is sharded, and taken back whe
 the same ranks.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -23,6 +24,7 @@ from fsdp_impl.per_parameter.unit import unit_of
 from planted import ignoring, table
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.flat import BoundedGradScaler
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter, ReplicatedAdapter
 from shardproof.harness.adapters.torch_zero_optimizer import TorchZeroOptimizerAdapter
@@ -158,9 +160,59 @@ class ForgottenFlags(ReferenceAdapter):
 class ScalerOfOneMesh(ReferenceAdapter):
     """The scaler asks the ranks of the first gradient's mesh alone, also where there are several meshes."""
 
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    def grad_scaler(self, *, init_scale: float, growth_interval: int, **options: Any) -> torch.amp.GradScaler:
         kind = self.config.mesh.device_type
-        return torch.amp.GradScaler(kind, init_scale=init_scale, growth_interval=growth_interval)
+        return torch.amp.GradScaler(kind, init_scale=init_scale, growth_interval=growth_interval, **options)
+
+
+class ScalerOfOneRank(ReferenceFlatAdapter):
+    """The scale grows if several ranks have an infinite gradient, because their flags are added up."""
+
+    class scaler(BoundedGradScaler):
+        def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+            super()._amp_update_scale_cpu_(torch.where(found_inf == 1, found_inf, 0))
+
+
+class ScalerOfOneOptimizer(ReferenceFlatAdapter):
+    """The scale changes with each step of an optimizer."""
+
+    class scaler(BoundedGradScaler):
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            found = super().step(optimizer, *args, **kwargs)
+            super().update()
+            return found
+
+        def update(self, new_scale: Any = None) -> None:
+            pass
+
+
+class ScalerOfFloat32(ReferenceFlatAdapter):
+    """Scaled losses in lower precision are float32."""
+
+    class scaler(BoundedGradScaler):
+        scale: Any = torch.amp.GradScaler.scale
+
+
+class ScalerUnscalesTwice(ReferenceFlatAdapter):
+    """A second call that unscales is ignored."""
+
+    class scaler(BoundedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            with contextlib.suppress(RuntimeError):
+                super().unscale_(optimizer)
+
+
+class ScalerBlindToSparse(ReferenceFlatAdapter):
+    """Sparse gradients are unscaled, and infinite ones among them are not noticed."""
+
+    class scaler(BoundedGradScaler):
+        def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, *args: Any) -> Any:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, *args)
+            given = [one.grad for group in optimizer.param_groups for one in group["params"]]
+            if any(one is not None and one.is_sparse for one in given):
+                for flag in found.values():
+                    flag.zero_()
+            return found
 
 
 class SplitUnits(ReferenceAdapter):

@@ -24,6 +24,8 @@ from shardproof.testing.compare import (
     backward_of_copies,
     check_bits,
     check_exact,
+    check_gradients,
+    check_parameters,
     each_once,
     full_of,
     in_one_tensor_with,
@@ -489,6 +491,127 @@ def test_gradients_that_the_optimizer_clears(rank: Rank, set_to_none: bool) -> N
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step, set_to_none=False)
         assert run.adapter.optimizer is not None
         run.adapter.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+class Terms(nn.Module):
+    """``x * first + 2 * x * second + third``. Of two ranks that divide it, each has a part of the second parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.zeros(*SHAPE)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = x * self.first + 2 * x * self.second + self.third
+        return output
+
+
+class Sums(nn.Module):
+    """Two units and a parameter of the root, whose gradients are multiples of the input, or ones.
+
+    Input and output: (rows, columns).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = Terms(), Terms()
+        self.gain = nn.Parameter(torch.zeros(*SHAPE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.low(x) + self.high(x) + self.gain * x
+        return output
+
+
+def _by_columns(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy whose elements lie in memory column by column."""
+    return gradient.t().clone(memory_format=torch.contiguous_format).t() if gradient.ndim == 2 else gradient.clone()
+
+
+#: What user code sets as the gradient of a parameter.
+REPLACEMENTS: dict[str, Any] = {
+    "drop": lambda one: None,
+    "set": lambda one: torch.full_like(one, 0.25),
+    "double": lambda one: None if one.grad is None else one.grad * 2,
+    "double-by-columns": lambda one: None if one.grad is None else _by_columns(one.grad * 2),
+}
+_REPLICATED = needs(Capability.REPLICAS_ALONE)
+_FLAT = needs(Capability.FLAT_PARAMETERS)
+#: Full shards, shards that stay gathered until backward, and none.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "kept": {"reshard_after_forward": False},
+    "replicated": {"shards": False},
+}  # fmt: skip
+
+
+@contract("OPTIMIZER-8")
+@OWN_OPTIMIZER
+@needs(Capability.SHARDED, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize(
+    ("strategy", "flat_parameters"),
+    [
+        *(("full", False), ("kept", False), pytest.param("replicated", False, marks=_REPLICATED)),
+        pytest.param("full", True, marks=_FLAT),
+        pytest.param("replicated", True, marks=[_REPLICATED, _FLAT]),
+    ],
+    ids=["full", "kept", "replicated", "full-flat", "replicated-flat"],
+)
+@pytest.mark.parametrize("moment", ["before-forward", "before-backward", "after-backward", "before-an-evaluation"])
+@pytest.mark.parametrize("what", ["drop", "set", "double"])
+def test_gradient_that_a_script_replaces(
+    rank: Rank, what: str, moment: str, strategy: str, flat_parameters: bool
+) -> None:
+    """One parameter's gradient that user code replaces at any moment is used; those beside it in its unit stay."""
+    _check_replaced(rank, what, moment, strategy, flat_parameters=flat_parameters)
+
+
+@contract("OPTIMIZER-8")
+@OWN_OPTIMIZER
+@needs(Capability.SHARDED, Capability.RESHARD_AFTER_FORWARD)
+@pytest.mark.parametrize("strategy", ["full", pytest.param("replicated", marks=_REPLICATED)])
+def test_gradient_of_other_strides(rank: Rank, strategy: str) -> None:
+    """A gradient that user code replaces may lie in memory column by column."""
+    _check_replaced(rank, "double-by-columns", "after-backward", strategy)
+
+
+def _check_replaced(rank: Rank, what: str, moment: str, strategy: str, *, flat_parameters: bool = False) -> None:
+    """Train with a gradient that is replaced at a moment, and compare with full copies (collective).
+
+    Gradients are added up over two steps, and then begin anew. All numbers are multiples of powers of two, so that the
+    bits are equal.
+    """
+    model, factory = Sums(), optim.sgd(lr=2.0**-3, momentum=0.5)
+    plain = models.copy_of(model).to(rank.device)
+    run = rank.run(model, units=UNITS, optimizer=factory, flat_parameters=flat_parameters, **STRATEGIES[strategy])
+    optimizer = factory(plain.parameters())
+    assert run.adapter.optimizer is not None
+    changed = in_one_tensor_with({"low.second"}, run.adapter.held_parameters())
+
+    def replace() -> None:
+        for parameters in (run.adapter.held_parameters(), dict(plain.named_parameters())):
+            for parameter in each_once({name: parameters[name] for name in sorted(changed)}).values():
+                if parameter.numel():
+                    parameter.grad = REPLACEMENTS[what](parameter)
+
+    for step in range(3):
+        batch = torch.round(rank.batch(step, SHAPE) * 2) + rank.index
+        if moment == "before-forward":
+            replace()
+        output = run.adapter.forward(batch)
+        if moment == "before-backward":
+            replace()
+        run.adapter.backward(output.sum())
+        backward_of_copies(rank, plain, loss=plain(batch).sum())
+        if moment in ("after-backward", "before-an-evaluation"):
+            replace()
+        if moment == "before-an-evaluation":
+            run.evaluate((batch,))
+        check_gradients(run, plain, step=step)
+        for one in (run.adapter.optimizer, optimizer):
+            one.step()
+        check_parameters(run, plain, step=step)
+        if step == 1:
+            for one in (run.adapter.optimizer, optimizer):
+                one.zero_grad()
 
 
 @contract("OPTIMIZER-7")

@@ -347,17 +347,18 @@ class Adapter(ABC):
         if self.optimizer is not None:
             self.optimizer.step()
 
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    def grad_scaler(self, *, init_scale: float, growth_interval: int, **options: Any) -> torch.amp.GradScaler:
         """Make what scales the loss and unscales the gradients that :attr:`optimizer` uses. It may communicate.
 
         Needs :attr:`Capability.LOSS_SCALING`.
 
         Args:
             init_scale: by what the first losses are multiplied.
-            growth_interval: the number of steps without infinite gradients after which the scale is doubled.
+            growth_interval: the number of steps without infinite gradients after which the scale grows.
+            **options: the others of ``torch.amp.GradScaler``.
         """
         device = self.config.mesh.device_type
-        return torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval)
+        return torch.amp.GradScaler(device, init_scale=init_scale, growth_interval=growth_interval, **options)
 
     def norm_after_step(self) -> torch.Tensor | None:
         """Return the total norm before clipping, as a scalar tensor, after a step that clipped.

@@ -534,8 +534,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
     the parameters, on the device of the losses.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, init_scale: float, growth_interval: int) -> None:
-        super().__init__(mesh.device_type, init_scale=init_scale, growth_interval=growth_interval)
+    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+        super().__init__(mesh.device_type, **options)
         self._groups = mesh.get_all_groups()
 
     def _unscale_grads_(
@@ -557,10 +557,8 @@ class OffloadedGradScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
 
-def make_scaler(
-    config: Config, kind: type[torch.amp.GradScaler], *, init_scale: float, growth_interval: int
-) -> torch.amp.GradScaler:
+def make_scaler(config: Config, kind: type[torch.amp.GradScaler], **options: Any) -> torch.amp.GradScaler:
     """Make a scaler of ``kind``, or one for gradients on the CPU where the configuration has them apart from losses."""
     if config.offload and config.mesh.device_type != "cpu":
-        return OffloadedGradScaler(config.mesh, init_scale=init_scale, growth_interval=growth_interval)
-    return kind(config.mesh.device_type, init_scale=init_scale, growth_interval=growth_interval)
+        return OffloadedGradScaler(config.mesh, **options)
+    return kind(config.mesh.device_type, **options)

@@ -102,7 +102,7 @@ def _check_signature(asked: _Asked, adapter: type[Adapter], member: str) -> None
     found, base = getattr(adapter, member), inspect.signature(getattr(Adapter, member))
     # A class method is bound to its class, which is no argument then.
     names = [name for name, one in base.parameters.items() if one.kind == one.KEYWORD_ONLY]
-    places = [None] * (len(base.parameters) - len(names))
+    places = [None] * (sum(one.kind != one.VAR_KEYWORD for one in base.parameters.values()) - len(names))
     if not callable(found):
         raise asked.wrong(member, found, f"a method, {member}{_without_types(base)}")
     try:

@@ -274,12 +274,12 @@ class DTensorAdapter(ByParameter):
         )
         return {"mp_policy": policy}
 
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    def grad_scaler(self, *, init_scale: float, growth_interval: int, **options: Any) -> torch.amp.GradScaler:
         """Make torch's scaler, which asks the other ranks of a DTensor; for several meshes that of FSDP1."""
         # GradScaler asks the ranks of the first gradient's mesh alone: findings/F374.py.
         several = self.config.unit_meshes or self.config.parameter_meshes
         kind = ShardedGradScaler if several else torch.amp.GradScaler
-        return make_scaler(self.config, kind, init_scale=init_scale, growth_interval=growth_interval)
+        return make_scaler(self.config, kind, init_scale=init_scale, growth_interval=growth_interval, **options)
 
     @contextlib.contextmanager
     def microbatch(self, *, is_last: bool) -> Iterator[None]:

@@ -22,12 +22,12 @@ class FairscaleAdapter(Packaged):
 
     package, extra = "fairscale", "fairscale"
 
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    def grad_scaler(self, *, init_scale: float, growth_interval: int, **options: Any) -> torch.amp.GradScaler:
         from fairscale.optim.grad_scaler import ShardedGradScaler
 
         group = self.config.mesh.get_group()
         scaler: torch.amp.GradScaler = ShardedGradScaler(
-            init_scale=init_scale, growth_interval=growth_interval, process_group=group
+            process_group=group, init_scale=init_scale, growth_interval=growth_interval, **options
         )
         return scaler
 

@@ -234,6 +234,16 @@ class WrappingAdapter(Adapter):
         return found
 
 
+class BoundedGradScaler(ShardedGradScaler):
+    """Keeps a scale that would be infinite after its growth, which torch's does not on the CPU (findings/F394.py)."""
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        before = self.get_scale()
+        super().update(new_scale)
+        if new_scale is None and math.isinf(self.get_scale()):
+            super().update(before)
+
+
 class FlatAdapter(WrappingAdapter):
     """Drives a ``FullyShardedDataParallel``, with ``use_orig_params=True`` unless the case wants flat parameters."""
 
@@ -242,6 +252,8 @@ class FlatAdapter(WrappingAdapter):
         # The end of the flat parameter is padded to a multiple of the number of ranks: at most one element per rank.
         collective_padding=1,
     )
+    #: What :meth:`grad_scaler` makes.
+    scaler: ClassVar[type[torch.amp.GradScaler]] = ShardedGradScaler
     # Not ``no_sync``, which surrounds every microbatch but the last, whatever the case chooses.
     option_names: ClassVar[dict[str, str]] = {
         "reshard_after_forward": "sharding_strategy",
@@ -444,9 +456,9 @@ class FlatAdapter(WrappingAdapter):
         # None too: freeing after forward is the default of the implementations.
         return strategies.HYBRID_SHARD if hybrid else strategies.FULL_SHARD
 
-    def grad_scaler(self, *, init_scale: float, growth_interval: int) -> torch.amp.GradScaler:
+    def grad_scaler(self, *, init_scale: float, growth_interval: int, **options: Any) -> torch.amp.GradScaler:
         """Make a scaler that asks all ranks: gradients are plain tensors, of which each rank sees its own part."""
-        return make_scaler(self.config, ShardedGradScaler, init_scale=init_scale, growth_interval=growth_interval)
+        return make_scaler(self.config, self.scaler, init_scale=init_scale, growth_interval=growth_interval, **options)
 
     def gradients(self) -> dict[str, Piece | None]:
         """Return the local parts of the gradients, where the optimizer finds them.

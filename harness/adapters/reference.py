@@ -16,7 +16,7 @@ from fsdp_impl.common import streams
 from shardproof.harness.adapters.base import Clip, Config, OptimizerFactory
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter
-from shardproof.harness.adapters.flat import FlatAdapter
+from shardproof.harness.adapters.flat import BoundedGradScaler, FlatAdapter
 
 # Streams and events that are not there, for the reference implementation in a simulated world.
 
@@ -109,6 +109,7 @@ class ReferenceFlatAdapter(FlatAdapter):
     name = "reference.flat"
     traits = dataclasses.replace(FlatAdapter.traits, simulates=True)
     api: ClassVar[Any] = fsdp_impl
+    scaler = BoundedGradScaler
 
     as_on_a_device = staticmethod(as_on_a_device)
 

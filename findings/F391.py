@@ -1,0 +1,54 @@
+"""torch `FullyShardedDataParallel`: states of flat parameters that are integers or bool are saved and cannot be loaded
+
+`optim_state_dict_to_load` joins the states of a flat parameter by the method that joins parameters, which refuses
+dtypes that are not floating point. Hence masks, counts and 8-bit moments of an optimizer, which `optim_state_dict` saves
+in full and in shards, raise ValueError at a load. Original parameters (`use_orig_params=True`) load them. Seen by
+CALLS-13.
+"""
+
+# /// finding
+# implementations = ["torch.fsdp"]
+# requirements = ["CALLS-13"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# shows = '^flat ValueError Cannot flatten integer dtype tensors$'
+# ///
+
+import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+
+class Keeps(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self.state[parameter] = {"seen": parameter > 0}
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    for originals in (False, True):
+        model = FSDP(nn.Linear(4, 4), device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=originals)
+        optimizer = Keeps(model.parameters(), {})
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        configs = (FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=False))
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+            saved = FSDP.optim_state_dict(model, optimizer)
+            try:
+                FSDP.optim_state_dict_to_load(model, optimizer, saved)
+                shown = "loaded"
+            except ValueError as error:
+                shown = f"{type(error).__name__} {error}"
+        if rank == 0:
+            print("originals" if originals else "flat", shown, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)
