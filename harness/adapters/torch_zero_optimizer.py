@@ -26,7 +26,8 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return OF_DDP | {Capability.SYNC_STATES}
+        # Its states are those that ``consolidate_state_dict`` makes.
+        return OF_DDP - {Capability.STATE_HELPERS} | {Capability.SYNC_STATES}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         # Before DDP sends anything: it may refuse the parameters.

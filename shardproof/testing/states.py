@@ -42,7 +42,7 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
     _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
     if form == "first-rank":
         return cast(State, member.exchange(state if member.index == 0 else None)[0])
-    gathered: State = map_leaves(functools.partial(_whole_on_cpu, member), state, kind=torch.Tensor)
+    gathered: State = map_leaves(functools.partial(whole_on_cpu, member), state, kind=torch.Tensor)
     if form == "full":
         _agree(member, _other_than_first(member, run, gathered), title="whole state dicts differ between ranks")
     return gathered
@@ -167,7 +167,7 @@ def _shards(value: torch.Tensor) -> Sequence[Any] | None:
     return value.local_shards() if hasattr(value, "local_shards") else None
 
 
-def _whole_on_cpu(member: Member, value: torch.Tensor) -> torch.Tensor:
+def whole_on_cpu(member: Member, value: torch.Tensor) -> torch.Tensor:
     shards = _shards(value)
     if shards is not None:
         # Shards are rows, in the order of the ranks. They may be on the CPU, for which their group has no backend.
