@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.testing import Rank, states
-from shardproof.testing.compare import Piece, local_of, map_tensors
+from shardproof.testing.compare import local_of, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
 from shardproof.testing.train import shapes
@@ -40,23 +40,26 @@ def canonical(name: str) -> str:
 
 
 class Nested(nn.Module):
-    """Modules whose names end alike, one that is named ``module``, frozen and tied parameters, buffers, extra state.
+    """Frozen and tied parameters, of few rows too, buffers, extra state, and a module that is named ``module``.
 
-    ``few`` has parameters of one row and of three, ``base`` shares the weight of ``a``.
+    ``base`` shares the weight of ``a``, unless nothing ``ties``. The name of one module can end with that of another.
     """
 
-    def __init__(self, *, freezes: bool = True) -> None:
+    def __init__(self, *, alike: bool = False, ties: bool = True) -> None:
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
-        self.ba = nn.Linear(DIM, DIM)
+        self.add_module("ba" if alike else "other", nn.Linear(DIM, DIM))
         self.base = nn.Linear(DIM, DIM, bias=False)
-        self.base.weight = self.a.weight
+        if ties:
+            self.base.weight = self.a.weight
         self.module = nn.Sequential(nn.Linear(DIM, 3), nn.Linear(3, 1))
-        self.deep = nn.Sequential(nn.Linear(DIM, 8), shapes.ExtraRecorder(DIM, freezes=freezes))
+        recorder = shapes.ExtraRecorder(DIM, freezes=True)
+        if not ties:
+            recorder.second.weight = nn.Parameter(recorder.second.weight.detach().clone())
+        self.deep = nn.Sequential(nn.Linear(DIM, 8), recorder)
         self.few = nn.BatchNorm1d(3)
-        if freezes:
-            self.a.bias.requires_grad_(False)
-            self.deep[0].weight.requires_grad_(False)
+        self.a.bias.requires_grad_(False)
+        self.deep[0].weight.requires_grad_(False)
 
 
 def _compiled(module: nn.Module) -> Any:
@@ -211,7 +214,8 @@ def fill(model: nn.Module, number: int) -> None:
     """Give all that a state dict of a model has values that depend on a number."""
     generator = torch.Generator().manual_seed(number)
     for tensor in (*model.parameters(), *model.buffers()):
-        _fill(tensor, generator, number)
+        if not tensor.is_meta:
+            _fill(tensor, generator, number)
     for module in model.modules():
         if hasattr(module, "runs"):
             module.runs = 10 + number  # type: ignore[assignment]
@@ -328,7 +332,8 @@ class Twins:
         plain: the unsharded one.
         adapter: of the sharded one.
         module: the sharded one, as it is passed to torch's functions.
-        modules: its modules by their names in the unsharded one, as they were before any wrapper.
+        modules: its modules with buffers or extra state by their names in the unsharded one, inside of any wrapper.
+        root: its root as it was before sharding.
         own: the optimizers of the sharded one.
         optimizers: those of the unsharded one.
     """
@@ -337,6 +342,7 @@ class Twins:
     adapter: Adapter
     module: nn.Module
     modules: dict[str, nn.Module]
+    root: nn.Module
     own: list[torch.optim.Optimizer]
     optimizers: list[torch.optim.Optimizer]
 
@@ -410,25 +416,26 @@ class Twins:
 
 
 def build(
-    rank: Rank, model: nn.Module, *, number: int = 1, kind: str | None = None, wrapper: str = "bare",
+    rank: Rank, model: nn.Module, *, number: int = 1, kind: str | None = None, wrapper: Any = "bare",
     units: Any = (), steps: bool = True, after: Callable[[Any], Any] | None = None, **options: Any,
 ) -> Twins:  # fmt: skip
     """Shard a copy of a model, with optimizers, and give it and the model the values of a number (collective).
 
     Args:
         kind: of the optimizers, as in :data:`OPTIMIZERS`.
-        wrapper: what is around submodules, as in :data:`WRAPPERS`.
+        wrapper: what is around submodules, as in :data:`WRAPPERS`, or a function that changes the model.
         steps: whether the optimizers have made a step.
         after: changes the sharded module, such as by compiling it.
     """
     plain = model.to(rank.device)
     copied = copy.deepcopy(plain)
-    modules = {name: module for name, module in copied.named_modules() if module._buffers or hasattr(module, "runs")}
-    adapter = sharded(rank, WRAPPERS[wrapper](copied), units=[*units], **options)
+    named = copied.named_modules()
+    modules = {name: module for name, module in named if module._buffers or hasattr(module, "runs")}
+    adapter = sharded(rank, wrapper(copied) if callable(wrapper) else WRAPPERS[wrapper](copied), units=[*units], **options)
     module: Any = after(adapter.module) if after is not None else adapter.module
     make = OPTIMIZERS[kind] if kind is not None else None
     own, others = ([] if make is None else make([*one.named_parameters()]) for one in (adapter.module, plain))
-    twins = Twins(plain, adapter, module, modules, own, others)
+    twins = Twins(plain, adapter, module, modules, copied, own, others)
     if steps:
         step(own)
         step(others)
@@ -553,8 +560,3 @@ class Report:
         found = [f"rank {index}: {line}" for index, lines in enumerate(everyone) for line in lines]
         more = f"\n  and {len(found) - 12} more" if len(found) > 12 else ""
         assert not found, "\n  ".join(["torch's functions for state dicts:", *found[:12]]) + more
-
-
-def piece_of(adapter: Adapter, name: str) -> Piece:
-    """This rank's piece of a parameter."""
-    return {canonical(key): piece for key, piece in adapter.parameters().items()}[name]

@@ -116,7 +116,7 @@ NAMES = tuple(
          "cases of recomputation by a wrapper", _UNMET),
         *(
             (f"distributed.checkpoint.state_dict.{name}", "cases of state dicts of a patched model", _UNMET)
-            for name in ("_patch_model_state_dict", "_patch_optimizer_state_dict")
+            for name in ("_patch_model_state_dict", "_patch_optimizer_state_dict", "_patched_state_dict")
         ),
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
