@@ -309,6 +309,8 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """The optimizer's state dict can have numbers instead of names, and older calls save and load it too."""
     OWN_CHECKPOINT = "own-checkpoint"
     """The implementation's own calls save and load model and optimizer; user code makes full weights of the result."""
+    STATE_HELPERS = "state-helpers"
+    """``torch.distributed.checkpoint.state_dict`` takes the module and its optimizers, with all options."""
     META_LOAD = "meta-load"
     """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
 

@@ -76,8 +76,8 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
-        # NAMED_DIMENSIONS and REPLICATED_MODULES have not been tried.
-        missing = Capability.of("meta-load named-dimensions replicated-modules spmd-types")
+        # NAMED_DIMENSIONS, REPLICATED_MODULES and STATE_HELPERS have not been tried.
+        missing = Capability.of("meta-load named-dimensions replicated-modules spmd-types state-helpers")
         return super().capabilities() - missing
 
     @classmethod

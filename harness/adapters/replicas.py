@@ -109,7 +109,7 @@ def group_of(config: Config) -> dist.ProcessGroup | None:
 
 OF_DDP = UNSHARDED | Capability.of(
     "clip-empty-shards compiled-modules default-mesh distributed-checkpoint full-state-dict process-groups "
-    "recomputation"
+    "recomputation state-helpers"
 )
 """What ``DistributedDataParallel`` offers, as a wrapper or in place."""
 

@@ -22,7 +22,8 @@ class TorchFsdpAdapter(FlatAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # What it puts on the CPU where it is already, it frees: findings/F041.py.
-        return super().capabilities() - {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
+        lacks = {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
+        return super().capabilities() - lacks | {Capability.STATE_HELPERS}
 
     def _key_kinds(self) -> Any:
         from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
@@ -39,7 +40,7 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # Cases that call torch's own wrapper say nothing about the package around it.
-        return super().capabilities() - {Capability.FSDP1_API}
+        return super().capabilities() - {Capability.FSDP1_API, Capability.STATE_HELPERS}
 
     @abstractmethod
     def _give(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:

@@ -1,0 +1,716 @@
+"""Chapter STATE: torch's functions for state dicts, ``torch.distributed.checkpoint.state_dict``, with their options."""
+
+import copy
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from shardproof.suites.state_twins import (
+    DIM,
+    OPTIMIZERS,
+    WRAPPERS,
+    Nested,
+    Renaming,
+    Report,
+    Twins,
+    build,
+    clone_of,
+    differences,
+    flattened,
+    load_by_number,
+    model_entries,
+    optimizer_entries,
+    step,
+    tensors_in,
+    whole,
+)
+from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.compare import local_of
+from shardproof.testing.make import sharded
+from shardproof.testing.measure import private
+from shardproof.testing.refuse import Refusal
+from shardproof.testing.train import parallel
+
+pytestmark = [needs(Capability.STATE_HELPERS, Capability.TIED_PARAMETERS, Capability.ADAM), world(2)]
+
+patch_model = private.take("torch.distributed.checkpoint.state_dict._patch_model_state_dict")
+patch_optimizer = private.take("torch.distributed.checkpoint.state_dict._patch_optimizer_state_dict")
+patched_ones: Any = private.find("torch.distributed.checkpoint.state_dict._patched_state_dict")
+
+#: By name, the options with which state dicts are read; None leaves the argument out.
+READS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "defaults": {},
+    "cpu": {"cpu_offload": True},
+    "full": {"full_state_dict": True},
+    "first rank": {"full_state_dict": True, "cpu_offload": True},
+    "trainable": {"ignore_frozen_params": True},
+    "full trainable": {"full_state_dict": True, "ignore_frozen_params": True},
+    "first rank, trainable": {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "cpu flattened": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
+    "full flattened": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+}
+
+#: By name, the options with which state dicts are loaded.
+LOADS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "cpu": {"cpu_offload": True},
+    "lenient": {"strict": False},
+    "full": {"full_state_dict": True},
+    "full lenient": {"full_state_dict": True, "strict": False},
+    "sent": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "sent lenient": {"full_state_dict": True, "broadcast_from_rank0": True, "strict": False},
+    "sent, cpu": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
+}
+
+
+def made(options: dict[str, Any] | None) -> Any:
+    """The arguments of a call with these options."""
+    return {} if options is None else {"options": StateDictOptions(**options)}
+
+
+def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: dict[str, Any] | None) -> None:
+    """Note how a state dict that was read differs from the right one, or does not have the form of its options."""
+    given = options or {}
+    of_first = given.get("full_state_dict") and given.get("cpu_offload")
+    if of_first and rank.index:
+        report.note([f"this rank has {sorted(found)}, although it is not the first"] if found else [])
+        return
+    for path, value in tensors_in(found):
+        if given.get("full_state_dict") and (isinstance(value, DTensor) or hasattr(value, "local_shards")):
+            report.note([f"{path} is a {type(value).__name__}"])
+        if given.get("cpu_offload") and value.device.type != "cpu":
+            report.note([f"{path} is on {value.device}"])
+    if not of_first:
+        found = whole(rank, found)
+    report.note(differences(found, expected, ""))
+
+
+# Models.
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_models_are_read(rank: Rank, wrapper: str) -> None:
+    """A model's state dict has the entries of the unsharded model that the options choose, in the form they choose."""
+    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]]), Report(rank)
+    for name, options in READS.items():
+        if not works(rank, options):
+            continue
+        with report.of(name):
+            expected = model_entries(twins.plain, frozen=not (options or {}).get("ignore_frozen_params"))
+            check_read(rank, report, get_model_state_dict(twins.module, **made(options)), expected, options)
+    report.end()
+
+
+def works(rank: Rank, options: dict[str, Any] | None) -> bool:
+    """Whether full values can go to the CPU: FSDP1 frees or mixes up what is there already (F-41, F-171)."""
+    moves = bool(options and options.get("full_state_dict") and options.get("cpu_offload"))
+    flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    return not (moves and flat and rank.device.type == "cpu")
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_models_are_loaded(rank: Rank, wrapper: str) -> None:
+    """A model has the values of the state dict that was loaded, whatever the options."""
+    source = build(rank, Nested(), number=2, wrapper=wrapper, units=[["deep"]])
+    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]]), Report(rank)
+    for number, (name, options) in enumerate(LOADS.items(), start=3):
+        source.fill(number)
+        twins.fill(1)
+        with report.of(name):
+            state = loadable(rank, options, model_entries(source.plain), lambda: get_model_state_dict(source.module))
+            keys = set_model_state_dict(twins.module, state, **made(options))
+            report.note([f"it returned {keys}"] if any(keys) else [])
+            twins.plain.load_state_dict(model_entries(source.plain))
+            report.note(twins.wrong())
+    report.end()
+
+
+def loadable(rank: Rank, options: dict[str, Any] | None, entries: Any, shards: Callable[[], Any]) -> Any:
+    """A state dict of the form that the options of a load want."""
+    given = options or {}
+    if given.get("broadcast_from_rank0"):
+        return copy.deepcopy(entries) if rank.index == 0 else {}
+    return copy.deepcopy(entries) if given.get("full_state_dict") else clone_of(shards())
+
+
+# Optimizers.
+
+#: FSDP1 has states in flat parameters: tensors like the parameter, and numbers.
+_OF_TENSORS = needs(Capability.DTENSOR_PARAMETERS)
+KINDS = pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=_OF_TENSORS) if one in ("nested", "odd") else one for one in OPTIMIZERS]
+)
+
+
+@contract("STATE-14")
+@KINDS
+def test_optimizers_are_read(rank: Rank, kind: str) -> None:
+    """The state dict of one optimizer or several has all of its states and options, in the form of the options."""
+    twins, report = build(rank, Nested(), kind=kind, units=[["deep"]]), Report(rank)
+    for name, options in READS.items():
+        if kind in ("numbers", "odd") and "flattened" in name:
+            continue  # which take no None and no lists
+        with report.of(name):
+            check_optimizers(rank, report, twins, options)
+    report.note(twins.wrong())
+    report.end()
+
+
+def check_optimizers(rank: Rank, report: Report, twins: Twins, options: dict[str, Any] | None) -> None:
+    """Note what is wrong with the state dict of optimizers that a read with these options returns."""
+    is_flat = (options or {}).get("flatten_optimizer_state_dict")
+    if not works(rank, options):
+        return
+    entries = optimizer_entries(twins.plain, twins.optimizers)
+    found = get_optimizer_state_dict(twins.module, given(twins), **made(options))
+    check_read(rank, report, found, flattened(entries) if is_flat else entries, options)
+
+
+def given(twins: Twins) -> Any:
+    """The optimizers as a call takes them: one by itself, several as an iterator."""
+    return twins.own[0] if len(twins.own) == 1 else iter(twins.own)
+
+
+@contract("STATE-14")
+@KINDS
+def test_new_optimizers_are_read(rank: Rank, kind: str) -> None:
+    """Optimizers that have not stepped have the states of a first step with zeros, which changes nothing else."""
+    report = Report(rank)
+    for name in ["no options", "full", *([] if kind in ("numbers", "odd") else ["flattened"])]:
+        twins = build(rank, Nested(), kind=kind, units=[["deep"]], steps=False)
+        step(one for one in twins.optimizers if not one.state)
+        with report.of(name):
+            check_optimizers(rank, report, twins, READS[name])
+            report.note(twins.wrong())
+    report.end()
+
+
+@contract("STATE-14")
+@KINDS
+def test_optimizers_are_loaded(rank: Rank, kind: str) -> None:
+    """Optimizers have the states and options of the state dict that was loaded, as an unsharded model's have."""
+    source, twins = (build(rank, Nested(), number=number, kind=kind, units=[["deep"]]) for number in (2, 1))
+    report = Report(rank)
+    for number, (name, options) in enumerate(LOADS.items(), start=3):
+        source.fill(number)
+        twins.fill(1)
+        with report.of(name):
+            check_loaded(rank, report, source, twins, options)
+    report.end()
+
+
+def check_loaded(rank: Rank, report: Report, source: Twins, twins: Twins, options: dict[str, Any] | None) -> None:
+    """Load the optimizers' state dict of one pair of twins into another, and note what is wrong then."""
+    is_full = options is not None and options.get("full_state_dict")
+    has_none = not any(optimizer.state for optimizer in twins.optimizers + source.optimizers)
+    if is_full and has_none and Capability.FLAT_PARAMETERS not in rank.implementation.capabilities():
+        return  # raises, as of states there is no device: findings/F382.py
+    is_flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    if is_flat and options is not None and options.get("broadcast_from_rank0") and has_numbers(source):
+        return  # raises on the first rank, and the others wait for it: findings/F383.py
+    entries = optimizer_entries(source.plain, source.optimizers)
+    state = loadable(rank, options, entries, lambda: get_optimizer_state_dict(source.module, given(source)))
+    set_optimizer_state_dict(twins.module, given(twins), state, **made(options))
+    load_by_number(twins.plain, twins.optimizers, entries)
+    report.note(twins.wrong())
+
+
+@contract("STATE-14")
+@KINDS
+def test_new_optimizers_are_loaded(rank: Rank, kind: str) -> None:
+    """Optimizers that have not stepped have the states and options of the state dict that was loaded."""
+    source, report = build(rank, Nested(), number=2, kind=kind, units=[["deep"]]), Report(rank)
+    for name in ("no options", "full", "sent"):
+        twins = build(rank, Nested(), kind=kind, units=[["deep"]], steps=False)
+        with report.of(name):
+            check_loaded(rank, report, source, twins, LOADS[name])
+    report.end()
+
+
+def has_numbers(twins: Twins) -> bool:
+    """Whether optimizers have states that are no tensors."""
+    states = [state for optimizer in twins.optimizers for state in optimizer.state.values()]
+    return any(not isinstance(value, torch.Tensor) for state in states for value in state.values())
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_in_optimizer_states(rank: Rank, wrapper: str) -> None:
+    """States and groups have the names of the unsharded model, whatever is around its modules, and load by them."""
+    options: Any = {"kind": "adamw", "wrapper": wrapper, "units": [["deep"]]}
+    source, twins = (build(rank, Nested(), number=number, **options) for number in (2, 1))
+    report = Report(rank)
+    for name in ("no options", "full", "flattened"):
+        with report.of(f"read, {name}"):
+            check_optimizers(rank, report, source, READS[name])
+    is_flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    # Sent to a model with compiled modules, states of FSDP1 raise on all ranks but the first: findings/F384.py.
+    sent = [] if is_flat and wrapper in ("compiled", "both") else ["sent"]
+    for number, name in enumerate(("no options", "full", *sent), start=3):
+        source.fill(number)
+        twins.fill(1)
+        with report.of(f"loaded, {name}"):
+            check_loaded(rank, report, source, twins, LOADS[name])
+    report.end()
+
+
+@contract("STATE-14")
+def test_names_that_end_alike(rank: Rank) -> None:
+    """States load by names also where the name of a parameter ends with that of one in a compiled module."""
+    options: Any = {"kind": "adamw", "wrapper": "compiled", "units": [["deep"]]}
+    source, twins = (build(rank, Nested(alike=True), number=number, **options) for number in (2, 1))
+    report = Report(rank)
+    for number, name in enumerate(("no options", "full"), start=3):
+        source.fill(number)
+        with report.of(name):
+            check_loaded(rank, report, source, twins, LOADS[name])
+    report.end()
+
+
+def _numbers(entries: Any) -> None:
+    for state in entries["state"].values():
+        state["step"] = float(state["step"])
+
+
+def _without_options(entries: Any) -> None:
+    for group in entries["param_groups"]:
+        for key in group.keys() & {"foreach", "maximize", "capturable", "differentiable", "fused", "amsgrad"}:
+            del group[key]
+
+
+def _reversed(entries: Any) -> None:
+    entries["param_groups"].reverse()
+    entries["state"] = dict(reversed(entries["state"].items()))
+
+
+#: By name, changes of an optimizer's state dict, as other optimizers and older files have it. One group in place of two
+#: is none of them: the first of two then loses its options, findings/F386.py.
+OLDER: dict[str, Callable[[Any], None]] = {
+    "steps-as-numbers": _numbers,
+    "fewer-options": _without_options,
+    "another-order": _reversed,
+}
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("change", OLDER)
+def test_states_of_other_files(rank: Rank, change: str) -> None:
+    """States as older files and other optimizers have them load as into an unsharded model's optimizer."""
+    source, twins = (build(rank, Nested(), number=number, kind="adamw", units=[["deep"]]) for number in (2, 1))
+    report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    for number, name in enumerate(("no options", "full", "sent"), start=3):
+        if name == "sent" and is_flat and change == "steps-as-numbers":
+            continue  # raises on the first rank, and the others wait for it: findings/F383.py
+        source.fill(number)
+        twins.fill(1)
+        with report.of(name):
+            entries = optimizer_entries(source.plain, source.optimizers)
+            OLDER[change](entries)
+            state = loadable(rank, LOADS[name], entries, lambda: get_optimizer_state_dict(source.module, given(source)))
+            if name == "no options":
+                OLDER[change](state)
+            set_optimizer_state_dict(twins.module, given(twins), state, **made(LOADS[name]))
+            load_by_number(twins.plain, twins.optimizers, entries)
+            report.note(twins.wrong_states())
+    report.end()
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("kinds", [("amsgrad", "adamw"), ("adamw", "amsgrad"), ("momentum", "sgd"), ("sgd", "momentum")])
+def test_states_of_other_optimizers(rank: Rank, kinds: tuple[str, str]) -> None:
+    """Of an optimizer with more states, or fewer, those that were saved are loaded, each with the values of this rank."""
+    source, twins = (
+        build(rank, Nested(), number=number, kind=kind, units=[["deep"]])
+        for number, kind in zip((2, 1), kinds, strict=True)
+    )
+    report = Report(rank)
+    with report.of("no options"):
+        entries = optimizer_entries(source.plain, source.optimizers)
+        if "sgd" in kinds[:1]:
+            entries["state"] = {}
+        state = clone_of(get_optimizer_state_dict(source.module, given(source)))
+        set_optimizer_state_dict(twins.module, given(twins), state, options=StateDictOptions(strict=False))
+        load_by_number(twins.plain, twins.optimizers, entries)
+        report.note(twins.wrong_states())
+    report.end()
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("kind", ["adamw", "tensor-lr", "sgd", "momentum", "several", pytest.param("nested", marks=_OF_TENSORS)])
+def test_flattened_states_are_loaded(rank: Rank, kind: str) -> None:
+    """A flattened state dict loads the states and options that it has, also beside frozen parameters."""
+    source, twins = (build(rank, Nested(), number=number, kind=kind, units=[["deep"]]) for number in (2, 1))
+    report, options = Report(rank), StateDictOptions(flatten_optimizer_state_dict=True)
+    with report.of("flattened"):
+        state = clone_of(get_optimizer_state_dict(source.module, given(source), options=options))
+        set_optimizer_state_dict(twins.module, given(twins), state, options=options)
+        load_by_number(twins.plain, twins.optimizers, optimizer_entries(source.plain, source.optimizers))
+        report.note(twins.wrong())
+    report.end()
+
+
+# Calls.
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("wrapper", ["bare", "both"])
+def test_submodules(rank: Rank, wrapper: str) -> None:
+    """A state dict of some submodules has their entries, with the submodule's name or without, and loads by module."""
+    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]], kind="momentum"), Report(rank)
+    with pytest.warns(FutureWarning, match="deprecated"):
+        for inside in ("a", "module", "deep", "deep.1"):
+            for keeps in (True, False):
+                for options in ({}, {"full_state_dict": True}, {"cpu_offload": True}):
+                    with report.of(f"{inside}, {'whole' if keeps else 'own'} names, {options}"):
+                        found = get_model_state_dict(
+                            twins.module,
+                            submodules={twins.root.get_submodule(inside)},
+                            options=StateDictOptions(keep_submodule_prefixes=keeps, **options),
+                        )
+                        check_read(rank, report, found, model_entries(twins.plain, inside=inside, keeps=keeps), options)
+        with report.of("both with frozen parameters, without these"):
+            # Frozen parameters of other modules raise KeyError: findings/F378.py.
+            found = get_model_state_dict(
+                twins.module,
+                submodules={twins.root.get_submodule("a"), twins.root.get_submodule("deep")},
+                options=StateDictOptions(ignore_frozen_params=True),
+            )
+            expected = model_entries(twins.plain, frozen=False)
+            check_read(rank, report, found, {n: v for n, v in expected.items() if n.startswith(("a.", "deep."))}, {})
+        with report.of("optimizer"):
+            found = get_optimizer_state_dict(twins.module, twins.own, submodules={twins.root.get_submodule("deep")})
+            check_read(rank, report, found, optimizer_entries(twins.plain, twins.optimizers), {})
+        source = build(rank, Nested(), number=2, wrapper=wrapper, units=[["deep"]])
+        with report.of("loaded by module"):
+            state = {
+                twins.root.get_submodule(inside): clone_of(
+                    get_model_state_dict(
+                        source.module,
+                        submodules={source.root.get_submodule(inside)},
+                        options=StateDictOptions(keep_submodule_prefixes=False),
+                    )
+                )
+                for inside in ("a", "deep")
+            }
+            set_model_state_dict(twins.module, state, options=StateDictOptions(strict=False))
+            entries = model_entries(source.plain)
+            twins.plain.load_state_dict(
+                {name: value for name, value in entries.items() if name.startswith(("a.", "deep."))}, strict=False
+            )
+            report.note(line for line in twins.wrong() if "state" not in line and "options" not in line)
+    report.end()
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("collects", [True, False], ids=["with-gc", "without-gc"])
+@pytest.mark.parametrize("call", ["together", "patched"])
+def test_calls_for_both(rank: Rank, call: str, collects: bool) -> None:
+    """Model and optimizers are read and loaded by one call, and by the methods of patched ones, as by two calls."""
+    kind = "several" if call == "together" else "adamw"
+    source, twins = (build(rank, Nested(), number=number, kind=kind, units=[["deep"]]) for number in (2, 1))
+    report = Report(rank)
+    (gc.enable if collects else gc.disable)()
+    try:
+        for name in ("no options", "full", *(["sent"] if Capability.SHARDED in rank.implementation.capabilities() else [])):
+            options = LOADS[name]
+            twins.fill(1)
+            with report.of(name):
+                entries = model_entries(source.plain), optimizer_entries(source.plain, source.optimizers)
+                read = functools.partial(_read_both, source, call)
+                model, states = read(READS.get(name, READS["full"]))
+                check_read(rank, report, clone_of(model), entries[0], options)
+                check_read(rank, report, clone_of(states), entries[1], options)
+                given_model = loadable(rank, options, entries[0], lambda found=model: found)
+                given_states = loadable(rank, options, entries[1], lambda found=states: found)
+                if name == "sent" and call == "together" and rank.index:
+                    # Without an entry a rank takes the call for one about optimizers alone: findings/F389.py.
+                    given_model = model_entries(twins.plain)
+                keys = _load_both(twins, call, options, given_model, given_states)
+                report.note([f"it returned {keys}"] if keys is not None and any(keys) else [])
+                twins.plain.load_state_dict(entries[0])
+                load_by_number(twins.plain, twins.optimizers, entries[1])
+                report.note(twins.wrong())
+            assert gc.isenabled() == collects, "a call changes whether garbage is collected"
+    finally:
+        gc.enable()
+    report.end()
+
+
+def _read_both(twins: Twins, call: str, options: dict[str, Any] | None) -> tuple[Any, Any]:
+    if call == "together":
+        return get_state_dict(twins.module, given(twins), **made(options))
+    patched = _patched(twins, options)
+    model, states = twins.module.state_dict(), twins.own[0].state_dict()
+    patched()
+    return model, states
+
+
+def _load_both(twins: Twins, call: str, options: dict[str, Any] | None, model: Any, states: Any) -> Any:
+    if call == "together":
+        return set_state_dict(
+            twins.module, given(twins), model_state_dict=model, optim_state_dict=states, **made(options)
+        )
+    patched = _patched(twins, options)
+    twins.module.load_state_dict(model)
+    twins.own[0].load_state_dict(states)
+    patched()
+    return None
+
+
+def _patched(twins: Twins, options: dict[str, Any] | None) -> Callable[[], None]:
+    """Patch the methods for state dicts of a model and its optimizer; the result takes them back."""
+    given_options: Any = made(options)
+    patch_model(twins.module, **given_options)
+    patch_optimizer(twins.module, optimizers=tuple(twins.own), **given_options)
+
+    def take_back() -> None:
+        for owner in (twins.module, twins.own[0]):
+            for name in ("state_dict", "load_state_dict"):
+                del owner.__dict__[name]
+        patched_ones.clear()  # which keeps models for ever
+
+    return take_back
+
+
+@contract("STATE-14")
+def test_refusals(rank: Rank) -> None:
+    """Calls that cannot be meant are refused by every rank: values sent in no full form, nothing to load or to read."""
+    twins = build(rank, Nested(), kind="momentum", units=[["deep"]])
+    module, own = twins.module, twins.own[0]
+    sent = StateDictOptions(broadcast_from_rank0=True)
+    attempts: dict[str, Callable[[], Any]] = {
+        "full_state_dict must be True": lambda: get_model_state_dict(module, options=sent),
+        "Optimizers are not passed in": lambda: get_optimizer_state_dict(module, ()),
+        "state_dict is empty": lambda: set_model_state_dict(module, {}),
+        "optim state_dict is empty": lambda: set_optimizer_state_dict(module, own, {}),
+    }
+    for words, attempt in attempts.items():
+        Refusal(rank, attempt).check_names(words)
+    keys = set_model_state_dict(module, {}, options=StateDictOptions(strict=False))
+    assert not any(keys), f"of an empty state dict a load that is not strict returns {keys}"
+    lines = [*twins.wrong()]
+    assert not lines, f"what was refused has changed something: {lines[0]}"
+
+
+@contract("STATE-14")
+@needs(Capability.DTENSOR_PARAMETERS)  # FSDP1 looks for the inner names in state dicts
+@pytest.mark.parametrize("which", ["default", "named"])
+def test_names_that_a_module_changes(rank: Rank, which: str) -> None:
+    """A module whose state dict has the entries of an inner one as its own loads by the names that it names."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), Renaming(), nn.Linear(DIM, 3))
+    source, twins = (build(rank, copy.deepcopy(model), number=number, units=[["1"]]) for number in (2, 1))
+    report = Report(rank)
+    named = {} if which == "default" else {"dsd_fqn_modifiers": "hidden_names"}
+    with report.of("read"):
+        check_read(rank, report, get_model_state_dict(source.module), model_entries(source.plain), {})
+    for name in ("full", "sent", "lenient"):
+        options = {**(LOADS[name] or {}), **named}
+        twins.fill(1)
+        with report.of(name):
+            entries = model_entries(source.plain)
+            keys = set_model_state_dict(
+                twins.module,
+                loadable(rank, options, entries, lambda: get_model_state_dict(source.module)),
+                options=StateDictOptions(**options),
+            )
+            report.note([f"it returned {keys}"] if any(keys) else [])
+            twins.plain.load_state_dict(copy.deepcopy(entries))
+            report.note(twins.wrong())
+    report.end()
+
+
+#: Entries of the model of these cases, by what they are.
+ENTRIES = {
+    "parameter": "other.weight",
+    "in-a-unit": "deep.1.first.bias",
+    "tied": "base.weight",
+    "buffer": "few.running_mean",
+    "extra": "deep.1._extra_state",
+}
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_missing_and_unknown_entries(rank: Rank, entry: str) -> None:
+    """Full state dicts, of each rank or of the first one, load without an entry and with an unknown one, or raise."""
+    source, twins = (build(rank, Nested(), number=number, units=[["deep"]]) for number in (2, 1))
+    report = Report(rank)
+    for name in ("full lenient", "sent lenient", "full", "sent"):
+        for flaw in ("missing", "unknown"):
+            if (name, flaw) == ("full", "missing") or ("sent" in name and flaw == "unknown"):
+                continue  # loaded in silence, or known to the first rank alone: findings/F379.py, findings/F380.py
+            if name == "sent" and Capability.SHARDED not in rank.implementation.capabilities():
+                continue  # the first rank of a wrapper's raises before it sends, and the others wait: F-380
+            if "lenient" in name and flaw == "missing" and entry == "extra":
+                continue  # the module is given something of torch's own as its extra state: findings/F387.py
+            options, lenient = LOADS[name] or {}, "lenient" in name
+            twins.fill(1)
+            with report.of(f"{name}, {flaw}"):
+                entries = model_entries(source.plain)
+                if flaw == "missing":
+                    del entries[ENTRIES[entry]]
+                else:
+                    entries["deep.stray"] = torch.ones(2)
+                state = loadable(rank, options, entries, dict)
+                load = functools.partial(set_model_state_dict, twins.module, state, options=StateDictOptions(**options))
+                if not lenient:
+                    Refusal(rank, load, may_send=True).check_names(ENTRIES[entry] if flaw == "missing" else "deep.stray")
+                    continue
+                keys = load()
+                if flaw == "unknown":
+                    report.note([f"it returned {keys}"] if keys.unexpected_keys != ["deep.stray"] else [])
+                twins.plain.load_state_dict(entries, strict=False)
+                report.note(twins.wrong())
+    report.end()
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_values_of_another_dtype(rank: Rank, dtype: torch.dtype) -> None:
+    """Full values of another dtype, of each rank or of the first one, load in the dtype of the parameter."""
+    source, twins = (build(rank, Nested(), number=number, units=[["deep"]]) for number in (2, 1))
+    report = Report(rank)
+    for name in ("full", "sent", "sent, cpu"):
+        twins.fill(1)
+        with report.of(name):
+            entries = model_entries(source.plain)
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    entries[key] = value.to(dtype)
+            set_model_state_dict(twins.module, loadable(rank, LOADS[name], entries, dict), **made(LOADS[name]))
+            twins.plain.load_state_dict(entries)
+            report.note(twins.wrong())
+    report.end()
+
+
+# Meshes, and the meta device.
+
+
+def _spread(rank: Rank, mesh: str) -> Any:
+    """The options of a model on a mesh of four ranks."""
+    if mesh == "ranks":  # of five rows the last rank has none
+        return {"units": [["deep"]]}
+    if mesh == "replicas":
+        return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("replicate", "shard"))}
+    if mesh == "subgroup":
+        return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("copy", "dp"))["dp"]}
+    both = rank.mesh((2, 2), ("dp", "tp"))
+    plan = functools.partial(parallel.parallelize_mlps, mesh=both["tp"])
+    return {"units": [["layers.0"], ["layers.1"]], "mesh": both["dp"], "wrapper": plan}
+
+
+@contract("STATE-14")
+@world(4)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "ranks",
+        pytest.param("replicas", marks=needs(Capability.HYBRID)),
+        pytest.param("subgroup", marks=needs(Capability.SHARDED)),
+        pytest.param("tensor-parallel", marks=needs(Capability.TENSOR_PARALLEL_CHECKPOINT, Capability.DTENSOR_PARAMETERS)),
+    ],
+)
+def test_meshes(rank: Rank, mesh: str) -> None:
+    """Model and optimizer are read and loaded on replicas, on a subgroup and beside tensor parallelism as elsewhere."""
+    # Of sizes that two times two ranks divide: others do not load, findings/F323.py.
+    model: Any = parallel.MLPStack(8) if mesh == "tensor-parallel" else Nested()
+    options = _spread(rank, mesh)
+    source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", **options) for number in (2, 1))
+    report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    for name in ("no options", "cpu", "full", "first rank", "full trainable", "flattened"):
+        if not works(rank, READS[name]):
+            continue
+        with report.of(f"read, {name}"):
+            expected = model_entries(source.plain, frozen="trainable" not in name)
+            check_read(rank, report, get_model_state_dict(source.module, **made(READS[name])), expected, READS[name])
+            check_optimizers(rank, report, source, READS[name])
+    for number, name in enumerate(("no options", "full", "sent", "sent, cpu"), start=3):
+        source.fill(number)
+        with report.of(f"loaded, {name}"):
+            entries = model_entries(source.plain)
+            state = loadable(rank, LOADS[name], entries, lambda: get_model_state_dict(source.module))
+            set_model_state_dict(twins.module, state, **made(LOADS[name]))
+            twins.plain.load_state_dict(entries)
+            if is_flat and mesh == "subgroup" and "sent" in name:
+                load_by_number(twins.plain, twins.optimizers, optimizer_entries(twins.plain, twins.optimizers))
+                continue  # sent by a rank of another group: findings/F312.py
+            check_loaded(rank, report, source, twins, LOADS[name])
+    report.end()
+
+
+@contract("STATE-14")
+@world(2, 4)
+@needs(Capability.META_LOAD)
+@pytest.mark.parametrize("which", ["", "deep"], ids=["whole-model", "one-unit"])
+def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
+    """A model on the meta device, or of which a part is there, has the full values that were loaded, in its shards."""
+    source, report = build(rank, Nested(ties=False), number=2, units=[["deep"]]), Report(rank)
+
+    def on_meta(model: Any) -> Any:
+        model.get_submodule(which).to("meta")
+        return model
+
+    for name in ("full", "sent"):
+        with report.of(name):
+            # Of tied parameters each module has one of its own then: findings/F388.py.
+            model = Nested(ties=False).to(rank.device)
+            adapter = sharded(rank, on_meta(model), units=[["deep"]], materializes=False)
+            entries = model_entries(source.plain)
+            keys = set_model_state_dict(adapter.module, loadable(rank, LOADS[name], entries, dict), **made(LOADS[name]))
+            report.note([f"it returned {keys}"] if any(keys) else [])
+            check_read(rank, report, get_model_state_dict(adapter.module), entries, {})
+            mine, others = (dict(one.module.named_parameters()) for one in (adapter, source.adapter))
+            for key, value in mine.items():
+                if local_of(value).shape != local_of(others[key]).shape:
+                    report.note([f"{key} has a shard of {tuple(local_of(value).shape)}"])
+    report.end()
+
+
+# Copies on the CPU.
+
+
+@contract("STATE-14")
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("odd", marks=needs(Capability.DTENSOR_PARAMETERS))])
+@pytest.mark.parametrize("means", ["copied", "checked", "shared"])
+def test_copies_for_background_saves(rank: Rank, means: str, kind: str) -> None:
+    """A stager's copy of model and optimizer has their values, types and containers, and keeps them."""
+    twins, report = build(rank, Nested(), kind=kind, units=[["deep"]]), Report(rank)
+    stager: Any = {
+        "copied": lambda: BlockingAsyncStager(),
+        "checked": lambda: BlockingAsyncStager(type_check=True),
+        "shared": lambda: DefaultStager(StagingOptions(False, True, False, False)),
+    }[means]()
+    with report.of(means):
+        state = dict(zip(("model", "optimizer"), get_state_dict(twins.module, given(twins)), strict=True))
+        expected = {"model": model_entries(twins.plain), "optimizer": optimizer_entries(twins.plain, twins.optimizers)}
+        copied = stager.stage(state)
+        twins.fill(2)
+        for path, value in tensors_in(copied):
+            other = dict(tensors_in(state))[path]
+            if type(value) is not type(other) or value.device.type != "cpu":
+                report.note([f"{path} is a {type(value).__name__} on {value.device}, was a {type(other).__name__}"])
+            if means == "shared" and local_of(value).numel() and not local_of(value).is_shared():
+                report.note([f"{path} is not in shared memory"])
+        report.note(differences(whole(rank, copied), expected, ""))
+    stager.close()
+    report.end()
