@@ -357,7 +357,7 @@ class Twins:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Give the sharded model and its optimizers the values of the unsharded one, without any of torch's functions."""
+        """Give the sharded model and its optimizers the values of the unsharded one, without torch's functions."""
         full = dict(self.plain.named_parameters())
         for name, piece in self.adapter.parameters().items():
             piece.tensor.copy_(piece.cut(full[canonical(name)].detach()))
@@ -547,7 +547,7 @@ class Report:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator["Report"]:
-        """Collect what the block notes of one call. An error ends the case at once: other ranks may wait in the call."""
+        """Collect what the block notes of one call. An error ends the case: other ranks may wait in the call."""
         before, self._lines = self._lines, []
         try:
             yield self

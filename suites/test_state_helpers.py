@@ -354,7 +354,7 @@ def test_states_of_other_files(rank: Rank, change: str) -> None:
     ("saved", "loaded"), [("amsgrad", "adamw"), ("adamw", "amsgrad"), ("momentum", "sgd"), ("sgd", "momentum")]
 )
 def test_states_of_other_optimizers(rank: Rank, saved: str, loaded: str) -> None:
-    """Of an optimizer with more states, or fewer, those that were saved are loaded, each with the values of this rank."""
+    """Of an optimizer with more states, or fewer, those that were saved are loaded, each rank's part of them."""
     source = build(rank, Nested(), number=2, kind=saved, units=[["deep"]])
     report, names = Report(rank), ["lenient"]
     if Capability.DTENSOR_PARAMETERS not in rank.implementation.capabilities() and saved == "amsgrad":
