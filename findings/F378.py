@@ -8,9 +8,9 @@ Seen by STATE-14.
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^frozen outside: KeyError'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch.distributed as dist

@@ -7,9 +7,9 @@ A sharded state dict, and `broadcast_from_rank0=True` if strict, report them. Se
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^full, strict: .*All keys matched'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist

@@ -8,9 +8,9 @@ raises for a missing entry before it sends anything, and the others wait. Seen b
 
 # /// finding
 # implementations = ["torch", "torch.fsdp", "ddp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^1 strict: .*All keys matched'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,9 +8,9 @@ state may be None. Loaded by each rank they are right. Seen by STATE-14.
 
 # /// finding
 # implementations = ["torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^0 a number: .*AttributeError'
-# unlisted = "a case would wait for its deadline"
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

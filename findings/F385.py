@@ -9,9 +9,9 @@ loads. Seen by STATE-14.
 
 # /// finding
 # implementations = ["torch"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^1 sent: initial_lr None'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -8,9 +8,9 @@ one of the saved ones. Seen by STATE-14.
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^sharded: \[None, 0.5\] instead of \[0.5, 0.5\]'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist

@@ -7,9 +7,9 @@ has the state dict, `set_extra_state` is called with the mark that torch has in 
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^full, lenient: .*_EXTRA_STATE'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist

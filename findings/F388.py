@@ -2,15 +2,14 @@
 
 The values of a model on the meta device are assigned to each name by itself. A parameter that two modules share, as an
 embedding and the last layer of a language model do, is two afterwards: the optimizer has both, and they train apart.
-`nn.Module.load_state_dict(assign=True)` says that it does so, `set_model_state_dict` does not; with values copied they
-stay one. Seen by STATE-14.
+Loaded on a device, where values are copied, they stay one. Seen by STATE-14.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^meta: 2 parameters'
-# unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///
 
 import tempfile, torch, torch.distributed as dist

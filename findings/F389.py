@@ -7,9 +7,9 @@ file have. Seen by STATE-14.
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
+# requirements = ["STATE-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^1 returned'
-# unlisted = "a case would wait for its deadline"
 # ///
 
 import os, tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp

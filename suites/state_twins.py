@@ -95,8 +95,8 @@ class Renaming(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(DIM, DIM)
-        self.register_state_dict_post_hook(self._hide)
-        self.register_load_state_dict_pre_hook(self._show)
+        self.register_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._show)  # type: ignore[no-untyped-call]
 
     def hidden_names(self) -> dict[str, str]:
         """By name of an entry, the module that is not in its name."""
@@ -167,7 +167,7 @@ def _in_groups(kind: Callable[..., torch.optim.Optimizer], **second: Any) -> Cal
 def _several(named: Named) -> list[Any]:
     """One optimizer for the parameters of the unit, two groups of one for the others, in turn."""
     unit, others = ([value for name, value in named if ("deep" in name) == inside] for inside in (True, False))
-    groups = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
+    groups: list[Any] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
     return [_sgd(unit, momentum=0.5), _adam(groups, lr=0.25)]
 
 
@@ -285,8 +285,9 @@ def model_entries(model: nn.Module, *, inside: str | None = None, keeps: bool = 
 
 def optimizer_entries(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
     """The state dict of an unsharded model's optimizers by the names of the parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    state, groups = {}, []
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    state: dict[str, Any] = {}
+    groups: list[Any] = []
     for optimizer in optimizers:
         state |= {names[parameter]: copy.deepcopy(dict(one)) for parameter, one in optimizer.state.items()}
         groups += [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]

@@ -175,7 +175,8 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         handle: Any = None
         if how == "pending":
             run.adapter.unshard()  # with the old values
-            handle = run.adapter.module.get_submodule("layers.1").unshard(async_op=True)
+            unit: Any = run.adapter.module.get_submodule("layers.1")
+            handle = unit.unshard(async_op=True)
         doubled = {key: value * 2 for key, value in state.items()}
         # Copied into what is there: an assignment is noticed by itself.
         run.original_module(name).load_state_dict(doubled, assign=how == "assigned")

@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -385,53 +386,56 @@ def test_flattened_states_are_loaded(rank: Rank, kind: str) -> None:
 # Calls.
 
 
+def entries_of(twins: Twins, *inside: str, **options: Any) -> Any:
+    """The state dict of some submodules of a model."""
+    submodules = {twins.root.get_submodule(one) for one in inside}
+    return get_model_state_dict(twins.module, submodules=submodules, options=StateDictOptions(**options))
+
+
 @contract("STATE-14")
 @pytest.mark.parametrize("wrapper", ["bare", "both"])
 def test_submodules(rank: Rank, wrapper: str) -> None:
     """A state dict of some submodules has their entries, with the submodule's name or without, and loads by module."""
-    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]], kind="momentum"), Report(rank)
+    source, twins = (
+        build(rank, Nested(), number=number, wrapper=wrapper, units=[["deep"]], kind="momentum") for number in (2, 1)
+    )
+    report, plain = Report(rank), twins.plain
+    forms: list[dict[str, Any]] = [{}, {"full_state_dict": True}, {"cpu_offload": True}]
     with pytest.warns(FutureWarning, match="deprecated"):
-        for inside in ("a", "module", "module.1", "deep.1"):
-            for keeps in (True, False):
-                for options in ({}, {"full_state_dict": True}, {"cpu_offload": True}):
-                    with report.of(f"{inside}, {'whole' if keeps else 'own'} names, {options}"):
-                        found = get_model_state_dict(
-                            twins.module,
-                            submodules={twins.root.get_submodule(inside)},
-                            options=StateDictOptions(keep_submodule_prefixes=keeps, **options),
-                        )
-                        check_read(rank, report, found, model_entries(twins.plain, inside=inside, keeps=keeps), options)
-        with report.of("both with frozen parameters, without these"):
+        for inside, keeps, form in itertools.product(("a", "module", "module.1", "deep.1"), (True, False), forms):
+            with report.of(f"{inside}, {'whole' if keeps else 'own'} names, {form}"):
+                found = entries_of(twins, inside, keep_submodule_prefixes=keeps, **form)
+                check_read(rank, report, found, model_entries(plain, inside=inside, keeps=keeps), form)
+        with report.of("all that are frozen, without these"):
             # Frozen parameters of other modules raise KeyError: findings/F378.py.
-            found = get_model_state_dict(
-                twins.module,
-                submodules={twins.root.get_submodule("a"), twins.root.get_submodule("deep")},
-                options=StateDictOptions(ignore_frozen_params=True),
+            found, expected = (
+                entries_of(twins, "a", "deep", ignore_frozen_params=True),
+                model_entries(plain, frozen=False),
             )
-            expected = model_entries(twins.plain, frozen=False)
-            check_read(rank, report, found, {n: v for n, v in expected.items() if n.startswith(("a.", "deep."))}, {})
+            check_read(rank, report, found, within(expected), {})
         with report.of("optimizer"):
-            found = get_optimizer_state_dict(twins.module, twins.own, submodules={twins.root.get_submodule("deep")})
-            check_read(rank, report, found, optimizer_entries(twins.plain, twins.optimizers), {})
-        source = build(rank, Nested(), number=2, wrapper=wrapper, units=[["deep"]])
+            deep = {twins.root.get_submodule("deep")}
+            check_read(
+                rank,
+                report,
+                get_optimizer_state_dict(twins.module, twins.own, submodules=deep),
+                optimizer_entries(plain, twins.optimizers),
+                {},
+            )
         with report.of("loaded by module"):
-            state = {
-                twins.root.get_submodule(inside): clone_of(
-                    get_model_state_dict(
-                        source.module,
-                        submodules={source.root.get_submodule(inside)},
-                        options=StateDictOptions(keep_submodule_prefixes=False),
-                    )
-                )
-                for inside in ("a", "deep")
+            state: Any = {
+                twins.root.get_submodule(one): clone_of(entries_of(source, one, keep_submodule_prefixes=False))
+                for one in ("a", "deep")
             }
             set_model_state_dict(twins.module, state, options=StateDictOptions(strict=False))
-            entries = model_entries(source.plain)
-            twins.plain.load_state_dict(
-                {name: value for name, value in entries.items() if name.startswith(("a.", "deep."))}, strict=False
-            )
-            report.note(line for line in twins.wrong() if "state" not in line and "options" not in line)
+            plain.load_state_dict(within(model_entries(source.plain)), strict=False)
+            report.note(twins.wrong())
     report.end()
+
+
+def within(entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of two modules, which have all frozen parameters."""
+    return {name: value for name, value in entries.items() if name.startswith(("a.", "deep."))}
 
 
 @contract("STATE-14")
@@ -456,8 +460,8 @@ def test_calls_for_both(rank: Rank, call: str, collects: bool) -> None:
                 model, states = read(READS.get(name, READS["full"]))
                 check_read(rank, report, clone_of(model), entries[0], options)
                 check_read(rank, report, clone_of(states), entries[1], options)
-                given_model = loadable(rank, options, entries[0], lambda found=model: found)
-                given_states = loadable(rank, options, entries[1], lambda found=states: found)
+                given_model = loadable(rank, options, entries[0], functools.partial(clone_of, model))
+                given_states = loadable(rank, options, entries[1], functools.partial(clone_of, states))
                 if name == "sent" and call == "together" and rank.index:
                     # Without an entry a rank takes the call for one about optimizers alone: findings/F389.py.
                     given_model = model_entries(twins.plain)
@@ -716,11 +720,12 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
 def test_copies_for_background_saves(rank: Rank, means: str, kind: str) -> None:
     """A stager's copy of model and optimizer has their values, types and containers, and keeps them."""
     twins, report = build(rank, Nested(), kind=kind, units=[["deep"]]), Report(rank)
-    stager: Any = {
-        "copied": lambda: BlockingAsyncStager(),
-        "checked": lambda: BlockingAsyncStager(type_check=True),
-        "shared": lambda: DefaultStager(StagingOptions(False, True, False, False)),
-    }[means]()
+    makers: dict[str, Any] = {
+        "copied": BlockingAsyncStager,
+        "checked": functools.partial(BlockingAsyncStager, type_check=True),
+        "shared": functools.partial(DefaultStager, StagingOptions(False, True, False, False)),
+    }
+    stager = makers[means]()
     with report.of(means):
         state = dict(zip(("model", "optimizer"), get_state_dict(twins.module, given(twins)), strict=True))
         expected = {"model": model_entries(twins.plain), "optimizer": optimizer_entries(twins.plain, twins.optimizers)}
