@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_impl.per_parameter.group import KEEP
 from fsdp_impl.per_parameter.unit import unit_of
-from planted import ignoring, table
+from planted import helped, ignoring, table
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory, Piece, Traits, original_name, whole
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.flat import BoundedGradScaler
@@ -90,6 +90,13 @@ class _Edited(Planting):
             for key, value in list(vars(module).items()):
                 if value is found:
                     replace(module, key, edited)
+
+
+class _Helped(Planting, ReferenceAdapter):
+    """Torch's functions for state dicts make a mistake of :mod:`planted.helped`, that of the name of the class."""
+
+    def plant(self) -> None:
+        helped.plant(type(self).__name__, replace)
 
 
 _SOUND = {"reference": ReferenceAdapter, "reference.flat": ReferenceFlatAdapter}
@@ -661,6 +668,8 @@ class ClaimsOptimizerState(DdpAdapter):
 class ClaimsGradients(DdpAdapter):
     traits = Traits(shards=frozenset({"gradients"}))
 
+
+globals().update({name: type(name, (_Helped,), {"__module__": __name__}) for name in helped.BUGS})
 
 for _name, _kind in list(globals().items()):
     if isinstance(_kind, type) and issubclass(_kind, Adapter) and _kind.__module__ == __name__:

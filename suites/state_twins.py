@@ -90,21 +90,17 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 
 
 class Renaming(nn.Module):
-    """A module whose state dict has the entries of ``inner`` as its own, as a wrapper that hides itself does.
-
-    It says so under two names: the one where torch's functions look by default, and another.
-    """
+    """A module whose state dict has the entries of ``inner`` as its own, as a wrapper that hides itself does."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(DIM, DIM)
-        self.register_state_dict_post_hook(self._hide)
-        self.register_load_state_dict_pre_hook(self._show)
+        self.register_state_dict_post_hook(self._hide)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(self._show)  # type: ignore[no-untyped-call]
 
-    def _fqn_modifiers(self) -> dict[str, str]:
+    def hidden_names(self) -> dict[str, str]:
+        """By name of an entry, the module that is not in its name."""
         return {"weight": "inner", "bias": "inner"}
-
-    hidden_names = _fqn_modifiers
 
     @staticmethod
     def _hide(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -116,6 +112,13 @@ class Renaming(nn.Module):
         for name in ("weight", "bias"):
             if prefix + name in state:
                 state[f"{prefix}inner.{name}"] = state.pop(prefix + name)
+
+
+class RenamingByDefault(Renaming):
+    """Says so where torch's functions look by default."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return self.hidden_names()
 
 
 # Optimizers.
@@ -164,7 +167,7 @@ def _in_groups(kind: Callable[..., torch.optim.Optimizer], **second: Any) -> Cal
 def _several(named: Named) -> list[Any]:
     """One optimizer for the parameters of the unit, two groups of one for the others, in turn."""
     unit, others = ([value for name, value in named if ("deep" in name) == inside] for inside in (True, False))
-    groups = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
+    groups: list[Any] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
     return [_sgd(unit, momentum=0.5), _adam(groups, lr=0.25)]
 
 
@@ -282,8 +285,9 @@ def model_entries(model: nn.Module, *, inside: str | None = None, keeps: bool = 
 
 def optimizer_entries(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> Any:
     """The state dict of an unsharded model's optimizers by the names of the parameters."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    state, groups = {}, []
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    state: dict[str, Any] = {}
+    groups: list[Any] = []
     for optimizer in optimizers:
         state |= {names[parameter]: copy.deepcopy(dict(one)) for parameter, one in optimizer.state.items()}
         groups += [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
@@ -354,7 +358,7 @@ class Twins:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Give the sharded model and its optimizers the values of the unsharded one, without any of torch's functions."""
+        """Give the sharded model and its optimizers the values of the unsharded one, without torch's functions."""
         full = dict(self.plain.named_parameters())
         for name, piece in self.adapter.parameters().items():
             piece.tensor.copy_(piece.cut(full[canonical(name)].detach()))
@@ -431,7 +435,9 @@ def build(
     copied = copy.deepcopy(plain)
     named = copied.named_modules()
     modules = {name: module for name, module in named if module._buffers or hasattr(module, "runs")}
-    adapter = sharded(rank, wrapper(copied) if callable(wrapper) else WRAPPERS[wrapper](copied), units=[*units], **options)
+    adapter = sharded(
+        rank, wrapper(copied) if callable(wrapper) else WRAPPERS[wrapper](copied), units=[*units], **options
+    )
     module: Any = after(adapter.module) if after is not None else adapter.module
     make = OPTIMIZERS[kind] if kind is not None else None
     own, others = ([] if make is None else make([*one.named_parameters()]) for one in (adapter.module, plain))
@@ -468,7 +474,7 @@ def _state_differences(mine: Any, expected: Any, cut: Any, shape: Any, path: str
     elif isinstance(expected, dict) and isinstance(mine, dict):
         if mine.keys() != expected.keys():
             yield f"{path} has {sorted(map(str, mine))} instead of {sorted(map(str, expected))}"
-        for key in mine.keys() & expected.keys():
+        for key in [key for key in expected if key in mine]:
             yield from _state_differences(mine[key], expected[key], cut, shape, f"{path}: {key}")
     else:
         yield from differences(mine, expected, path)
@@ -496,7 +502,7 @@ def differences(found: Any, expected: Any, path: str) -> Iterator[str]:
             yield f"{path} lacks {key!r}"
         for key in sorted(map(str, found.keys() - expected.keys())):
             yield f"{path} has {key!r} besides"
-        for key in expected.keys() & found.keys():
+        for key in [key for key in expected if key in found]:
             one, two = found[key], expected[key]
             if key == "params":
                 one, two = sorted(one), sorted(two)
@@ -542,12 +548,13 @@ class Report:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator["Report"]:
-        """Collect what the block notes of one call. An error ends the case at once: other ranks may wait in the call."""
+        """Collect what the block notes of one call. An error ends the case: other ranks may wait in the call."""
         before, self._lines = self._lines, []
         try:
             yield self
         except Exception as error:
-            raise AssertionError(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+            said = f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            raise AssertionError("\n  ".join([*before[:4], *self._lines[:4], said])) from error
         self._lines = [*before, *(f"{name}: {line}" for line in self._lines)]
 
     def note(self, lines: Iterable[str]) -> None:

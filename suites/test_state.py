@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardproof.testing import Capability, Rank, Run, contract, each_value, models, needs, states, world
 from shardproof.testing.axes import FLAT, REPLICAS, RESHARD, SHARDS, subjects
-from shardproof.testing.compare import Piece, check_exact, each_once, original_name, step_label
+from shardproof.testing.compare import Piece, check_exact, each_once, full_of, original_name, step_label
 from shardproof.testing.make import Adapter, OptimizerFactory, StateForm, built_in_with
 from shardproof.testing.measure import Census
 from shardproof.testing.refuse import Refusal
@@ -172,11 +172,20 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
         wrong = [key for key, value in state.items() if not torch.equal(value.full_tensor(), expected[key])]
         assert not wrong, f"the state dict of {name} has other values of {', '.join(wrong)}"
         run.evaluate(batch)
+        handle: Any = None
         if how == "pending":
             run.adapter.unshard()  # with the old values
+            unit: Any = run.adapter.module.get_submodule("layers.1")
+            handle = unit.unshard(async_op=True)
         doubled = {key: value * 2 for key, value in state.items()}
-        run.original_module(name).load_state_dict(doubled, assign=how != "copied")
+        # Copied into what is there: an assignment is noticed by itself.
+        run.original_module(name).load_state_dict(doubled, assign=how == "assigned")
         unsharded.get_submodule(name).load_state_dict({key: value * 2 for key, value in expected.items()})
+        if handle is not None:
+            handle.wait()
+            shown = {key: full_of(value.detach()) for key, value in run.original_module(name).named_parameters()}
+            wrong = [key for key, value in shown.items() if not torch.equal(value, expected[key])]
+            assert not wrong, f"a gather that was in flight has undone the load of {', '.join(wrong)} of {name}"
         twin = rank.run(models.copy_of(unsharded), units=unsharded.units())
         check_outputs(run, twin, batch, f"the forward after loading {name} has other values")
 

@@ -1,0 +1,216 @@
+"""Mistakes of torch's functions for state dicts, in place of the functions until a case ends.
+
+A row names one by its class in ``planted.adapters``, such as ``planted.adapters:FrozenKept`` for :func:`frozen_kept`.
+Each is called as the function of torch that it replaces, with that function before its arguments.
+"""
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import staging, state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
+
+BUGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {}
+"""By the name of a class: the owner and the name of what is replaced, and the mistake."""
+
+
+def of(name: str, *, owner: Any = state_dict) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark a mistake of a function of torch."""
+
+    def mark(mistake: Callable[..., Any]) -> Callable[..., Any]:
+        kind = "".join(part.title() for part in mistake.__name__.split("_"))
+        BUGS[kind] = (owner, name, mistake)
+        return mistake
+
+    return mark
+
+
+def plant(kind: str, replace: Callable[[Any, str, Any], None]) -> None:
+    """Replace a function of torch, wherever torch's module and the cases have it."""
+    owner, name, mistake = BUGS[kind]
+    found = getattr(owner, name)
+
+    @functools.wraps(found)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return mistake(found, *args, **kwargs)
+
+    replace(owner, name, made)
+    for module in [module for key, module in sys.modules.items() if key.startswith("shardproof.suites.")]:
+        for key, value in list(vars(module).items()):
+            if value is found:
+                replace(module, key, made)
+
+
+def _without(options: StateDictOptions | None, **values: Any) -> StateDictOptions:
+    return dataclasses.replace(options or StateDictOptions(), **values)
+
+
+@of("get_model_state_dict")
+def frozen_kept(get: Any, model: nn.Module, *, options: Any = None, **others: Any) -> Any:
+    """Frozen parameters are kept."""
+    return get(model, options=_without(options, ignore_frozen_params=False), **others)
+
+
+@of("set_model_state_dict")
+def buffers_left(set_: Any, model: nn.Module, state: Any, *, options: Any = None) -> Any:
+    """Running statistics are not loaded."""
+    kept = {name: value for name, value in state.items() if "running" not in str(name)}
+    keys = set_(model, kept, options=_without(options, strict=False))
+    keys.missing_keys.clear()
+    return keys
+
+
+@of("get_optimizer_state_dict")
+def steps_dropped(get: Any, *args: Any, **others: Any) -> Any:
+    """Numbers of steps are missing."""
+    found = get(*args, **others)
+    for state in found.get("state", {}).values():
+        state.pop("step", None)
+    return found
+
+
+@of("set_optimizer_state_dict")
+def rates_left(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """Groups keep the rates that they had."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    before = [[group.get("lr") for group in one.param_groups] for one in given]
+    set_(model, given, state, **others)
+    for one, rates in zip(given, before, strict=True):
+        for group, rate in zip(one.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+@of("get_optimizer_state_dict")
+def rates_stay_zero(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """The step that makes states leaves its rate of zero behind."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    new = [one for one in given if not one.state]
+    found = get(model, given, **others)
+    for group in (group for one in new for group in one.param_groups):
+        group["lr"] = 0.0
+    return found
+
+
+@of("set_optimizer_state_dict")
+def states_of_new_ones_lost(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """An optimizer that has not stepped has no state after a load."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    new = [one for one in given if not one.state]
+    set_(model, given, state, **others)
+    for one in new:
+        one.state.clear()
+
+
+@of("get_optimizer_state_dict")
+def prefix_of_compilation(get: Any, *args: Any, **others: Any) -> Any:
+    """The groups have the names of a compiled module's wrapper."""
+    found = get(*args, **others)
+    for group in found.get("param_groups", []):
+        group["params"] = [f"a._orig_mod.{name[2:]}" if name.startswith("a.") else name for name in group["params"]]
+    return found
+
+
+@of("set_optimizer_state_dict")
+def names_replaced_in_others(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """A name is looked for in longer ones too."""
+    states = {name: state["state"].get(name.replace("ba.", "a."), one) for name, one in state["state"].items()}
+    return set_(model, optimizers, {**state, "state": states}, **others)
+
+
+@of("set_optimizer_state_dict")
+def options_of_schedules_lost(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """Options that an optimizer does not have itself are not loaded."""
+    groups = [
+        {key: value for key, value in group.items() if key != "initial_lr"} for group in state.get("param_groups", [])
+    ]
+    return set_(model, optimizers, {**state, "param_groups": groups} if groups else state, **others)
+
+
+@of("set_optimizer_state_dict")
+def other_states_lost(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """States that the optimizer had not before are not loaded."""
+    states = {
+        name: {key: value for key, value in one.items() if key != "max_exp_avg_sq"}
+        for name, one in state["state"].items()
+    }
+    return set_(model, optimizers, {**state, "state": states}, **others)
+
+
+@of("set_optimizer_state_dict")
+def flattened_options_lost(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """Of a flattened state dict all groups have the weight decay of one."""
+    changed = {key: 0.75 if key.endswith(".weight_decay") else value for key, value in state.items()}
+    return set_(model, optimizers, changed, **others)
+
+
+@of("get_model_state_dict")
+def prefixes_kept(get: Any, model: nn.Module, *, options: Any = None, **others: Any) -> Any:
+    """Names of submodules are kept."""
+    return get(model, options=_without(options, keep_submodule_prefixes=True), **others)
+
+
+@of("set_state_dict")
+def optimizers_alone(set_: Any, model: nn.Module, optimizers: Any, *, model_state_dict: Any, **others: Any) -> Any:
+    """The model is not loaded."""
+    return set_(model, optimizers, model_state_dict={}, **others)
+
+
+@of("set_model_state_dict")
+def empty_is_legal(set_: Any, model: nn.Module, state: Any, *, options: Any = None) -> Any:
+    """An empty state dict is loaded in silence."""
+    return set_(model, state, options=options if state else _without(options, strict=False))
+
+
+@of("set_model_state_dict")
+def hidden_names_unheard(set_: Any, model: nn.Module, state: Any, *, options: Any = None) -> Any:
+    """The name of the function that names what is hidden is not passed on."""
+    return set_(model, state, options=_without(options, dsd_fqn_modifiers="_fqn_modifiers"))
+
+
+@of("set_model_state_dict")
+def unknown_ones_unsaid(set_: Any, model: nn.Module, state: Any, **others: Any) -> Any:
+    """Unknown entries are not returned."""
+    keys = set_(model, state, **others)
+    keys.unexpected_keys.clear()
+    return keys
+
+
+@of("set_model_state_dict")
+def rounded_first(set_: Any, model: nn.Module, state: Any, **others: Any) -> Any:
+    """Values of another dtype are rounded before they are converted."""
+    rounded = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+        for name, value in state.items()
+    }
+    return set_(model, rounded, **others)
+
+
+@of("get_model_state_dict")
+def replicas_added_up(get: Any, model: nn.Module, *, options: Any = None, **others: Any) -> Any:
+    """Full values are sums over the replicas."""
+    found = get(model, options=options, **others)
+    if options is not None and options.full_state_dict:
+        replicated = {
+            name for name, one in model.named_parameters() if isinstance(one, DTensor) and one.device_mesh.ndim > 1
+        }
+        found = {name: value * 2 if name in replicated else value for name, value in found.items()}
+    return found
+
+
+@of("set_model_state_dict")
+def rows_of_the_last_first(set_: Any, model: nn.Module, state: Any, **others: Any) -> Any:
+    """The shards of a model on the meta device are taken from the end."""
+    on_meta = {name for name, value in model.named_parameters() if value.is_meta}
+    return set_(model, {name: value.flip(0) if name in on_meta else value for name, value in state.items()}, **others)
+
+
+@of("stage", owner=staging.BlockingAsyncStager)
+def staged_as_it_is(stage: Any, self: Any, state: Any) -> Any:
+    """What is saved in the background is no copy."""
+    return state
