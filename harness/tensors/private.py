@@ -114,6 +114,10 @@ NAMES = tuple(
         ("distributed._composable.checkpoint_activation.checkpoint", "cases of recomputation by hooks", _UNMET),
         ("distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper",
          "cases of recomputation by a wrapper", _UNMET),
+        *(
+            (f"distributed.algorithms._checkpoint.checkpoint_wrapper.{name}", "options of such wrappers", _UNMET)
+            for name in ("offload_wrapper", "apply_activation_checkpointing", "CheckpointImpl")
+        ),
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),
