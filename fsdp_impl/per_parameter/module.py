@@ -200,7 +200,7 @@ class FSDPModule:
 
         Args:
             hook: changes its argument in place.
-            stream: where it runs; by default where all-reduces do.
+            stream: where it runs; by default where all-reduces do. On the CPU everything runs in order.
 
         Raises:
             ValueError: if a stream is given and there are replicas, or if the unit has parameters on several meshes.
@@ -209,7 +209,7 @@ class FSDPModule:
             if stream is not None and group.mesh.replicas is not None:
                 raise ValueError(f"stream cannot be set when using native HSDP, but got {stream}")
             group.options.all_reduce_hook = hook
-            if stream is not None:
+            if stream is not None and group.device.type != "cpu":
                 group.options.all_reduce_hook_stream = stream
 
     # Settings: unshard and reshard

@@ -118,6 +118,10 @@ NAMES = tuple(
             (f"distributed.checkpoint.state_dict.{name}", "cases of state dicts of a patched model", _UNMET)
             for name in ("_patch_model_state_dict", "_patch_optimizer_state_dict", "_patched_state_dict")
         ),
+        *(
+            (f"distributed.algorithms._checkpoint.checkpoint_wrapper.{name}", "options of such wrappers", _UNMET)
+            for name in ("offload_wrapper", "apply_activation_checkpointing", "CheckpointImpl")
+        ),
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),

@@ -1,0 +1,42 @@
+"""torch `get_optimizer_state_dict` with `fully_shard`: after an evaluation it raises KeyError
+
+It finds the optimizer's parameters among those that the model has registered. After a forward without backward, an
+evaluation's or one whose backward is still to come, these are the root's gathered ones, so that the numbers of the others
+are none: `KeyError: 2`. `model.state_dict()` or `reshard()` before the call reshards the root, after which it works, as it
+does in `get_state_dict` after the first. Found by making the calls of CALLS-15 in evaluation.
+"""
+
+# /// finding
+# implementations = ["torch.fully_shard"]
+# requirements = ["CALLS-15"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# shows = '^0 KeyError'
+# ///
+
+import tempfile, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+
+def main(rank, world, path):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    try:
+        get_optimizer_state_dict(model, optimizer)
+    except KeyError as error:
+        print(rank, f"KeyError: {error}", flush=True)
+    model.reshard()
+    print(rank, len(get_optimizer_state_dict(model, optimizer)["state"]), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(main, (2, tempfile.mktemp()), nprocs=2)
