@@ -3,12 +3,12 @@
 To have a state to return, it makes one by a step with gradients of zeros and a learning rate of 0, and leaves the
 optimizer with it. Averages of zeros change nothing, but `step` is 1 then, so that the first step of the training corrects
 the bias as the second would. So do `get_state_dict` and, unless they restore `step`, both functions that load. A plain
-module is no exception. Found by making the calls of CALLS-15 before the first step.
+module is no exception. Found by making the calls of CALLS-14 before the first step.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate_with_fsdp"]
-# requirements = ["CALLS-15"]
+# requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^with the call before the first step: step 2, '
 # ///

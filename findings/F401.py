@@ -3,12 +3,12 @@
 It finds the optimizer's parameters among those that the model has registered. After a forward without backward, an
 evaluation's or one whose backward is still to come, these are the root's gathered ones, so that the numbers of the others
 are none: `KeyError: 2`. `model.state_dict()` or `reshard()` before the call reshards the root, after which it works, as it
-does in `get_state_dict` after the first. Found by making the calls of CALLS-15 in evaluation.
+does in `get_state_dict` after the first. Found by making the calls of CALLS-14 in evaluation.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
-# requirements = ["CALLS-15"]
+# requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^0 KeyError'
 # ///

@@ -2,12 +2,12 @@
 
 The question initialises the wrapper, as the first forward of a root does. Asked of a wrapper inside a model before the
 model has run, as by a loop over `fsdp_modules(model)`, it answers True, and the first forward of the model raises. Asked of
-the root first, the others say False. Found by making the calls of CALLS-15 before the first forward.
+the root first, the others say False. Found by making the calls of CALLS-14 before the first forward.
 """
 
 # /// finding
 # implementations = ["torch.fsdp"]
-# requirements = ["CALLS-15"]
+# requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^0 inner wrapper is root: True'
 # ///

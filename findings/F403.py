@@ -2,12 +2,12 @@
 
 The first backward under `no_sync` leaves gradients on the unsharded parameters, which are DTensors there. The next forward
 looks whether user code has put them on another device, in the memory of what has been freed: `Attempted to access the data
-pointer on an invalid python storage`. Without tensor parallelism it trains. Found by making the calls of CALLS-15.
+pointer on an invalid python storage`. Without tensor parallelism it trains. Found by making the calls of CALLS-14.
 """
 
 # /// finding
 # implementations = ["torch.fsdp"]
-# requirements = ["CALLS-15"]
+# requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^0 Attempted to access the data pointer'
 # ///

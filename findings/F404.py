@@ -2,12 +2,12 @@
 
 `optim_state_dict_to_load` takes back what `optim_state_dict` has just returned, and the momentum of parameters that tensor
 parallelism has cut is another rank's afterwards, silently; so it is with full and with sharded ones. Model state dicts are
-loaded right. Seen by CALLS-15.
+loaded right. Seen by CALLS-14.
 """
 
 # /// finding
 # implementations = ["torch.fsdp"]
-# requirements = ["CALLS-15"]
+# requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^ranks with another momentum than before: .*1'
 # ///

@@ -3,12 +3,12 @@
 `unshard(async_op=True)` is followed by `reshard()` before anybody has waited, as where user code gathers in advance what
 the step then does not use. The parameters are sharded still, so that `reshard` does nothing: the gathered buffer stays
 allocated, and after the optimizer's step the next forward takes it, with the values from before the step. Silent. With
-`wait()` before `reshard()` it is right. F-46 is the same buffer after a load. Seen by CALLS-15 and MEMORY-8.
+`wait()` before `reshard()` it is right. F-46 is the same buffer after a load. Seen by CALLS-14 and MEMORY-8.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
-# requirements = ["CALLS-15", "MEMORY-8"]
+# requirements = ["CALLS-14", "MEMORY-8"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = '^after the step with the unshard dropped 4.0, waited for 3.0'
 # ///

@@ -53,9 +53,23 @@ def _tensor_parallel(rank: Rank) -> tuple[Any, dict[str, Any]]:
     return parallel.MLPStack(8), cut_over(rank.mesh((2, 2), ("dp", "tp")), parallel.parallelize_mlps)
 
 
+def _kept(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    """Parameters that stay gathered until backward."""
+    return models.Tower(dim=DIM), {"reshard_after_forward": False}
+
+
+def _whole(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    return models.Tower(dim=DIM), {"shards": False}
+
+
+def _flat(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    return models.Tower(dim=DIM), {"flat_parameters": True}
+
+
 _STATES: dict[str, Callable[[Rank], tuple[Any, dict[str, Any]]]] = {
     "plain": _plain, "frozen": _frozen, "empty-shards": _empty, "checkpointed": _checkpointed, "tied": _tied,
     "subgroup": _subgroup, "replicas": _replicas, "tensor-parallel": _tensor_parallel,
+    "kept": _kept, "whole": _whole, "flat": _flat,
 }  # fmt: skip
 UNITS = needs(Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD)
 WRAPPERS = needs(Capability.FSDP1_API)
@@ -68,18 +82,26 @@ FAMILY = pytest.mark.parametrize(
 )
 
 
-@contract("CALLS-15")
+@contract("CALLS-14")
 @world(2)
 @deadline(60)
 @needs(Capability.DEFERRED_REDUCTION, Capability.OWN_OPTIMIZER)
 @FAMILY
-@pytest.mark.parametrize("state", ["plain", "frozen", "empty-shards", "checkpointed", "tied"])
+@pytest.mark.parametrize(
+    "state",
+    [
+        "plain", "frozen", "empty-shards", "checkpointed", "tied",
+        pytest.param("kept", marks=needs(Capability.RESHARD_AFTER_FORWARD)),
+        pytest.param("whole", marks=needs(Capability.REPLICAS_ALONE)),
+        pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
+    ],
+)  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
     """Calls that read, or set what is in force, return the right values and change no training, at any moment."""
     check_calls(rank, state, family)
 
 
-@contract("CALLS-15")
+@contract("CALLS-14")
 @world(4)
 @deadline(60)
 @needs(Capability.DEFERRED_REDUCTION, Capability.OWN_OPTIMIZER)

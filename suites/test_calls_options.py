@@ -1,0 +1,304 @@
+"""Chapter CALLS: options of ``FullyShardedDataParallel`` of each kind, in each container and at their bounds.
+
+A case goes through a table, and names what is wrong of it.
+"""
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
+from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.states import whole_on_cpu
+
+pytestmark = [needs(Capability.FSDP1_API), world(2)]
+
+#: The same values, in any container that an iterable argument may be.
+CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "generator": iter,
+    "keys of a dict": lambda given: dict.fromkeys(given).keys(),
+}
+
+
+# Rules that wrap
+
+
+def _model() -> nn.Module:
+    """Modules of 0, 6, 10, 20 and 30 elements, of which the last has the first ones in it."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return nn.Sequential(inner, nn.ModuleList([nn.Linear(2, 2)]), nn.BatchNorm1d(2))
+
+
+def _rules(api: Any) -> dict[str, tuple[Any, list[str]]]:
+    """Rules, and the names of the modules that each wraps besides the root."""
+    made = api.wrap
+
+    def size(number: Any, **options: Any) -> Any:
+        return functools.partial(made.size_based_auto_wrap_policy, min_num_params=number, **options)
+
+    def chosen(answer: Any) -> Any:
+        return made.CustomPolicy(lambda module: answer if isinstance(module, nn.Linear) else False)
+
+    everything, linear = ["0", "0.0", "0.1", "0.2", "1.0", "2"], ["0.0", "0.2", "1.0"]
+    rules = {
+        "a size of 0": (size(0), everything),
+        "a negative size": (size(-1), everything),
+        "a size of 1": (size(1), [*linear, "2"]),
+        "a size of 6": (size(6), linear),
+        "a size of 6.5": (size(6.5), ["0.0", "0.2"]),
+        "a size of 21": (size(21), ["0"]),
+        "an infinite size": (size(math.inf), []),
+        "a size beyond 64 bits": (size(2**64), []),
+        "no leaves and nothing excluded": (
+            size(0, force_leaf_modules=set(), exclude_wrap_modules=set()),
+            sorted([*everything, "1"]),
+        ),
+        "a leaf": (size(0, force_leaf_modules={nn.Sequential}), []),
+        "two leaves": (size(0, force_leaf_modules={nn.ModuleList, nn.Linear}), ["0", "0.1", "2"]),
+        "what is excluded": (size(0, exclude_wrap_modules={nn.Linear, nn.Sequential, nn.Tanh}), ["1", "2"]),
+        "a function of a module": (
+            functools.partial(made.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Tanh)),
+            ["0.1"],
+        ),
+        "classes": (
+            functools.partial(made.transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear, nn.Tanh}),
+            sorted([*linear, "0.1"]),
+        ),
+        "no classes": (functools.partial(made.transformer_auto_wrap_policy, transformer_layer_cls=set()), []),
+        "a function of one's own": (
+            lambda module, recurse, nonwrapped_numel: recurse or nonwrapped_numel == 10,
+            ["0.2"],
+        ),
+        "a function that never goes deeper": (lambda module, recurse, nonwrapped_numel: not recurse, []),
+        "the answer True": (chosen(True), linear),
+        "an empty dict": (chosen({}), []),
+        "a dict": (chosen({"forward_prefetch": True}), linear),
+    }
+    for name, container in CONTAINERS.items():
+        rules[f"classes in a {name}"] = (made.ModuleWrapPolicy(container([nn.Linear])), linear)
+        rules[f"no class in a {name}"] = (made.ModuleWrapPolicy(container([])), [])
+    return rules
+
+
+@contract("CALLS-15")
+def test_rules_that_wrap(rank: Rank) -> None:
+    """Rules by size, class, function and answer wrap the modules that they describe, also at the bounds of sizes."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    for name, (rule, expected) in _rules(fsdp.api).items():
+        found = _wrapped(fsdp, rule)
+        if found != ["", *expected]:
+            wrong.append(f"by {name} are wrapped {found}, not {['', *expected]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@contract("CALLS-15")
+def test_rules_and_batch_normalisation(rank: Rank) -> None:
+    """In lower precision a batch normalisation is wrapped besides what a rule chooses, unless it is ignored."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    made = fsdp.api.wrap
+    rules = {
+        "classes": made.ModuleWrapPolicy({nn.Linear}),
+        "answers": made.CustomPolicy(lambda module: isinstance(module, nn.Linear)),
+        "a size": functools.partial(made.size_based_auto_wrap_policy, min_num_params=6),
+    }
+    linear = ["", "0.0", "0.2", "1.0"]
+    for name, rule in rules.items():
+        for ignores in (False, True):
+            found = _wrapped(fsdp, rule, ignores=ignores, mixed_precision=fsdp.low_precision())
+            expected = linear if ignores else [*linear, "2"]
+            if found != expected:
+                wrong.append(f"by {name}, {'' if ignores else 'not '}ignored, are wrapped {found}, not {expected}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _wrapped(fsdp: Fsdp1, rule: Any, *, ignores: bool = False, **options: Any) -> list[str]:
+    """The names of the modules that a rule wraps."""
+    model: Any = _model().to(fsdp.device)
+    names = {child: name for name, child in model.named_modules()}
+    if ignores:
+        options["ignored_modules"] = [model[2]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a container, and of batch normalisation
+        wrapper = fsdp.wrap(model, auto_wrap_policy=rule, **options)
+    return sorted(names[one.module] for one in fsdp.kind.fsdp_modules(wrapper))
+
+
+@contract("CALLS-15")
+def test_any_wrapper_by_hand(rank: Rank) -> None:
+    """By hand, ``wrap`` calls any wrapper, a function too, with the context's arguments and its own before those."""
+    made, calls = fsdp1(rank).api.wrap, list[tuple[nn.Module, dict[str, Any]]]()
+    layer = nn.Linear(4, 4)
+
+    def wrapper(module: nn.Module, **options: Any) -> nn.Module:
+        calls.append((module, options))
+        return nn.Sequential(module)
+
+    with made.enable_wrap(wrapper_cls=wrapper, first=1, second=2):
+        found = [made.wrap(layer), made.wrap(layer, second=3, third=4)]
+    options = [one for _, one in calls]
+    assert all(module is layer for module, _ in calls) and all(isinstance(one, nn.Sequential) for one in found), (
+        f"the wrapper was called with {calls}, and {found} is returned"
+    )
+    assert options == [{"first": 1, "second": 2}, {"first": 1, "second": 3, "third": 4}], f"its options are {options}"
+    assert made.wrap(layer, second=3) is layer, "after the context a module is still wrapped"
+
+
+# What is ignored
+
+
+@contract("CALLS-16")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_containers_of_what_is_ignored(rank: Rank, use_orig_params: bool) -> None:
+    """Modules or parameters to ignore may come in any container, also an empty one, and keep their objects."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    for name, container in CONTAINERS.items():
+        for what in ("modules", "module states", "parameters", "nothing"):
+            layers = fsdp.layers()
+            given = {
+                "modules": {"ignored_modules": container([layers[0]])},
+                "module states": {"ignored_states": container([layers[0]])},
+                "parameters": {"ignored_states": container([*layers[0].parameters()])},
+                "nothing": {"ignored_states": container([])},
+            }[what]
+            own, expected = layers[0].weight, fsdp.forward(layers).detach()
+            model = fsdp.wrap(layers, use_orig_params=use_orig_params, **given)
+            keeps = layers[0]._parameters.get("weight") is own and own.shape == (4, 4)
+            if keeps != (what != "nothing"):
+                wrong.append(f"of {what} in a {name}, the weight is {'ignored' if keeps else 'sharded'}")
+            if not torch.equal(fsdp.forward(model), expected):
+                wrong.append(f"with {what} in a {name} to ignore, the output differs")
+            sharded = [one.numel() for one in model.parameters() if one is not own]
+            if max(sharded) > 20:
+                wrong.append(f"with {what} in a {name} to ignore, parameters have {sharded} elements on this rank")
+    assert not wrong, "\n".join(wrong)
+
+
+# What stands for an optimizer
+
+
+@contract("CALLS-13")
+def test_what_stands_for_an_optimizer(rank: Rank) -> None:
+    """Older calls take parameters in any ordered container, groups, or nothing, which means those of the model."""
+    fsdp, model, optimizer = trained(rank)
+    kind, parameters = fsdp.kind, [*model.parameters()]
+    groups = [{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}]
+    given: dict[str, Callable[[], Any]] = {
+        "nothing": lambda: None,
+        **{name: functools.partial(make, parameters) for name, make in CONTAINERS.items() if name != "set"},
+        "groups": lambda: groups,
+        "a generator of groups": lambda: iter(groups),
+    }
+    wrong = list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about older calls
+        full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+        expected = kind.shard_full_optim_state_dict(full, model, optim=optimizer)
+        calls: dict[str, Callable[[Any], Any]] = {
+            "full_optim_state_dict": lambda one: kind.full_optim_state_dict(
+                model, optimizer, optim_input=one, rank0_only=False
+            ),
+            "shard_full_optim_state_dict": lambda one: kind.shard_full_optim_state_dict(full, model, optim_input=one),
+            "scatter_full_optim_state_dict": lambda one: kind.scatter_full_optim_state_dict(
+                None if rank.index else full, model, optim_input=one
+            ),
+        }
+        for call, run in calls.items():
+            for name, make in given.items():
+                found, other = run(make()), full if call == "full_optim_state_dict" else expected
+                if _shown(found["state"]) != _shown(other["state"]):
+                    wrong.append(f"{call} with {name} returns {_shown(found['state'])}, not {_shown(other['state'])}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _shown(states: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: {name: one.flatten().tolist() if isinstance(one, torch.Tensor) else one for name, one in state.items()}
+        for key, state in states.items()
+    }
+
+
+# Forms of state dicts
+
+
+@contract("CALLS-4")
+def test_configurations_of_forms(rank: Rank) -> None:
+    """Every configuration of a form is returned as it was set, and values are saved as it says."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    api, kind = fsdp.api, fsdp.kind
+    forms = {"FULL_STATE_DICT": "Full", "SHARDED_STATE_DICT": "Sharded"}
+    for form, name in forms.items():
+        for offload, of_optimizer in ((False, True), (True, False)):
+            if form == "FULL_STATE_DICT" and (offload or of_optimizer):
+                continue  # findings/F041.py: what is on the CPU already would be freed
+            model: Any = fsdp.nested()
+            plain = {key: whole_on_cpu(rank, value) for key, value in model.state_dict().items()}
+            configs = (
+                getattr(api, f"{name}StateDictConfig")(offload_to_cpu=offload),
+                getattr(api, f"{name}OptimStateDictConfig")(offload_to_cpu=of_optimizer),
+            )
+            what = f"{form} with offload_to_cpu={offload} and {of_optimizer} for the optimizer"
+            with kind.state_dict_type(model, api.StateDictType[form], *configs):
+                inside = kind.get_state_dict_type(model)
+            kind.set_state_dict_type(model, api.StateDictType[form], *configs)
+            for when, one in (("in its context", inside), ("once set", kind.get_state_dict_type(model))):
+                found = one.state_dict_type.name, one.state_dict_config.offload_to_cpu
+                if found != (form, offload) or one.optim_state_dict_config.offload_to_cpu != of_optimizer:
+                    wrong.append(f"{what} is {one} {when}")
+            saved = model.state_dict()
+            others = [key for key, value in saved.items() if not torch.equal(whole_on_cpu(rank, value), plain[key])]
+            if others or sorted(saved) != NAMES:
+                wrong.append(f"{what} saves {sorted(saved)}, with other values of {others}")
+            if offload and any(value.device.type != "cpu" for value in saved.values()):
+                wrong.append(f"{what} saves values on { ({str(value.device) for value in saved.values()}) }")
+    assert not wrong, "\n".join(wrong)
+
+
+# Numbers that clip
+
+
+class _Ones(nn.Module):
+    """Two parameters of 7 and 9 elements, whose gradients are the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.low.sum() + self.high.sum())
+
+
+@contract("CALLS-17")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "replicated"])
+def test_numbers_that_clip(rank: Rank, shards: bool, use_orig_params: bool) -> None:
+    """Limits and norms of any kind of number, integers and words too, clip 16 gradients of 3 as their formula says."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    wrap: Any = fsdp.wrap if shards else fsdp.without_shards
+    norms: Iterable[Any] = (2, 2.0, 1, 1.0, 0.5, 3, 64.0, math.inf, "inf")
+    for norm_type in norms:
+        for limit in (0, 0.0, 1, 6, 0.25, 1e30, math.inf):
+            model = wrap(_Ones().to(fsdp.device), use_orig_params=use_orig_params)
+            model(torch.full((), 3.0, device=fsdp.device)).backward()
+            found = float(model.clip_grad_norm_(limit, norm_type))
+            norm = 3.0 if float(norm_type) == math.inf else 3.0 * 16 ** (1 / norm_type)
+            expected = 3.0 * min(1.0, limit / (norm + 1e-6))
+            gradients = {
+                one.grad.flatten()[:1].item() for one in model.parameters() if one.grad is not None and one.numel()
+            }
+            ulps = max(abs(found / norm - 1), *(abs(one - expected) / 3 for one in gradients), 0)
+            # As CLIPPING-7 has it: each number is rounded a few times.
+            if ulps > 4 * torch.finfo(torch.float32).eps:
+                wrong.append(
+                    f"by norm {norm_type!r} and limit {limit!r} the norm is {found}, not {norm}, and gradients are "
+                    f"{gradients}, not {expected}"
+                )
+    assert not wrong, "\n".join(wrong)
