@@ -2,7 +2,8 @@
 
 The first backward under `no_sync` leaves gradients on the unsharded parameters, which are DTensors there. The next forward
 looks whether user code has put them on another device, in the memory of what has been freed: `Attempted to access the data
-pointer on an invalid python storage`. Without tensor parallelism it trains. Found by making the calls of CALLS-14.
+pointer on an invalid python storage`. So do a state dict and `summon_full_params` there. Without tensor parallelism it
+trains. Seen by CALLS-14.
 """
 
 # /// finding

@@ -494,6 +494,8 @@ def _summoned(*, reads: bool = True, **options: bool) -> Callable[[Scene], None]
     """Summon full parameters, check them and, with gradients, those; on the first rank alone where they are there."""
 
     def make(scene: Scene) -> None:
+        if options.get("with_grads") and scene.run.adapter.config.flat_parameters:
+            return  # refused, as documented
         with _kind(scene).summon_full_params(scene.model, **options):
             named = scene.run.adapter.named_parameters()
             if reads and (not options.get("rank0_only") or scene.run.adapter.config.shard_index == 0):
@@ -565,6 +567,9 @@ def _in_form(form: StateForm) -> Callable[[Scene], None]:
         with kind.state_dict_type(scene.model, forms.FULL_STATE_DICT if form == "full" else forms.SHARDED_STATE_DICT):
             state = scene.model.state_dict()
             scene.check_parameters(state)
+            # Between forward and backward a load writes what backward needs, unless that is gathered: as of a plain model.
+            if scene.moment in (WAITING, BETWEEN) and (adapter.config.flat_parameters or not adapter.config.shards):
+                return
             found = scene.model.load_state_dict(state)
         scene.expect(found == ([], []), f"a model does not load its own state dict: {found}")
 

@@ -69,6 +69,7 @@ def _flat(rank: Rank) -> tuple[Any, dict[str, Any]]:
 _STATES: dict[str, Callable[[Rank], tuple[Any, dict[str, Any]]]] = {
     "plain": _plain, "frozen": _frozen, "empty-shards": _empty, "checkpointed": _checkpointed, "tied": _tied,
     "subgroup": _subgroup, "replicas": _replicas, "tensor-parallel": _tensor_parallel,
+    "tensor-parallel-deferred": _tensor_parallel,
     "kept": _kept, "whole": _whole, "flat": _flat,
 }  # fmt: skip
 UNITS = needs(Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD)
@@ -111,6 +112,7 @@ def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
     [
         "subgroup", pytest.param("replicas", marks=needs(Capability.HYBRID)),
         pytest.param("tensor-parallel", marks=needs(Capability.TENSOR_PARALLEL)),
+        pytest.param("tensor-parallel-deferred", marks=needs(Capability.TENSOR_PARALLEL)),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing_on_meshes(rank: Rank, state: str, family: str) -> None:
@@ -121,9 +123,8 @@ def test_calls_that_change_nothing_on_meshes(rank: Rank, state: str, family: str
 def check_calls(rank: Rank, state: str, family: str) -> None:
     """Make all calls of a family in all moments of a training; if that changes it, find the calls that do."""
     model, options = _STATES[state](rank)
-    count = (
-        1 if state == "tensor-parallel" else 2
-    )  # torch's wrappers raise beside it in the microbatch after a deferred one: findings/F403.py
+    # torch's wrappers raise beside it in the microbatch after a deferred one: findings/F403.py
+    count = 1 if state == "tensor-parallel" else 2
     # One state alone: on the CPU older calls save the last of several in place of each: findings/F171.py.
     optimizer = optim.sgd() if family == "wrapped-optimizer-states" else optim.adamw()
     options |= {"optimizer": optimizer, "microbatches": count, "accumulation": Accumulation()}
@@ -134,7 +135,7 @@ def check_calls(rank: Rank, state: str, family: str) -> None:
     mesh = options.get("mesh")
     batches = [
         [
-            rank.batch(step, (4, DIM if state != "tensor-parallel" else 8), microbatch=number, mesh=mesh)
+            rank.batch(step, (4, 8 if "parallel" in state else DIM), microbatch=number, mesh=mesh)
             for number in range(count)
         ]
         for step in range(3)
