@@ -85,6 +85,7 @@ def test_uses(rank: Rank, use: str) -> None:
     group = rank.mesh((2, half), ("copy", "dp"))["dp"].get_group() if how.is_part else dist.group.WORLD
     zero, ordinary = (wrapped(copy.deepcopy(model), group) for _ in range(2))
     make = type(adapter_of(rank)).zero_optimizer
+    places = [one.data_ptr() for one in zero.parameters()]
     optimizers = [
         make(how.given(zero.module), Scaled, process_group=group, lr=0.125, **dict(how.options)),
         Scaled(how.given(ordinary.module), lr=0.125),
@@ -103,6 +104,12 @@ def test_uses(rank: Rank, use: str) -> None:
         if how.closes:
             assert losses[0] is not None, "the step returns nothing, where the closure has returned the loss"
             check_bits(f"loss of {step_label(step)}", losses[0], losses[1])
+    blocks = {one.untyped_storage().data_ptr() for one in zero.parameters()}
+    if how.options == BUCKETS:
+        ranks = dist.get_world_size(group)
+        assert len(blocks) <= ranks, f"parameters lie in {len(blocks)} blocks of memory instead of {ranks} buckets"
+    else:
+        assert places == [one.data_ptr() for one in zero.parameters()], "the data of parameters have moved"
     optimizers[0].consolidate_state_dict(to=dist.get_world_size(group) - 1)
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
         found, expected = (one.state_dict() for one in optimizers)
