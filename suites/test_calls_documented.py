@@ -34,15 +34,16 @@ def test_wrappers_that_are_found(rank: Rank) -> None:
 def test_wrapper_in_an_ignored_module(rank: Rank) -> None:
     """A wrapper inside a module that another one ignores goes on: its parameters are sharded, the module's are full."""
     fsdp = fsdp1(rank)
-    ignored, plain = nn.Sequential(fsdp.wrap(fsdp.layers()), nn.Linear(4, 4).to(fsdp.device)), fsdp.layers()
+    inside, plain = fsdp.wrap(fsdp.layers()), fsdp.layers()
+    ignored = nn.Sequential(inside, nn.Linear(4, 4).to(fsdp.device))
     model = fsdp.wrap(nn.Sequential(plain, ignored), ignored_modules=[ignored])
     shapes = [tuple(one.shape) for one in ignored[1].parameters()]
     assert shapes == [(4, 4), (4,)], f"the parameters of the ignored module have the shapes {shapes}"
-    for number, part in enumerate((plain, ignored[0])):
+    for number, part in enumerate((plain, inside)):
         held = sum(rank.exchange(sum(one.numel() for one in part.parameters())))
         assert held == 40, f"the ranks together hold {held} elements of part {number}, which has 40"
     fsdp.forward(model).sum().backward()
-    assert not ignored[0].check_is_root(), "the wrapper inside of the ignored module is a root of its own"
+    assert not inside.check_is_root(), "the wrapper inside of the ignored module is a root of its own"
     without = [name for name, one in ignored.named_parameters() if one.numel() and one.grad is None]
     assert not without, f"without a gradient are {', '.join(without)}"
 
@@ -129,10 +130,52 @@ def test_what_loading_calls_leave(rank: Rank) -> None:
         fsdp.kind.shard_full_optim_state_dict(copy.deepcopy(full), model, optim=optimizer)
     sharded = fsdp.kind.shard_full_optim_state_dict(copy.deepcopy(full), model, optim=optimizer)["state"]
     given = full if rank.index == 0 else None
-    ways: dict[str, dict[str, Any]] = {"optim": {"optim": optimizer}, "group": {"optim": optimizer, "group": fsdp.mesh.get_group()}}
+    ways: dict[str, dict[str, Any]] = {
+        "optim": {"optim": optimizer},
+        "group": {"optim": optimizer, "group": fsdp.mesh.get_group()},
+    }
     for way, options in ways.items():
         found = fsdp.kind.scatter_full_optim_state_dict(copy.deepcopy(given), model, **options)["state"]
         assert found.keys() == sharded.keys(), f"scattered with {way}: states of {sorted(found)}"
         for key, one in sharded.items():
             for name in one:
                 check_bits(f"{name} of {key}, scattered with {way}", found[key][name], one[name])
+
+
+@contract("CALLS-14")
+def test_classes_that_are_not_cast(rank: Rank) -> None:
+    """With a rule, modules of the classes that a policy leaves out keep their dtype; without one, none does."""
+    fsdp = fsdp1(rank)
+    rule = fsdp.api.wrap.ModuleWrapPolicy({nn.Linear})
+    for classes, chosen, expected in (
+        ((nn.LayerNorm,), rule, torch.float32),
+        ((nn.Tanh, nn.LayerNorm), rule, torch.float32),
+        ((), rule, torch.bfloat16),
+        ((nn.LayerNorm,), None, torch.bfloat16),
+    ):
+        layers, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()).to(fsdp.device), list[Any]()
+        layers[1].register_forward_pre_hook(lambda norm, _, seen=seen: seen.append(norm.weight.dtype))
+        policy = fsdp.low_precision(_module_classes_to_ignore=classes)
+        model = fsdp.wrap(layers, mixed_precision=policy, auto_wrap_policy=chosen)
+        fsdp.forward(model)
+        names = [one.__name__ for one in classes]
+        assert seen == [expected], f"without casts of {names}, {'by a rule' if chosen else 'no rule'}: {seen}"
+
+
+@contract("CALLS-14")
+def test_dtypes_of_buffers(rank: Rank) -> None:
+    """Among full parameters, and in a local state dict, buffers have the dtype of the policy; elsewhere their own."""
+    fsdp = fsdp1(rank)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).to(fsdp.device)
+    policy = fsdp.low_precision(buffer_dtype=torch.bfloat16)
+    model = fsdp.wrap(layers, mixed_precision=policy, device_mesh=None, process_group=fsdp.mesh.get_group())
+    fsdp.forward(model)
+    with fsdp.kind.summon_full_params(model):
+        found = {"full parameters": layers[1].running_mean.dtype, "a full weight": layers[0].weight.dtype}
+    for form in fsdp.api.StateDictType:
+        with fsdp.kind.state_dict_type(model, form):
+            found[form.name] = model.state_dict()["1.running_mean"].dtype
+    low, full = torch.bfloat16, torch.float32
+    expected = {"full parameters": low, "a full weight": full, "FULL_STATE_DICT": full}
+    expected |= {"LOCAL_STATE_DICT": low, "SHARDED_STATE_DICT": full}
+    assert found == expected, f"the dtypes are {found} instead of {expected}"
