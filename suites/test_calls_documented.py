@@ -1,6 +1,7 @@
 """Chapter CALLS: what the documentation of ``FullyShardedDataParallel`` says of its calls besides."""
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -131,15 +132,26 @@ def test_what_loading_calls_leave(rank: Rank) -> None:
     sharded = fsdp.kind.shard_full_optim_state_dict(copy.deepcopy(full), model, optim=optimizer)["state"]
     given = full if rank.index == 0 else None
     ways: dict[str, dict[str, Any]] = {
-        "optim": {"optim": optimizer},
-        "group": {"optim": optimizer, "group": fsdp.mesh.get_group()},
+        "the optimizer": {"optim": optimizer},
+        "a group": {"optim": optimizer, "group": fsdp.mesh.get_group()},
+        "parameters": {"optim_input": [*model.parameters()]},
+        "groups of parameters": {"optim_input": [{"params": [*model.parameters()], "lr": 0.1}]},
     }
-    for way, options in ways.items():
-        found = fsdp.kind.scatter_full_optim_state_dict(copy.deepcopy(given), model, **options)["state"]
-        assert found.keys() == sharded.keys(), f"scattered with {way}: states of {sorted(found)}"
-        for key, one in sharded.items():
-            for name in one:
-                check_bits(f"{name} of {key}, scattered with {way}", found[key][name], one[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of parameters instead of the optimizer
+        for way, options in ways.items():
+            found = fsdp.kind.scatter_full_optim_state_dict(copy.deepcopy(given), model, **options)["state"]
+            _check_states(found, sharded, f"scattered with {way}")
+            if "optim_input" in options:
+                again = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False, **options)["state"]
+                _check_states(again, full["state"], f"saved with {way}")
+
+
+def _check_states(found: dict[Any, Any], expected: dict[Any, Any], how: str) -> None:
+    assert found.keys() == expected.keys(), f"{how}: states of {sorted(found)}"
+    for key, one in expected.items():
+        for name, value in one.items():
+            check_bits(f"{name} of {key}, {how}", found[key][name], value)
 
 
 @contract("CALLS-14")
