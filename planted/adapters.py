@@ -440,6 +440,15 @@ class ZeroStepWithoutLoss(TorchZeroOptimizerAdapter):
     zero_optimizer = _zero(step=_step_without_loss)
 
 
+class ZeroWithoutBuckets(TorchZeroOptimizerAdapter):
+    """Its optimizer leaves parameters where they are, whatever user code has chosen."""
+
+    @staticmethod
+    def zero_optimizer(parameters: Any, kind: Any, **options: Any) -> torch.optim.Optimizer:
+        options.pop("parameters_as_bucket_view", None)
+        return TorchZeroOptimizerAdapter.zero_optimizer(parameters, kind, **options)
+
+
 def _hook_without_gradients(self: Any, **options: Any) -> Any:
     hook = super(type(self), self).join_hook(**options)
     step = hook.main_hook

@@ -426,16 +426,33 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
 
 
 @contract("EVALUATION-4")
+@needs(Capability.WHOLE_PARAMETERS)
+@FLAT
+def test_whole_parameters_that_ranks_write_differently(rank: Rank, flat: bool) -> None:
+    """Of what ranks write to full parameters each retains the part that it holds."""
+    run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
+    with run.adapter.whole_parameters(WholeParameters()) as found:
+        states.check_whole(rank, WholeParameters(), found, plain)
+        for parameter in found.values():
+            parameter.detach().fill_(rank.index + 1)
+    values = {name: piece.tensor.flatten().tolist() for name, piece in run.adapter.parameters().items()}
+    wrong = [name for name, mine in values.items() if {*mine} - {rank.index + 1.0}]
+    assert not wrong, f"after the context rank {rank.index} has other values than it wrote: {', '.join(wrong)}"
+
+
+@contract("EVALUATION-4")
 @needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
 @FLAT
-def test_whole_parameters_of_replicas(rank: Rank, flat: bool) -> None:
+@pytest.mark.parametrize("keeps_changes", [True, False])
+def test_whole_parameters_of_replicas(rank: Rank, keeps_changes: bool, flat: bool) -> None:
     """Where nothing is sharded the full parameters are those that ranks hold, and writes to them are retained."""
+    how = WholeParameters(keeps_changes=keeps_changes)
     options: Any = {"optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
     run, plain = run_and_plain(rank, models.Tower(dim=9), **options)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
-        with run.adapter.whole_parameters(WholeParameters()) as found:
-            states.check_whole(rank, WholeParameters(), found, plain)
+        with run.adapter.whole_parameters(how) as found:
+            states.check_whole(rank, how, found, plain)
             states.write(found)
         states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)

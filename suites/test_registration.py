@@ -17,6 +17,7 @@ pytestmark = [needs(Capability.REGISTERED_STATE), world(2, 4)]
 
 #: Groups of one rank have full parameters, as without resharding.
 TO_ONE_RANK = pytest.param(8, 1, marks=needs(Capability.RESHARD_TO_SIZE, Capability.ROOT_RESHARD))
+LAYERS = ("layers.0", "layers.1")
 UNITS = pytest.mark.parametrize("units", [[], [["layers.0"], ["layers.1"]]], ids=["root-only", "three-units"])
 
 
@@ -62,6 +63,35 @@ def test_size_of_the_mesh(rank: Rank, replicas: bool) -> None:
     held = run.adapter.held_parameters()
     others = [name for name, shown in run.adapter.named_parameters().items() if shown is not held[name]]
     assert not others, f"after forward other parameters than the optimizer's are registered: {', '.join(others)}"
+
+
+@contract("REGISTRATION-1")
+@needs(Capability.FSDP2_API, Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD)
+@pytest.mark.parametrize("waits", [True, False])
+def test_calls_on_one_unit(rank: Rank, waits: bool) -> None:
+    """``unshard()`` and ``reshard()`` of one unit, the root's too, act on its own parameters and on no other unit's."""
+    run, _ = tower(rank, 8)
+    names = {name: [one for one in run.adapter.named_parameters() if one.startswith(name)] for name in LAYERS}
+    names[""] = [one for one in run.adapter.named_parameters() if not one.startswith(LAYERS)]
+
+    def check(when: str, expected: list[str]) -> None:
+        found = [name for name, is_gathered in run.adapter.gathered().items() if is_gathered]
+        assert sorted(found) == sorted(expected), f"{when} {sorted(found)} are gathered instead of {sorted(expected)}"
+
+    for unit, own in names.items():
+        module: Any = run.original_module(unit)
+        handle = module.unshard(async_op=not waits)
+        assert (handle is None) == waits, f"unshard(async_op={not waits}) returns {handle}"
+        if handle is not None:
+            handle.wait()
+        check(f"after unshard() of {unit or '(root)'}", own)
+        module.reshard()
+        check(f"after reshard() of {unit or '(root)'}", [])
+        run.adapter.unshard(waits=True)
+        module.reshard()
+        others = [name for other in names if other != unit for name in names[other]]
+        check(f"after unshard() of all units and reshard() of {unit or '(root)'}", others)
+        run.adapter.reshard()
 
 
 @contract("REGISTRATION-2")

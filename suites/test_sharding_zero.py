@@ -14,11 +14,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.testing import Capability, Rank, contract, models, needs, world
-from shardproof.testing.axes import subjects
 from shardproof.testing.compare import check_bits, step_label
 from shardproof.testing.make import sharded
 from shardproof.testing.refuse import Refusal
-from shardproof.testing.train import optim
+from shardproof.testing.train import optim, shapes
 
 pytestmark = [needs(Capability.ZERO_API), world(2, 4)]
 
@@ -46,6 +45,10 @@ class Use:
         scale: an argument of each step; None for a step without it.
         closes: whether the step gets a closure, which computes the gradients.
         is_part: whether only two of the ranks, or one of two, share the parameters.
+        prepare: changes the model first.
+        adds: whether the parameters of ``out`` are a group that is added after the first step.
+        renews: whether another optimizer goes on after the first step, with the states of the first one.
+        schedules: whether the rate is halved after each step.
     """
 
     given: Callable[[nn.Module], Any] = nn.Module.parameters
@@ -53,12 +56,26 @@ class Use:
     scale: float | None = None
     closes: bool = False
     is_part: bool = False
+    prepare: Callable[[nn.Module], Any] = nn.Module.train
+    adds: bool = False
+    renews: bool = False
+    schedules: bool = False
 
 
 def in_groups(model: nn.Module, holder: Callable[[Any], Any] = list) -> list[dict[str, Any]]:
     """The layers of a :class:`models.Tower` with a rate of their own, and the rest with a decay."""
     layers, rest = (model.get_submodule(name).parameters() for name in ("layers", "out"))
     return [{"params": holder(layers), "lr": 0.5}, {"params": holder(rest), "weight_decay": 0.25}]
+
+
+def of_layers(model: nn.Module) -> Any:
+    """All parameters of a :class:`models.Tower` but those of ``out``."""
+    return model.get_submodule("layers").parameters()
+
+
+def freeze_one(model: nn.Module) -> None:
+    """Freeze the largest parameter of a :class:`models.Tower`."""
+    max(model.parameters(), key=torch.Tensor.numel).requires_grad_(False)
 
 
 BUCKETS = (("parameters_as_bucket_view", True),)
@@ -73,22 +90,35 @@ USES = {
     "argument": Use(scale=0.5),
     "closure-and-argument": Use(closes=True, scale=0.5, options=BUCKETS),
     "part": Use(is_part=True),
+    "part-in-buckets": Use(is_part=True, options=BUCKETS),
+    "added": Use(of_layers, adds=True),
+    "added-in-buckets": Use(of_layers, BUCKETS, adds=True),
+    "renewed": Use(in_groups, renews=True),
+    "renewed-in-buckets": Use(in_groups, BUCKETS, renews=True),
+    "scheduled": Use(in_groups, schedules=True),
+    "frozen": Use(prepare=freeze_one),
+    "frozen-in-buckets": Use(prepare=freeze_one, options=BUCKETS),
+    "columns": Use(prepare=shapes.by_columns),
 }
 
 
 @contract("SHARDING-6")
-@subjects("use", USES)
+@pytest.mark.parametrize("use", USES)
 def test_uses(rank: Rank, use: str) -> None:
     """Three steps leave the parameters and the states that an ordinary optimizer leaves, on every rank."""
     how, model = USES[use], models.Tower(dim=9, depth=2).to(rank.device)
     half = rank.world_size // 2
     group = rank.mesh((2, half), ("copy", "dp"))["dp"].get_group() if how.is_part else dist.group.WORLD
-    zero, ordinary = (wrapped(copy.deepcopy(model), group) for _ in range(2))
-    make = type(adapter_of(rank)).zero_optimizer
-    optimizers = [
-        make(how.given(zero.module), Scaled, process_group=group, lr=0.125, **dict(how.options)),
-        Scaled(how.given(ordinary.module), lr=0.125),
-    ]
+    how.prepare(model)
+    zero, ordinary = (wrapped(models.copy_of(model), group) for _ in range(2))
+    zero_optimizer = type(adapter_of(rank)).zero_optimizer
+    places = [one.data_ptr() for one in zero.parameters()]
+
+    def make() -> list[Any]:
+        made = zero_optimizer(how.given(zero.module), Scaled, process_group=group, lr=0.125, **dict(how.options))
+        return [made, Scaled(how.given(ordinary.module), lr=0.125)]
+
+    optimizers = make()
     given = {} if how.scale is None else {"scale": how.scale}
     for step in range(3):
         losses = []
@@ -103,6 +133,21 @@ def test_uses(rank: Rank, use: str) -> None:
         if how.closes:
             assert losses[0] is not None, "the step returns nothing, where the closure has returned the loss"
             check_bits(f"loss of {step_label(step)}", losses[0], losses[1])
+        if how.renews and step == 0:
+            saved, optimizers = [everywhere(optimizers[0], group), optimizers[1].state_dict()], make()
+            for optimizer, state in zip(optimizers, saved, strict=True):
+                optimizer.load_state_dict(state)
+        for one, optimizer in zip((zero, ordinary), optimizers, strict=True):
+            if how.adds and step == 0:
+                optimizer.add_param_group({"params": one.module.out.parameters(), "lr": 0.25})
+            for options in optimizer.param_groups if how.schedules else ():
+                options["lr"] /= 2
+    blocks = {one.untyped_storage().data_ptr() for one in zero.parameters() if one.requires_grad}
+    if how.options == BUCKETS:
+        ranks = dist.get_world_size(group)
+        assert len(blocks) <= ranks, f"parameters lie in {len(blocks)} blocks of memory instead of {ranks} buckets"
+    else:
+        assert places == [one.data_ptr() for one in zero.parameters()], "the data of parameters have moved"
     optimizers[0].consolidate_state_dict(to=dist.get_world_size(group) - 1)
     if dist.get_rank(group) == dist.get_world_size(group) - 1:
         found, expected = (one.state_dict() for one in optimizers)
@@ -112,6 +157,16 @@ def test_uses(rank: Rank, use: str) -> None:
                 check_bits(f"{key} of parameter {number}", found["state"][number][key], value)
         for one, other in zip(found["param_groups"], expected["param_groups"], strict=True):
             assert one == other, f"a group has the options {one} instead of {other}"
+
+
+def everywhere(optimizer: Any, group: Any) -> dict[str, Any]:
+    """The state dict of an optimizer on every rank of the group (collective)."""
+    state: dict[str, Any] = {}
+    for target in range(dist.get_world_size(group)):
+        optimizer.consolidate_state_dict(to=target)
+        if dist.get_rank(group) == target:
+            state = copy.deepcopy(optimizer.state_dict())
+    return state
 
 
 class Received(Joinable, JoinHook):
@@ -209,7 +264,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 @contract("SHARDING-6")
 @world(2)
-@subjects("what", REFUSED)
+@pytest.mark.parametrize("what", REFUSED)
 def test_parameters_that_cannot_be(rank: Rank, what: str) -> None:
     """Parameters of two dtypes, no parameters and a single tensor are refused."""
     made, words = REFUSED[what]

@@ -73,16 +73,18 @@ def keys_of(unit: FlatUnit) -> list[Key]:
 def finish(unit: FlatUnit, found: dict[str, Any], prefix: str) -> None:
     """Turn what the walk through the wrapper left under ``prefix`` into the wrapper's state dict. Collective."""
     settings = unit.state_dict_settings
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     _rename(found, f"{prefix}{WRAPPED}.", prefix)
     if unit.group is not None:
         unit.group.shards.adopt()
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if is_local:
             _put_local(unit, unit.group, found, prefix)
         else:
             _put_named(unit, unit.group, found, prefix, settings.state_dict_type)
-    # Buffers that no policy has cast have the dtype that they were given, by a cast of the model too.
+    # Buffers that no policy has cast have the dtype that they were given, by a cast of the model too. A local state has
+    # them as they are.
     casts_buffers = unit.options.precision.buffer_dtype is not None
-    for name, dtype in unit.options.buffer_dtypes.items() if casts_buffers else ():
+    for name, dtype in unit.options.buffer_dtypes.items() if casts_buffers and not is_local else ():
         if isinstance(value := found.get(prefix + name), torch.Tensor) and value.dtype != dtype:
             found[prefix + name] = value.to(dtype)
     config = settings.state_dict_config
