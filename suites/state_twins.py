@@ -86,6 +86,7 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "compiled": _wrapped(by=[_compiled]),
     "checkpointed": _wrapped(by=[checkpoint_wrapper]),
     "both": _wrapped(by=[checkpoint_wrapper, _compiled]),
+    "compiled-root": lambda model: model,  # which is compiled once it is sharded
 }
 
 
@@ -421,7 +422,7 @@ class Twins:
 
 def build(
     rank: Rank, model: nn.Module, *, number: int = 1, kind: str | None = None, wrapper: Any = "bare",
-    units: Any = (), steps: bool = True, after: Callable[[Any], Any] | None = None, **options: Any,
+    units: Any = (), steps: bool = True, **options: Any,
 ) -> Twins:  # fmt: skip
     """Shard a copy of a model, with optimizers, and give it and the model the values of a number (collective).
 
@@ -429,7 +430,6 @@ def build(
         kind: of the optimizers, as in :data:`OPTIMIZERS`.
         wrapper: what is around submodules, as in :data:`WRAPPERS`, or a function that changes the model.
         steps: whether the optimizers have made a step.
-        after: changes the sharded module, such as by compiling it.
     """
     plain = model.to(rank.device)
     copied = copy.deepcopy(plain)
@@ -438,7 +438,7 @@ def build(
     adapter = sharded(
         rank, wrapper(copied) if callable(wrapper) else WRAPPERS[wrapper](copied), units=[*units], **options
     )
-    module: Any = after(adapter.module) if after is not None else adapter.module
+    module = _compiled(adapter.module) if wrapper == "compiled-root" else adapter.module
     make = OPTIMIZERS[kind] if kind is not None else None
     own, others = ([] if make is None else make([*one.named_parameters()]) for one in (adapter.module, plain))
     twins = Twins(plain, adapter, module, modules, copied, own, others)

@@ -177,6 +177,8 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
             run.adapter.unshard()  # with the old values
             unit: Any = run.adapter.module.get_submodule("layers.1")
             handle = unit.unshard(async_op=True)
+            # Behind the gathers on their group: these have read the old values, and not what is loaded meanwhile.
+            torch.distributed.all_reduce(torch.zeros(1, device=rank.device), group=run.adapter.config.mesh.get_group())
         doubled = {key: value * 2 for key, value in state.items()}
         # Copied into what is there: an assignment is noticed by itself.
         run.original_module(name).load_state_dict(doubled, assign=how == "assigned")
