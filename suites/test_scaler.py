@@ -291,6 +291,22 @@ def test_several_optimizers_of_a_scaler(rank: Rank) -> None:
         )
 
 
+@contract("SCALER-3")
+@world(4)
+@needs(Capability.FSDP1_API, Capability.HYBRID)
+def test_scaler_of_a_subgroup(rank: Rank) -> None:
+    """A scaler with a process group of its own asks its ranks alone: those of another group make their step."""
+    mesh = rank.mesh((2, 2), ("copy", "shard"))["shard"]
+    run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd(lr=1.0), mesh=mesh)
+    scaler = run.adapter.grad_scaler(init_scale=SCALE, growth_interval=2, process_group=mesh.get_group())
+    wrong = (False, True, False, False)
+    side = _Side(run.adapter.optimizer, lambda: scaler)
+    scales = [side.step(Course(), step, is_wrong=one and rank.index == 0)["scale"] for step, one in enumerate(wrong)]
+    # Doubled after two steps without infinities.
+    expected = [SCALE, SCALE / 2, SCALE / 2, SCALE] if rank.index < 2 else [SCALE, 2 * SCALE, 2 * SCALE, 4 * SCALE]
+    assert scales == expected, f"the scales on this rank are {scales}, not {expected}"
+
+
 #: Losses that a scaler takes, from a list of three tensors.
 OUTPUTS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     "tensor": lambda given: given[0],
