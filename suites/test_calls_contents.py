@@ -6,6 +6,7 @@ optimizer has the full states, and each rank's own parameters say what is to be 
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -259,6 +260,22 @@ def test_optimizer_that_lacks_a_flat_parameter_on_one_rank(rank: Rank) -> None:
     optimizer = fsdp.train(model, optimizer=torch.optim.Adam(parameters[:1] if rank.index else parameters))
     with fsdp.full_states(model):
         fsdp.check_refused("missing states", lambda: fsdp.kind.optim_state_dict(model, optimizer))
+
+
+@contract("CALLS-13")
+def test_keys_that_stay_or_cannot_change(rank: Rank) -> None:
+    """A state dict that has the wanted keys already is returned with them; one with keys of both kinds is refused."""
+    fsdp = fsdp1(rank)
+    one = _saving(fsdp, "moments", flat=False, shards=True)
+    named = _full(one, rank0_only=False)
+    numbered = _of_numbers(one, named, "PARAM_ID")
+    for kind, given in (("PARAM_NAME", named), ("PARAM_ID", numbered)):
+        found = _of_numbers(one, given, kind)
+        wrong = _differences(found["state"], given["state"])
+        assert not wrong, f"by {kind} of a state dict that has these keys are {wrong}"
+    mixed = {**numbered, "state": {**numbered["state"], "0.0.weight": named["state"]["0.0.weight"]}}
+    for kind in ("PARAM_NAME", "PARAM_ID"):
+        fsdp.check_refused("key", functools.partial(_of_numbers, one, mixed, kind))
 
 
 def _wrong(rank: Rank, one: Saving, way: Way, *, loads: bool) -> list[str]:
