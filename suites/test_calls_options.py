@@ -226,6 +226,28 @@ def _shown(states: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
+@contract("CALLS-13")
+@pytest.mark.parametrize("wrong", ["nothing", "two-kinds", "numbers", "a-number", "no-states"])
+def test_what_does_not_stand_for_an_optimizer(rank: Rank, wrong: str) -> None:
+    """Older calls refuse parameters that are none, of two kinds or no iterable, and a state dict without states."""
+    fsdp, model, optimizer = trained(rank)
+    kind, parameters = fsdp.kind, [*model.parameters()]
+    given: dict[str, Any] = {
+        "nothing": [],
+        "two-kinds": [parameters[0], {"params": parameters[1:]}],
+        "numbers": [1, 2],
+        "a-number": 3,
+        "no-states": None,
+    }
+    words = {"a-number": "iterable", "no-states": "state"}.get(wrong, "Optimizer input should")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about older calls
+        full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+        if wrong == "no-states":
+            del full["state"]
+        fsdp.check_refused(words, lambda: kind.shard_full_optim_state_dict(full, model, optim_input=given[wrong]))
+
+
 # Forms of state dicts
 
 
@@ -361,6 +383,21 @@ class _Ones(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (self.low.sum() + self.high.sum())
+
+
+@contract("CALLS-10")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "replicated"])
+def test_low_gradients_that_are_added_up(rank: Rank, shards: bool, use_orig_params: bool) -> None:
+    """Gradients that stay in lower precision are added up over backward passes, as those of float32 are."""
+    fsdp = fsdp1(rank)
+    wrap: Any = fsdp.wrap if shards else fsdp.without_shards
+    precision = fsdp.low_precision(keep_low_precision_grads=True)
+    model = wrap(_Ones().to(fsdp.device), use_orig_params=use_orig_params, mixed_precision=precision)
+    for number in range(1, 4):
+        model(torch.full((), 3.0, device=fsdp.device)).float().backward()
+        found = {value for one in model.parameters() if one.grad is not None for value in one.grad[:3].tolist()}
+        assert found <= {3.0 * number}, f"after {number} backward passes gradients are {found}, not {3.0 * number}"
 
 
 @contract("CALLS-17")

@@ -193,7 +193,7 @@ COURSES = {
     "set-by-a-number": Course(scales={0: 8.0, 2: 0.5}),
     "set-by-a-tensor": Course(scales={0: torch.tensor(8.0), 2: torch.tensor(0.5)}),
     "saved-and-loaded": Course(wrong=((), (0,), (), (), ()), reloads=(1, 3)),
-    "disabled": Course({"enabled": False}),
+    "disabled": Course({"enabled": False}, unscales=True),
 }
 
 
