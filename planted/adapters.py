@@ -180,6 +180,14 @@ class ScalerOfOneRank(ReferenceFlatAdapter):
             super()._amp_update_scale_cpu_(torch.where(found_inf == 1, found_inf, 0))
 
 
+class ScalerOfAllRanks(ReferenceFlatAdapter):
+    """The scaler's process group is ignored."""
+
+    class scaler(BoundedGradScaler):
+        def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+
 class ScalerOfOneOptimizer(ReferenceFlatAdapter):
     """The scale changes with each step of an optimizer."""
 

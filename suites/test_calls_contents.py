@@ -6,6 +6,7 @@ optimizer has the full states, and each rank's own parameters say what is to be 
 
 import copy
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -220,6 +221,61 @@ def _check(rank: Rank, ways: str, content: str, flat: bool, *, loads: bool) -> N
             what = f"{name}, {'sharded' if shards else 'replicated'}:"
             wrong += [f"{what} {text}" for text in _wrong(rank, one, way, loads=loads)]
     assert not wrong, f"{len(wrong)} things are wrong:\n" + "\n".join(wrong[:12])
+
+
+#: What one of the parameters of a flat one has otherwise than the others, and what the error says.
+UNLIKE: dict[str, tuple[Callable[[State], Any], str]] = {
+    "another-name": (lambda state: state.update(other=1), "state names"),
+    "another-number": (lambda state: state.update(step=torch.tensor(4.0)), "same value and dtype"),
+    "another-dtype": (lambda state: state.update(step=torch.tensor(3.0, dtype=torch.float64)), "same value and dtype"),
+    "a-number-for-a-tensor": (lambda state: state.update(exp_avg=0.5), "state types"),
+    "a-tensor-of-another-dtype": (lambda state: state.update(exp_avg=state["exp_avg"].double()), "exp_avg"),
+    "another-shape": (lambda state: state.update(exp_avg=state["exp_avg"].flatten()[:3]), "ptimizer state"),
+    "no-state": (lambda state: state.clear(), "state"),
+}
+
+
+@contract("CALLS-13")
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_states_that_one_flat_parameter_cannot_have(rank: Rank, unlike: str) -> None:
+    """States of a flat parameter that differ between its parameters are refused on all ranks, with what differs."""
+    fsdp = fsdp1(rank)
+    one = _saving(fsdp, "moments", flat=True, shards=True)
+    change, words = UNLIKE[unlike]
+    with fsdp.full_states(one.model):
+        saved = one.kind.optim_state_dict(one.model, one.optimizer)
+    change(saved["state"]["0.1.bias"])
+    with fsdp.full_states(one.taking):
+        fsdp.check_refused(words, lambda: one.kind.optim_state_dict_to_load(one.taking, one.loaded, saved))
+
+
+@contract("CALLS-13")
+def test_optimizer_that_lacks_a_flat_parameter_on_one_rank(rank: Rank) -> None:
+    """The optimizer's state is refused on all ranks, and the parameters named, if a rank's optimizer lacks some."""
+    fsdp = fsdp1(rank)
+    layers: Any = fsdp.layers()
+    layers[0] = fsdp.wrap(layers[0], use_orig_params=False)
+    model = fsdp.wrap(layers, use_orig_params=False)
+    parameters = [*model.parameters()]
+    optimizer = fsdp.train(model, optimizer=torch.optim.Adam(parameters[:1] if rank.index else parameters))
+    with fsdp.full_states(model):
+        fsdp.check_refused("missing states", lambda: fsdp.kind.optim_state_dict(model, optimizer))
+
+
+@contract("CALLS-13")
+def test_keys_that_stay_or_cannot_change(rank: Rank) -> None:
+    """A state dict that has the wanted keys already is returned with them; one with keys of both kinds is refused."""
+    fsdp = fsdp1(rank)
+    one = _saving(fsdp, "moments", flat=False, shards=True)
+    named = _full(one, rank0_only=False)
+    numbered = _of_numbers(one, named, "PARAM_ID")
+    for kind, given in (("PARAM_NAME", named), ("PARAM_ID", numbered)):
+        found = _of_numbers(one, given, kind)
+        wrong = _differences(found["state"], given["state"])
+        assert not wrong, f"by {kind} of a state dict that has these keys are {wrong}"
+    mixed = {**numbered, "state": {**numbered["state"], "0.0.weight": named["state"]["0.0.weight"]}}
+    for kind in ("PARAM_NAME", "PARAM_ID"):
+        fsdp.check_refused("key", functools.partial(_of_numbers, one, mixed, kind))
 
 
 def _wrong(rank: Rank, one: Saving, way: Way, *, loads: bool) -> list[str]:

@@ -226,6 +226,28 @@ def _shown(states: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
+@contract("CALLS-13")
+@pytest.mark.parametrize("wrong", ["nothing", "two-kinds", "numbers", "a-number", "no-states"])
+def test_what_does_not_stand_for_an_optimizer(rank: Rank, wrong: str) -> None:
+    """Older calls refuse parameters that are none, of two kinds or no iterable, and a state dict without states."""
+    fsdp, model, optimizer = trained(rank)
+    kind, parameters = fsdp.kind, [*model.parameters()]
+    given: dict[str, Any] = {
+        "nothing": [],
+        "two-kinds": [parameters[0], {"params": parameters[1:]}],
+        "numbers": [1, 2],
+        "a-number": 3,
+        "no-states": None,
+    }
+    words = {"a-number": "iterable", "no-states": "state"}.get(wrong, "Optimizer input should")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # about older calls
+        full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
+        if wrong == "no-states":
+            del full["state"]
+        fsdp.check_refused(words, lambda: kind.shard_full_optim_state_dict(full, model, optim_input=given[wrong]))
+
+
 # Forms of state dicts
 
 
@@ -262,6 +284,93 @@ def test_configurations_of_forms(rank: Rank) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@contract("CALLS-4")
+def test_local_forms_of_small_units(rank: Rank) -> None:
+    """A local state dict is loaded back, also of units of which some ranks have nothing, with a move to the CPU too."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    api = fsdp.api
+    for rows, columns in ((1, 1), (3, 1), (4, 4)):
+        for offload in (False, True):
+            group: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}
+            layers = [nn.Linear(columns, rows, bias=False).to(fsdp.device) for _ in range(2)]
+            before = layers[0].weight.detach().clone()
+            model, other = (fsdp.wrap(layer, use_orig_params=False, **group) for layer in layers)
+            what = f"a unit of {rows * columns} elements, with offload_to_cpu={offload}"
+            config = api.LocalStateDictConfig(offload_to_cpu=offload)
+            with fsdp.kind.state_dict_type(model, api.StateDictType.LOCAL_STATE_DICT, config):
+                saved = model.state_dict()
+            with fsdp.kind.state_dict_type(other, api.StateDictType.LOCAL_STATE_DICT, config):
+                found = other.load_state_dict(saved)
+            if found.missing_keys or found.unexpected_keys:
+                wrong.append(f"{what}: a load finds {found}")
+            with fsdp.kind.summon_full_params(other, writeback=False):
+                after = other.module.weight.detach().clone()
+            if not torch.equal(after, before):
+                wrong.append(f"{what}: {before.tolist()} is loaded as {after.tolist()}")
+    assert not wrong, "\n".join(wrong)
+
+
+@contract("CALLS-8")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_calls_of_a_wrapper_without_parameters(rank: Rank, use_orig_params: bool) -> None:
+    """Each call works on a wrapper that has no parameter at all, with another next to it or not."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    kind = fsdp.kind
+    for beside in (False, True):
+        layers: list[nn.Module] = [nn.Tanh(), nn.BatchNorm1d(4, affine=False)]
+        if beside:
+            layers.append(fsdp.wrap(nn.Linear(4, 4).to(fsdp.device), use_orig_params=use_orig_params))
+        model = fsdp.wrap(nn.Sequential(*layers).to(fsdp.device), use_orig_params=use_orig_params)
+        names = sorted(["1.running_mean", "1.running_var", "1.num_batches_tracked", *(["2.weight", "2.bias"] * beside)])
+        for form in (fsdp.full_states, fsdp.sharded_states):
+            with form(model):
+                saved = model.state_dict()
+                keys = model.load_state_dict(saved)
+            if sorted(saved) != names or keys.missing_keys or keys.unexpected_keys:
+                wrong.append(f"saved are {sorted(saved)}, not {names}, and a load finds {keys}")
+        for options in (
+            *({"writeback": False}, {"recurse": False}),
+            *([{"with_grads": True}] if use_orig_params else []),
+        ):
+            with kind.summon_full_params(model, **options):
+                shapes = [tuple(one.shape) for one in model.parameters()]
+            full = [(4, 4), (4,)] if beside and options != {"recurse": False} else []
+            if options != {"recurse": False} and shapes != full:
+                wrong.append(f"with {options} the full parameters have the shapes {shapes}, not {full}")
+        with model.no_sync():
+            output = fsdp.forward(model).requires_grad_(True) if not beside else fsdp.forward(model)
+        output.sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that there is no gradient
+            norm = float(model.clip_grad_norm_(1.0))
+        if not beside and norm != 0:
+            wrong.append(f"without a parameter the norm is {norm}")
+        if model.apply(lambda module: None) is not model or len(kind.fsdp_modules(model)) != 1 + beside:
+            wrong.append(f"of {1 + beside} wrappers {len(kind.fsdp_modules(model))} are listed")
+    assert not wrong, "\n".join(wrong)
+
+
+# Batch normalisation
+
+
+@contract("CALLS-10")
+def test_batch_normalisation_of_full_precision(rank: Rank) -> None:
+    """Batch normalisation that gets float32 next to lower precision returns float32, as one that is not wrapped."""
+    fsdp = fsdp1(rank)
+
+    rule = functools.partial(fsdp.api.wrap.size_based_auto_wrap_policy, min_num_params=20)
+    precision = fsdp.low_precision(cast_root_forward_inputs=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it stays in full precision
+        norms = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)).to(fsdp.device)
+        model = fsdp.wrap(norms, auto_wrap_policy=rule, mixed_precision=precision)
+    output = fsdp.forward(model)
+    assert output.dtype is torch.float32, f"batch normalisation of float32 returns {output.dtype}"
+    plain = nn.BatchNorm1d(4).to(fsdp.device)
+    expected = plain(plain(torch.ones(2, 4, device=fsdp.device)))
+    assert torch.equal(output, expected), f"batch normalisation returns {output.tolist()}, not {expected.tolist()}"
+
+
 # Numbers that clip
 
 
@@ -274,6 +383,21 @@ class _Ones(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * (self.low.sum() + self.high.sum())
+
+
+@contract("CALLS-10")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("shards", [True, False], ids=["sharded", "replicated"])
+def test_low_gradients_that_are_added_up(rank: Rank, shards: bool, use_orig_params: bool) -> None:
+    """Gradients that stay in lower precision are added up over backward passes, as those of float32 are."""
+    fsdp = fsdp1(rank)
+    wrap: Any = fsdp.wrap if shards else fsdp.without_shards
+    precision = fsdp.low_precision(keep_low_precision_grads=True)
+    model = wrap(_Ones().to(fsdp.device), use_orig_params=use_orig_params, mixed_precision=precision)
+    for number in range(1, 4):
+        model(torch.full((), 3.0, device=fsdp.device)).float().backward()
+        found = {value for one in model.parameters() if one.grad is not None for value in one.grad[:3].tolist()}
+        assert found <= {3.0 * number}, f"after {number} backward passes gradients are {found}, not {3.0 * number}"
 
 
 @contract("CALLS-17")

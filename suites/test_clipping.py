@@ -410,7 +410,8 @@ def in_two_steps(_: Any, given: Any, kind: Any, limit: Any, foreach: bool | None
     inside = given if isinstance(given, Collection) and not isinstance(given, torch.Tensor) else [given]
     gradients = [one.grad for one in inside]
     norm: Any = nn.utils.get_total_norm(gradients, kind, foreach=foreach)
-    nn.utils.clip_grads_with_norm_(given, limit, norm, foreach=foreach)
+    scale: Any = nn.utils.clip_grads_with_norm_
+    assert scale(given, limit, norm, foreach=foreach) is None, "what scales in place returns something"
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -573,6 +573,16 @@ def test_gradient_of_other_strides(rank: Rank, strategy: str) -> None:
     _check_replaced(rank, "double-by-columns", "after-backward", strategy)
 
 
+@contract("OPTIMIZER-8")
+@world(2, debug_level="INFO")
+@OWN_OPTIMIZER
+@needs(Capability.SHARDED, Capability.RESHARD_AFTER_FORWARD, Capability.FSDP1_API)
+def test_gradient_that_is_replaced_at_a_debug_level(rank: Rank) -> None:
+    """At a debug level, at which some implementations warn of each replaced gradient, it is used too."""
+    _check_replaced(rank, "set", "before-forward", "full")
+    _check_replaced(rank, "drop", "before-an-evaluation", "replicated")
+
+
 def _check_replaced(rank: Rank, what: str, moment: str, strategy: str, *, flat_parameters: bool = False) -> None:
     """Train with a gradient that is replaced at a moment, and compare with full copies (collective).
 

@@ -193,7 +193,7 @@ COURSES = {
     "set-by-a-number": Course(scales={0: 8.0, 2: 0.5}),
     "set-by-a-tensor": Course(scales={0: torch.tensor(8.0), 2: torch.tensor(0.5)}),
     "saved-and-loaded": Course(wrong=((), (0,), (), (), ()), reloads=(1, 3)),
-    "disabled": Course({"enabled": False}),
+    "disabled": Course({"enabled": False}, unscales=True),
 }
 
 
@@ -294,6 +294,22 @@ def test_several_optimizers_of_a_scaler(rank: Rank) -> None:
         assert scaler.get_scale() == expected_scale, (
             f"with infinite gradients of {wrong} the scale is {scaler.get_scale()}"
         )
+
+
+@contract("SCALER-3")
+@world(4)
+@needs(Capability.FSDP1_API, Capability.HYBRID)
+def test_scaler_of_a_subgroup(rank: Rank) -> None:
+    """A scaler with a process group of its own asks its ranks alone: those of another group make their step."""
+    mesh = rank.mesh((2, 2), ("copy", "shard"))["shard"]
+    run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd(lr=1.0), mesh=mesh)
+    scaler = run.adapter.grad_scaler(init_scale=SCALE, growth_interval=2, process_group=mesh.get_group())
+    wrong = (False, True, False, False)
+    side = _Side(run.adapter.optimizer, lambda: scaler)
+    scales = [side.step(Course(), step, is_wrong=one and rank.index == 0)["scale"] for step, one in enumerate(wrong)]
+    # Doubled after two steps without infinities.
+    expected = [SCALE, SCALE / 2, SCALE / 2, SCALE] if rank.index < 2 else [SCALE, 2 * SCALE, 2 * SCALE, 4 * SCALE]
+    assert scales == expected, f"the scales on this rank are {scales}, not {expected}"
 
 
 #: Losses that a scaler takes, from a list of three tensors.

@@ -135,7 +135,14 @@ def groups_of(optim: Any, model: nn.Module) -> ParamGroups:
     if isinstance(optim, torch.optim.Optimizer):
         return optim.param_groups
     given = list(model.parameters() if optim is None else optim)
-    return given if given and isinstance(given[0], dict) else [{"params": given}]
+    if optim is not None and not given:
+        raise ValueError("Optimizer input should not be empty")
+    kinds = {
+        dict if isinstance(one, dict) else torch.Tensor if isinstance(one, torch.Tensor) else None for one in given
+    }
+    if len(kinds) > 1 or None in kinds:
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    return given if dict in kinds else [{"params": given}]
 
 
 def params_of(groups: ParamGroups) -> Iterator[torch.Tensor]:
@@ -315,6 +322,8 @@ def load(
     """
     table = Table(model)
     groups = groups_of(optim, model)
+    if "state" not in given and not rank0_only:
+        raise ValueError('`optim_state_dict` must have the key "state" to be a valid optimizer state dict')
     if rank0_only:
         given = _from_first_rank(given, process_group or table.process_group)
     parts: dict[str, State] = {}
