@@ -36,7 +36,9 @@ def main(rank, world, path):
     every = [None] * world
     dist.all_gather_object(every, mine)
     if rank == 0:
-        print(f"buffers of ranks 0 to 3: {[one[0] for one in every]}; parameters: {[one[1] for one in every]}", flush=True)
+        print(
+            f"buffers of ranks 0 to 3: {[one[0] for one in every]}; parameters: {[one[1] for one in every]}", flush=True
+        )
     dist.destroy_process_group()
 
 
