@@ -567,7 +567,7 @@ def _in_form(form: StateForm) -> Callable[[Scene], None]:
         with kind.state_dict_type(scene.model, forms.FULL_STATE_DICT if form == "full" else forms.SHARDED_STATE_DICT):
             state = scene.model.state_dict()
             scene.check_parameters(state)
-            # Between forward and backward a load writes what backward needs, unless that is gathered: as of a plain model.
+            # Between forward and backward a load writes what backward needs, as that of a plain model does.
             if scene.moment in (WAITING, BETWEEN) and (adapter.config.flat_parameters or not adapter.config.shards):
                 return
             found = scene.model.load_state_dict(state)
