@@ -198,6 +198,7 @@ COURSES = {
 
 
 @contract("SCALER-3")
+@needs(Capability.SHARDED)
 @pytest.mark.parametrize("course", COURSES)
 def test_course_of_a_scaler(rank: Rank, course: str) -> None:
     """Scale, growth, gradients and steps are those of a plain scaler, with any of its options and at their bounds.
@@ -266,6 +267,7 @@ class _Side:
 
 
 @contract("SCALER-3")
+@needs(Capability.SHARDED)
 def test_several_optimizers_of_a_scaler(rank: Rank) -> None:
     """Of two optimizers, the one with an infinite gradient on one rank skips its step, and the scale falls once."""
     run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd(lr=1.0))
