@@ -346,6 +346,12 @@ def _unchanged(scene: Scene) -> None:
         list(one.named_parameters(prefix="a.", recurse=False)), list(one.named_buffers(recurse=True))
 
 
+def _asynchronous(scene: Scene) -> None:
+    """Gather in the current stream in some phases; not documented, and trainers call it."""
+    if hasattr(scene.model, "_set_unshard_async_op"):
+        scene.model._set_unshard_async_op(scene.moment in (BEFORE, REDUCED))
+
+
 _SHARDS = frozenset({Capability.SHARDED})
 _UNITS = (
     Call("reshard()", _each("reshard")),
@@ -377,7 +383,7 @@ _UNITS = (
     Call("set_custom_all_gather() and set_custom_reduce_scatter()", _own_collectives, needs=_SHARDS),
     Call("set_all_reduce_hook()", _hook),
     Call("set_post_optim_event()", _event, moments=(BEFORE, STEPPED)),
-    Call("_set_unshard_async_op(False)", lambda scene: scene.model._set_unshard_async_op(False)),
+    Call("_set_unshard_async_op()", _asynchronous),
     Call("register_fsdp_forward_method()", _methods),
     Call("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
     Call("reset_iter_state()", lambda scene: scene.model.reset_iter_state(), moments=(STEPPED, EVALUATING),
