@@ -628,6 +628,12 @@ _WRAPPED_OPTIMIZERS = (
 
 #: Unshards that are dropped before anybody has waited for them.
 _DROPPED = (Call("unshard(async_op=True) and reshard()", _unshard_and_drop),)
+#: Calls of units that are allowed on the meta device, before there are values.
+ON_META = tuple(
+    call
+    for call in _UNITS
+    if "unshard" not in call.name.partition("_")[0] and call.moments == MOMENTS and call.make is not _listing
+)
 FAMILIES: dict[str, tuple[Call, ...]] = {
     "dropped-unshards": _DROPPED,
     "modules": _UNITS, "state-dicts": _MODELS, "optimizer-states": _OPTIMIZERS, "wrappers": _WRAPPERS,
