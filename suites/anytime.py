@@ -276,6 +276,11 @@ def _group_memory(scene: Scene) -> None:
 
 
 def _prefetch(scene: Scene) -> None:
+    """Every list is legal: the next unit, all units, itself, units before it; the last is empty again."""
+    if scene.moment == BEFORE:
+        for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+            getattr(scene.inner[0], method)([scene.inner[0], *scene.units[::-1]])
+        return  # for the first step
     for unit, following in zip(scene.inner, scene.inner[1:], strict=False):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
@@ -305,15 +310,23 @@ def _methods(scene: Scene) -> None:
     try:
         register(scene.inner[0], "nothing")
     except ValueError as error:
-        assert "nothing" in str(error), f"a method that there is not is refused by {error}"
+        scene.expect("nothing" in str(error), f"a method that there is not is refused by {error}")
     else:
-        raise AssertionError("a method that there is not is accepted")
+        scene.expect(False, "a method that there is not is accepted")
 
 
 def _share(scene: Scene) -> None:
     share = cast(Any, type(scene.run.adapter)).share_comm_ctx
     share([])
     share([scene.model])
+    if scene.moment == BEFORE:
+        share([scene.inner[0], scene.model])
+    try:
+        share([scene.model, nn.Linear(1, 1)])
+    except ValueError as error:
+        scene.expect("FSDPModule" in str(error), f"a module that is no unit is refused by {error}")
+    else:
+        scene.expect(False, "a module that is no unit is accepted")
 
 
 def _clip(scene: Scene) -> None:

@@ -40,8 +40,25 @@ def _checkpointed(rank: Rank) -> tuple[Any, dict[str, Any]]:
     return models.Tower(dim=DIM), {"prepare": lambda model: recompute(model, "wrapper")}
 
 
+class _Shared(nn.Module):
+    """Two modules that share one and a buffer, one after the other, tanh. Input and output: (..., dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential() for _ in range(2))
+        shared, scale = nn.Linear(dim, dim), torch.full((dim,), 0.5)
+        for one in (self.first, self.second):
+            one.append(shared)
+            one.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(self.first(x) * self.first.scale) * self.second.scale)
+
+
 def _tied(rank: Rank) -> tuple[Any, dict[str, Any]]:
-    return ties.TiedStack(DIM), {}
+    model = ties.TiedStack(DIM)
+    model.layers.append(_Shared(DIM))
+    return model, {}
 
 
 def _without_own(rank: Rank) -> tuple[Any, dict[str, Any]]:
