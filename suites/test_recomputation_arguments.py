@@ -119,10 +119,11 @@ class _Caller(models.Stacked):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = second = self.entry(x)
         text = "text"
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32  # which units of lower precision cast
         for layer, notes in zip(self.layers, self.notes, strict=True):
             # A re-entrant function sees no gradients of tensors in containers, as torch documents.
             shift = (second * 0.5).detach() if self.flat else second * 0.5
-            inside = {"b": text, "a": _Inside(shift, [None, torch.full_like(x[0], 0.75)])}
+            inside = {"b": text, "a": _Inside(shift, [None, torch.full((DIM,), 0.75, device=x.device, dtype=wide)])}
             call = layer if self.around is None else functools.partial(self.around, layer)
             mask = torch.arange(DIM, device=x.device) % 3
             output = call(hidden, 2, mask, text, second=second.cos(), notes=notes, inside=inside, alpha=0.5)
