@@ -552,7 +552,8 @@ def _listed(scene: Scene) -> None:
     names = sorted(original_name(name.replace("_fsdp_wrapped_module.", "")) for name, _ in model.named_parameters())
     held = sorted(scene.held.parameters)
     scene.expect(scene.run.adapter.config.flat_parameters or names == held, f"the parameters are named {names}")
-    scene.expect(not [*model.named_buffers()], "there are buffers")
+    buffers = {id(value) for one in model.modules() for value in one.buffers(recurse=False)}
+    scene.expect({id(value) for _, value in model.named_buffers()} == buffers, "not all buffers are listed")
     model.apply(_nothing)
     model.train(model.training)
     repr(model)
