@@ -276,6 +276,11 @@ def _group_memory(scene: Scene) -> None:
 
 
 def _prefetch(scene: Scene) -> None:
+    """Every list is legal: the next unit, all units, itself, units before it; the last is empty again."""
+    if scene.moment == BEFORE:
+        for method in ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"):
+            getattr(scene.inner[0], method)([scene.inner[0], *scene.units[::-1]])
+        return  # for the first step
     for unit, following in zip(scene.inner, scene.inner[1:], strict=False):
         unit.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([unit])
@@ -305,15 +310,23 @@ def _methods(scene: Scene) -> None:
     try:
         register(scene.inner[0], "nothing")
     except ValueError as error:
-        assert "nothing" in str(error), f"a method that there is not is refused by {error}"
+        scene.expect("nothing" in str(error), f"a method that there is not is refused by {error}")
     else:
-        raise AssertionError("a method that there is not is accepted")
+        scene.expect(False, "a method that there is not is accepted")
 
 
 def _share(scene: Scene) -> None:
     share = cast(Any, type(scene.run.adapter)).share_comm_ctx
     share([])
     share([scene.model])
+    if scene.moment == BEFORE:
+        share([scene.inner[0], scene.model])
+    try:
+        share([scene.model, nn.Linear(1, 1)])
+    except ValueError as error:
+        scene.expect("FSDPModule" in str(error), f"a module that is no unit is refused by {error}")
+    else:
+        scene.expect(False, "a module that is no unit is accepted")
 
 
 def _clip(scene: Scene) -> None:
@@ -344,6 +357,12 @@ def _unchanged(scene: Scene) -> None:
     scene.model.to(scene.rank.device)
     for one in scene.model.modules():
         list(one.named_parameters(prefix="a.", recurse=False)), list(one.named_buffers(recurse=True))
+
+
+def _asynchronous(scene: Scene) -> None:
+    """Gather in the current stream in some phases; not documented, and trainers call it."""
+    if hasattr(scene.model, "_set_unshard_async_op"):
+        scene.model._set_unshard_async_op(scene.moment in (BEFORE, REDUCED))
 
 
 _SHARDS = frozenset({Capability.SHARDED})
@@ -377,7 +396,7 @@ _UNITS = (
     Call("set_custom_all_gather() and set_custom_reduce_scatter()", _own_collectives, needs=_SHARDS),
     Call("set_all_reduce_hook()", _hook),
     Call("set_post_optim_event()", _event, moments=(BEFORE, STEPPED)),
-    Call("_set_unshard_async_op(False)", lambda scene: scene.model._set_unshard_async_op(False)),
+    Call("_set_unshard_async_op()", _asynchronous),
     Call("register_fsdp_forward_method()", _methods),
     Call("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
     Call("reset_iter_state()", lambda scene: scene.model.reset_iter_state(), moments=(STEPPED, EVALUATING),
@@ -535,7 +554,8 @@ def _listed(scene: Scene) -> None:
     names = sorted(original_name(name.replace("_fsdp_wrapped_module.", "")) for name, _ in model.named_parameters())
     held = sorted(scene.held.parameters)
     scene.expect(scene.run.adapter.config.flat_parameters or names == held, f"the parameters are named {names}")
-    scene.expect(not [*model.named_buffers()], "there are buffers")
+    buffers = {id(value) for one in model.modules() for value in one.buffers(recurse=False)}
+    scene.expect({id(value) for _, value in model.named_buffers()} == buffers, "not all buffers are listed")
     model.apply(_nothing)
     model.train(model.training)
     repr(model)
@@ -627,6 +647,12 @@ _WRAPPED_OPTIMIZERS = (
 
 #: Unshards that are dropped before anybody has waited for them.
 _DROPPED = (Call("unshard(async_op=True) and reshard()", _unshard_and_drop),)
+#: Calls of units that are allowed on the meta device, before there are values.
+ON_META = tuple(
+    call
+    for call in _UNITS
+    if "unshard" not in call.name.partition("_")[0] and call.moments == MOMENTS and call.make is not _listing
+)
 FAMILIES: dict[str, tuple[Call, ...]] = {
     "dropped-unshards": _DROPPED,
     "modules": _UNITS, "state-dicts": _MODELS, "optimizer-states": _OPTIMIZERS, "wrappers": _WRAPPERS,

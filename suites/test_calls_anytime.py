@@ -5,11 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from shardproof.suites.anytime import FAMILIES, change_of, train
+from shardproof.suites.anytime import BEFORE, FAMILIES, ON_META, Held, Scene, change_of, train
 from shardproof.testing import Capability, Rank, Run, contract, deadline, models, needs, world
-from shardproof.testing.make import Accumulation, cut_over
+from shardproof.testing.compare import check_bits, local_of
+from shardproof.testing.make import Accumulation, Precision, cut_over
+from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import optim, parallel, recompute, ties
 
 DIM = 9
@@ -37,8 +40,41 @@ def _checkpointed(rank: Rank) -> tuple[Any, dict[str, Any]]:
     return models.Tower(dim=DIM), {"prepare": lambda model: recompute(model, "wrapper")}
 
 
+class _Shared(nn.Module):
+    """Two modules that share one and a buffer, one after the other, tanh. Input and output: (..., dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Sequential() for _ in range(2))
+        shared, scale = nn.Linear(dim, dim), torch.full((dim,), 0.5)
+        for one in (self.first, self.second):
+            one.append(shared)
+            one.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(self.first(x) * self.first.scale) * self.second.scale)
+
+
 def _tied(rank: Rank) -> tuple[Any, dict[str, Any]]:
-    return ties.TiedStack(DIM), {}
+    model = ties.TiedStack(DIM)
+    model.layers.append(_Shared(DIM))
+    return model, {}
+
+
+def _without_own(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    """A root whose parameters all belong to units inside, and a policy that names the dtype that they have."""
+    model = models.NormedStack(DIM)
+    units = [["norm"], *model.units()]
+    return model, {"units": units, "precision": Precision(compute=torch.float32)}
+
+
+def _compiled(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    def compiled(model: Any) -> Any:
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        return model
+
+    return models.Tower(dim=DIM, depth=2), {"prepare": compiled}
 
 
 def _subgroup(rank: Rank) -> tuple[Any, dict[str, Any]]:
@@ -68,9 +104,9 @@ def _flat(rank: Rank) -> tuple[Any, dict[str, Any]]:
 
 _STATES: dict[str, Callable[[Rank], tuple[Any, dict[str, Any]]]] = {
     "plain": _plain, "frozen": _frozen, "empty-shards": _empty, "checkpointed": _checkpointed, "tied": _tied,
+    "root-without-parameters": _without_own, "compiled": _compiled, "kept": _kept, "whole": _whole, "flat": _flat,
     "subgroup": _subgroup, "replicas": _replicas, "tensor-parallel": _tensor_parallel,
     "tensor-parallel-deferred": _tensor_parallel,
-    "kept": _kept, "whole": _whole, "flat": _flat,
 }  # fmt: skip
 UNITS = needs(Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD)
 WRAPPERS = needs(Capability.FSDP1_API)
@@ -95,6 +131,8 @@ FAMILY = pytest.mark.parametrize(
         pytest.param("kept", marks=needs(Capability.RESHARD_AFTER_FORWARD)),
         pytest.param("whole", marks=needs(Capability.REPLICAS_ALONE)),
         pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
+        pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
@@ -120,6 +158,45 @@ def test_calls_that_change_nothing_on_meshes(rank: Rank, state: str, family: str
     check_calls(rank, state, family)
 
 
+@contract("CALLS-14")
+@world(2)
+@needs(Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD, Capability.META_LOAD, Capability.FULL_STATE_DICT)
+def test_calls_on_the_meta_device(rank: Rank) -> None:
+    """Before a model has values, settings are taken and an unshard is refused; loaded, it trains as without calls."""
+    saved = models.Tower(dim=DIM)
+
+    def made() -> Run:
+        def to_meta(model: nn.Module) -> nn.Module:
+            return model.to("meta")
+
+        return rank.run(models.copy_of(saved), units=saved.units(), materializes=False, prepare=to_meta)
+
+    def trained(run: Run) -> dict[str, torch.Tensor]:
+        state = saved.state_dict() if rank.index == 0 else {}
+        run.adapter.restore({"model": {name: value.clone() for name, value in state.items()}}, form="first-rank")
+        outputs = [run.adapter.forward(rank.batch(step, (4, DIM))) for step in range(2)]
+        for output in outputs:
+            run.adapter.backward(models.mean_square(output))
+        gradients = {name: one.grad for name, one in run.adapter.named_parameters().items()}
+        return {f"gradient of {name!r}": local_of(one) for name, one in gradients.items() if one is not None} | {
+            f"output {number}": output.detach() for number, output in enumerate(outputs)
+        }
+
+    run, nothing = made(), Held({}, {}, {}, torch.empty(0))
+    scene = Scene(rank, run, BEFORE, True, nothing, nothing)
+    for call in ON_META:
+        if call.applies(scene):
+            call.make(scene)
+    for unit in scene.units:
+        Refusal(rank, unit.unshard).check_names("meta")
+    values = [name for name, value in scene.model.state_dict().items() if not value.is_meta]
+    assert not values, f"these are not on the meta device any more: {values}"
+    found, expected = trained(run), trained(made())
+    assert found.keys() == expected.keys(), f"with the calls there are {sorted(found)}, without {sorted(expected)}"
+    for name, value in expected.items():
+        check_bits(name, found[name], value, sides="with the calls and without")
+
+
 def check_calls(rank: Rank, state: str, family: str) -> None:
     """Make all calls of a family in all moments of a training; if that changes it, find the calls that do."""
     model, options = _STATES[state](rank)
@@ -130,7 +207,7 @@ def check_calls(rank: Rank, state: str, family: str) -> None:
     options |= {"optimizer": optimizer, "microbatches": count, "accumulation": Accumulation()}
 
     def make() -> Run:
-        return rank.run(models.copy_of(model), units=model.units(), **options)
+        return rank.run(models.copy_of(model), **({"units": model.units()} | options))
 
     mesh = options.get("mesh")
     batches = [

@@ -122,6 +122,7 @@ NAMES = tuple(
             (f"distributed.algorithms._checkpoint.checkpoint_wrapper.{name}", "options of such wrappers", _UNMET)
             for name in ("offload_wrapper", "apply_activation_checkpointing", "CheckpointImpl")
         ),
+        ("distributed.fsdp.FSDPModule._set_unshard_async_op", "calls that change no training", "it is not called"),
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),
