@@ -9,7 +9,7 @@ Seen by STATE-14.
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^frozen outside: KeyError'
 # ///
 

@@ -8,7 +8,7 @@ A sharded state dict, and `broadcast_from_rank0=True` if strict, report them. Se
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^full, strict: .*All keys matched'
 # ///
 

@@ -9,7 +9,7 @@ raises for a missing entry before it sends anything, and the others wait. Seen b
 # /// finding
 # implementations = ["torch", "torch.fsdp", "ddp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^1 strict: .*All keys matched'
 # ///
 

@@ -8,7 +8,7 @@ groups`; with FSDP1 `KeyError`. Found by looking for other forms of F-382.
 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^another order: \[0.25, 0.5\] instead of \[0.5, 0.25\]'
 # unlisted = "the reference is saved and loaded by the same functions, and the case leaves it out"
 # ///

@@ -7,7 +7,7 @@ set`, for `full_state_dict=True`, sent by the first rank or not. FSDP1 loads it.
 # /// finding
 # implementations = ["torch"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^full: AssertionError Expected device to be set'
 # ///
 

@@ -9,7 +9,7 @@ state may be None. Loaded by each rank they are right. Seen by STATE-14.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^0 a number: .*AttributeError'
 # ///
 

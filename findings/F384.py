@@ -9,7 +9,7 @@ name `a.weight` is found in `ba.weight` too, and loading raises `KeyError: 'ba._
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^\d full: KeyError .ba._orig_mod.weight'
 # ///
 

@@ -8,7 +8,7 @@ has the state dict, `set_extra_state` is called with the mark that torch has in 
 # /// finding
 # implementations = ["torch", "torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^full, lenient: .*_EXTRA_STATE'
 # ///
 

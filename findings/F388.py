@@ -8,7 +8,7 @@ Loaded on a device, where values are copied, they stay one. Seen by STATE-14.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^meta: 2 parameters'
 # ///
 

@@ -8,7 +8,7 @@ CALLS-13.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-13"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^flat TypeError unhashable type: .list.$'
 # ///
 

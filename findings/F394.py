@@ -9,7 +9,7 @@ or converged model, within 63 growths. Seen by SCALER-3.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["SCALER-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^GradScaler 1.7014\S+ ShardedGradScaler inf$'
 # ///
 

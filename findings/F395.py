@@ -9,7 +9,7 @@ OPTIMIZER-8.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["OPTIMIZER-8"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^RuntimeError view size is not compatible with input tensor'
 # ///
 

@@ -8,7 +8,7 @@ gradients. The backward adds to the old one, without a word. Seen by OPTIMIZER-8
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["OPTIMIZER-8"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^FULL_SHARD 12\.0 SHARD_GRAD_OP 2\.0$'
 # ///
 

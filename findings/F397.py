@@ -8,7 +8,7 @@ KeyError, whose text is a parameter. FULL_SHARD saves and loads there. Seen by C
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^FULL_SHARD saves 2, SHARD_GRAD_OP KeyError$'
 # ///
 

@@ -8,7 +8,7 @@ and local is sharded and averaged. `ignored_states` makes a list first. Seen by 
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-16"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^list \(4, 4\) generator \((?!4, 4)'
 # ///
 

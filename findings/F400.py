@@ -9,7 +9,7 @@ module is no exception. Found by making the calls of CALLS-14 before the first s
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate_with_fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^with the call before the first step: step 2, '
 # ///
 

@@ -9,7 +9,7 @@ does in `get_state_dict` after the first. Found by making the calls of CALLS-14 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^0 KeyError'
 # ///
 

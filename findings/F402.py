@@ -8,7 +8,7 @@ the root first, the others say False. Found by making the calls of CALLS-14 befo
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^0 inner wrapper is root: True'
 # ///
 

@@ -9,7 +9,7 @@ trains. Seen by CALLS-14.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^0 Attempted to access the data pointer'
 # ///
 

@@ -8,7 +8,7 @@ loaded right. Seen by CALLS-14.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^ranks with another momentum than before: .*1'
 # ///
 

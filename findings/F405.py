@@ -9,7 +9,7 @@ allocated, and after the optimizer's step the next forward takes it, with the va
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["CALLS-14", "MEMORY-8"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^after the step with the unshard dropped 4.0, waited for 3.0'
 # ///
 

@@ -7,7 +7,7 @@ rank's part out of the flat parameter, which is the shard by then, and writes it
 
 # /// finding
 # implementations = ["torch.fsdp"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^1.weight is another parameter$'
 # ///
 

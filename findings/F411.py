@@ -6,7 +6,7 @@ empty. An optimizer of `torch.optim` takes such groups, as `{"params": model.par
 
 # /// finding
 # implementations = ["torch.zero_optimizer"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^moved: False$'
 # ///
 

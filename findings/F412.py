@@ -8,7 +8,7 @@ backward, or not at all if these were set to None. The parameters are then sent 
 
 # /// finding
 # implementations = ["torch.zero_optimizer"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^weights 2.00 and 4.00, with and without$'
 # ///
 

@@ -10,6 +10,7 @@ right. Seen by COMPOSITION-8 over NCCL on four H200; on the CPU the option is re
 # implementations = ["torch.fsdp"]
 # requirements = ["COMPOSITION-8"]
 # gpus = 1
+# reproduces = ["torch 2.11.0 cuda 2026-11-29"]
 # shows = '^buffers of ranks 0 to 3: \[0.0, 0.0, 2.0, 2.0\]; parameters: \[0.0, 0.0, 0.0, 0.0\]$'
 # ///
 

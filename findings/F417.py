@@ -10,6 +10,7 @@ by AUTOGRAD-18.
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["AUTOGRAD-18"]
 # fixed_in = "2.13"
+# reproduces = ["torch 2.11.0 cpu 2026-11-29"]
 # shows = '^NotImplementedError: Cannot access storage of TensorWrapper'
 # ///
 

@@ -7,7 +7,7 @@ changes. An optimizer of torch takes them. Seen by FROZEN-1 with a frozen scale 
 # /// finding
 # implementations = ["torch.zero_optimizer"]
 # requirements = ["FROZEN-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
 # shows = '^ValueError: ZeroRedundancyOptimizer only supports using the same dense type for all parameters'
 # ///
 

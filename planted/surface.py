@@ -317,7 +317,7 @@ def states(model: Any, phase: str) -> set[str]:
         "under tensor parallelism": any(len(one) > 1 and all(p.is_shard() for p in one) for one in placements)
         or (not replicas and any(one._fsdp_extension is not None for one in handles)),
         "compiled": any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in modules),
-        "checkpointed": any(type(one).__name__ == "CheckpointWrapper" or _has_checkpoint(one) for one in modules),
+        "checkpointed": any(_is_checkpointed(one) for one in modules),
         "tied": len({id(one) for one in parameters}) < len(parameters) or any(one._shared_params for one in flat),
         "frozen": any(not one.requires_grad for one in parameters),
         "with empty shards": any(not mine.numel() and one.numel() for mine, one in pairs)
@@ -331,13 +331,17 @@ def _waits(module: nn.Module) -> bool:
     if isinstance(module, FullyShardedDataParallel):
         return not module._sync_gradients
     if isinstance(module, FSDPModule):
-        groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
-        return any(not group.reduce_grads for group in groups)
+        state = module._get_fsdp_state()
+        # One in older torch.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        return any(group is not None and not group.reduce_grads for group in groups)
     return False
 
 
-def _has_checkpoint(module: nn.Module) -> bool:
-    return "checkpoint" in (_get_registry(module) or ())
+def _is_checkpointed(module: nn.Module) -> bool:
+    # By name among all: a wrapper that is a unit has a class of its own.
+    wrapped = any(one.__name__ == "CheckpointWrapper" for one in type(module).__mro__)
+    return wrapped or "checkpoint" in (_get_registry(module) or ())
 
 
 class _Recorder:

@@ -38,7 +38,7 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
     grown = dict[str, tuple[int, int]]()
     for call in FAMILIES[family]:
         if call.applies(scene):
-            before = memory.tensor_bytes(rank.device)
+            before = memory.held_bytes(rank.device)
             call.make(scene)
             # A thread of the communication library may hold the last collective's tensors for a moment.
             after = memory.settled_bytes(rank.device, limit=before + CRUMBS)

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import fx, nn
@@ -14,8 +14,8 @@ from shardproof.harness.tensors import devices
 #: model of the cases needs far fewer than this.
 _MOST_ROUNDS = 1000
 
-#: Seconds in which a backend's thread has run again, also where each core has ten others to run.
-_BACKEND_SECONDS = 2.0
+#: Seconds in which a thread of gloo has run again, also where each core has ten others to run.
+_GLOO_SECONDS = 2.0
 
 
 def collect_garbage() -> None:
@@ -75,28 +75,18 @@ def held_bytes(device: torch.device) -> int:
 
 
 def settled_bytes(device: torch.device, *, limit: int) -> int:
-    """:func:`held_bytes`, once threads of the backend have dropped the tensors of collectives that have ended.
+    """:func:`held_bytes`, once gloo's threads have dropped the tensors of collectives that have ended.
 
     A thread of gloo lets those who wait for a collective go on, and drops its tensors when it runs next: on a busy host
-    that may be later than a census, which then counts a parameter that was broadcast before it was sharded. NCCL's
-    watchdog looks ten times a second which collectives have ended, and keeps until then what they reduce, such as the
-    buckets that DDP has replaced. Nothing tells when a thread has done it. So where more than ``limit`` bytes are held,
-    this looks until they are not, for two seconds at most: what somebody keeps is there after that as well.
+    that may be later than a census, which then counts a parameter that was broadcast before it was sharded. Nothing
+    tells when the thread has done it. So where more than ``limit`` bytes are held on the CPU, this looks until they are
+    not, for two seconds at most: what somebody keeps is there after that as well.
     """
-    return _settled(held_bytes, device, limit)
-
-
-def settled_tensor_bytes(device: torch.device, *, limit: int) -> int:
-    """:func:`tensor_bytes`, as in :func:`settled_bytes`."""
-    return _settled(tensor_bytes, device, limit)
-
-
-def _settled(count: Callable[[torch.device], int], device: torch.device, limit: int) -> int:
-    held = count(device)
-    last = time.monotonic() + _BACKEND_SECONDS
-    while held > limit and time.monotonic() < last:
+    held = held_bytes(device)
+    last = time.monotonic() + _GLOO_SECONDS
+    while device.type == "cpu" and held > limit and time.monotonic() < last:
         time.sleep(0.001)  # the thread needs a core
-        held = count(device)
+        held = held_bytes(device)
     return held
 
 

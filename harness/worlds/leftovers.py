@@ -8,7 +8,6 @@ import collections
 import os
 import pathlib
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,13 +57,9 @@ _REBOUND = ("torch.Storage",)
 _MEMORY_GRAIN = 1 << 16
 
 
-def picture(
-    device: torch.device, *, groups: int, directory: str, before: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def picture(device: torch.device, *, groups: int, directory: str) -> dict[str, Any]:
     """Take a snapshot of the process-wide state that all cases on this rank share, by names that appear in messages.
 
-    With the picture ``before`` the case, memory that has grown is looked at until the backend's threads have dropped
-    theirs.
     Open files in the world's directory are left out, because NCCL's threads open the rendezvous file when they poll it.
     """
     memory.finish_backward(device)
@@ -91,11 +86,7 @@ def picture(
             state[f"modules' {path.rpartition('.')[2].strip('_').replace('_', ' ')}"] = len(hooks)
     state["modules"] = memory.module_names()
     if device.type != "cpu":
-        if before is None:
-            state["device memory"] = memory.tensor_bytes(device)
-        else:
-            limit = before["device memory"] + _MEMORY_GRAIN
-            state["device memory"] = memory.settled_tensor_bytes(device, limit=limit)
+        state["device memory"] = memory.tensor_bytes(device)
     return state
 
 

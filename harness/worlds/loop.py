@@ -298,7 +298,7 @@ def _examine(
     leaves_groups = {implementation.traits.process_groups for implementation in driven}
     foreign = len(state.foreign_groups())
     counted = foreign if leaves_groups == {"none"} else groups
-    after = leftovers.picture(state.device, groups=counted, directory=state.directory, before=before)
+    after = leftovers.picture(state.device, groups=counted, directory=state.directory)
     names = {implementation.name for implementation in driven}
     first = () if names <= state.used else leftovers.AFTER_FIRST_USE
     frees_models = all(implementation.traits.frees_models for implementation in driven)

@@ -66,31 +66,22 @@ def test_a_backward_that_raised_keeps_nothing():
     assert kept() is None
 
 
-SETTLED = pytest.mark.parametrize(
-    ("count", "settled"),
-    [(memory.held_bytes, memory.settled_bytes), (memory.tensor_bytes, memory.settled_tensor_bytes)],
-    ids=["held", "tensors"],
-)
-
-
-@SETTLED
-def test_what_a_thread_drops_a_moment_later_is_not_held(count, settled):
-    """As threads of gloo and NCCL do with the tensors of a collective that has ended."""
-    before = count(CPU)
+def test_what_a_thread_drops_a_moment_later_is_not_held():
+    """As gloo's threads do with the tensors of a collective that has ended."""
+    before = memory.held_bytes(CPU)
     kept = [torch.ones(NUMEL)]
     thread = threading.Timer(0.1, kept.clear)
     thread.start()
-    assert settled(CPU, limit=before) == before
+    assert memory.settled_bytes(CPU, limit=before) == before
     thread.join()
 
 
-@SETTLED
-def test_what_stays_is_held(count, settled, monkeypatch):
-    monkeypatch.setattr(memory, "_BACKEND_SECONDS", 0.05)
-    before = count(CPU)
+def test_what_stays_is_held(monkeypatch):
+    monkeypatch.setattr(memory, "_GLOO_SECONDS", 0.05)
+    before = memory.held_bytes(CPU)
     kept = torch.ones(NUMEL)
-    assert settled(CPU, limit=before) - before == kept.nbytes
-    assert settled(CPU, limit=before + kept.nbytes) - before == kept.nbytes
+    assert memory.settled_bytes(CPU, limit=before) - before == kept.nbytes
+    assert memory.settled_bytes(CPU, limit=before + kept.nbytes) - before == kept.nbytes
 
 
 def test_each_storage_counts_once():
