@@ -595,11 +595,6 @@ def page(saw: dict[Cell, str], rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shown(cell: Cell, saw: dict[Cell, str], reasons: dict[Cell, str | None]) -> str:
-    text = cell[2] or "made"
-    return text if cell in saw else f"~~{text}~~ ({reasons[cell] or 'open'})"
-
-
 def _covers(row: dict[str, Any], cell: Cell) -> bool:
     call, argument, value = cell
     return (

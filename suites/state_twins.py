@@ -148,10 +148,11 @@ class Odd(torch.optim.Optimizer):
         state = {"average": average, "steps": 1, "scale": 0.5, "count": torch.zeros((), dtype=torch.int64)}
         if kinds == "numbers":
             return state | {"nothing": None, "flag": True}
-        state["rows"], state["wide"] = torch.zeros(7), average.double()
-        state["inner"] = {"left": average.clone(), "depth": {"ratio": 0.25, "sums": torch.zeros(2)}}
+        zeros = functools.partial(torch.zeros, device=parameter.device)  # a load in full refuses a second device
+        state["rows"], state["wide"] = zeros(7), average.double()
+        state["inner"] = {"left": average.clone(), "depth": {"ratio": 0.25, "sums": zeros(2)}}
         if kinds == "odd":
-            state |= {"nothing": None, "flag": True, "pair": (1, torch.zeros(2)), "list": [2.0]}
+            state |= {"nothing": None, "flag": True, "pair": (1, zeros(2)), "list": [2.0]}
         return state
 
 
