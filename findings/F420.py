@@ -6,7 +6,7 @@ schedule that gives each step another rate fills it, by each kind of kernels. Wi
 """
 
 # /// finding
-# implementations = ["reference", "torch.fully_shard", "torch.replicate_with_fsdp"]
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["MEMORY-4"]
 # fixed_in = "2.13"
 # reproduces = ["torch 2.11.0 cpu 2026-11-29"]

@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
@@ -241,7 +242,7 @@ def label(value: Any) -> str:
         return "DTensor" if isinstance(value, DTensor) else "tensor"
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
-    if isinstance(value, types.GeneratorType | map | filter):
+    if isinstance(value, collections.abc.Iterator):
         return "generator"
     if isinstance(value, list | tuple | set | frozenset | collections.abc.Mapping):
         word = "dict" if isinstance(value, collections.abc.Mapping) else type(value).__name__
@@ -303,6 +304,8 @@ def states(model: Any, phase: str) -> set[str]:
     replicas = [one for one in older if "HYBRID" in one.sharding_strategy.name]
     groups = [one.process_group for one in older if one not in replicas]
     placements = [one.placements for one in parameters if isinstance(one, DTensor)]
+    # Replication alone shards nothing.
+    replicated = any(isinstance(one, ReplicateModule) for one in modules)
     handles = [one._handle for one in modules if getattr(one, "_handle", None) is not None]
     flat = [one.flat_param for one in handles]
     pairs = zip(locals_, parameters, strict=True)
@@ -315,7 +318,8 @@ def states(model: Any, phase: str) -> set[str]:
         "under replicas": any(len(one) > 1 and any(isinstance(p, Replicate) for p in one) for one in placements)
         or bool(replicas),
         "under tensor parallelism": any(len(one) > 1 and all(p.is_shard() for p in one) for one in placements)
-        or (not replicas and any(one._fsdp_extension is not None for one in handles)),
+        or (not replicas and any(one._fsdp_extension is not None for one in handles))
+        or (replicated and any(any(p.is_shard() for p in one) for one in placements)),
         "compiled": any(one._compiled_call_impl is not None or hasattr(one, "_orig_mod") for one in modules),
         "checkpointed": any(_is_checkpointed(one) for one in modules),
         "tied": len({id(one) for one in parameters}) < len(parameters) or any(one._shared_params for one in flat),
@@ -370,7 +374,7 @@ class _Recorder:
             self._phases.move(*self._moves[code])
         elif frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             self._phases.move(STATES[2], STATES[3])
-        elif code in self._calls:
+        if code in self._calls:
             # A generator's frame is called again each time that it goes on.
             if frame.f_code.co_flags & inspect.CO_GENERATOR and frame.f_lineno != frame.f_code.co_firstlineno:
                 return
@@ -396,15 +400,11 @@ class _Recorder:
 
     @staticmethod
     def _label(call: Call, name: str, value: Any) -> str:
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
-        found = label(float(value) if is_integer and "inf" in call.arguments[name] else value)
-        # Of user code's own class, the class of the annotation that it is derived from.
-        names = (one.__name__ for one in type(value).__mro__)
-        return (
-            found
-            if found in call.arguments[name]
-            else next((one for one in names if one in call.arguments[name]), found)
-        )
+        known, found = call.arguments[name], label(value)
+        if isinstance(value, int) and found not in known and "inf" in known:
+            found = label(float(value))
+        # Of an object that is callable too, or of user code's own class, the class of the annotation.
+        return next((one.__name__ for one in type(value).__mro__ if one.__name__ in known), found)
 
     def _fields(self, value: Any) -> None:
         """Values of a policy that was made in another process."""

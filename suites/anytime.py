@@ -422,7 +422,9 @@ def _model_state(options: StateDictOptions) -> Callable[[Scene], None]:
         state: Any = get_model_state_dict(scene.model, options=options)
         if not options.cpu_offload or scene.rank.index == 0 or not options.full_state_dict:
             scene.check_parameters(state)
-        if not (options.cpu_offload and options.full_state_dict):
+        # torch cannot load full values of a module in two places: findings/F421.py.
+        several = len([*scene.model.modules()]) < len([*scene.model.named_modules(remove_duplicate=False)])
+        if not (options.full_state_dict and (options.cpu_offload or several)):
             found = set_model_state_dict(scene.model, state, options=options)
             scene.expect(found == ([], []), f"a model does not load its own state dict: {found}")
 

@@ -1,0 +1,39 @@
+"""torch `set_model_state_dict`: a full state dict of a module that is registered in two places raises
+
+With `full_state_dict` values are cut for the names that `named_parameters()` lists, of which the second place has none: its
+full tensors are copied into DTensors as they are, and `load_state_dict` raises about mixed tensors. What it raises about is
+what `get_model_state_dict` has saved. A parameter that two modules share loads. It serves every model with DTensors, the
+reference too. Found by making the calls of CALLS-14.
+"""
+
+# /// finding
+# implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
+# requirements = ["CALLS-14"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# shows = "^RuntimeError: .* got mixed torch.Tensor and DTensor"
+# unlisted = "the reference is loaded by the same function, and the case leaves it out"
+# ///
+
+import tempfile, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = self.first
+
+
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+model = fully_shard(Twice(), mesh=init_device_mesh("cpu", (1,)))
+options = StateDictOptions(full_state_dict=True)
+try:
+    set_model_state_dict(model, get_model_state_dict(model, options=options), options=options)
+    print("loaded")
+except RuntimeError as error:
+    print("RuntimeError:", " ".join(str(error).split()))
+dist.destroy_process_group()
