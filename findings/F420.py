@@ -38,5 +38,7 @@ def grown(mesh, rate):
 dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
 grown(mesh, lambda step: 0.1)  # what is made once
-print(f"one rate: {grown(mesh, lambda step: 0.1)} more objects, a rate for each step: {grown(mesh, lambda step: 0.1 / (1 + step))} more")
+print(
+    f"one rate: {grown(mesh, lambda step: 0.1)} more objects, a rate for each step: {grown(mesh, lambda step: 0.1 / (1 + step))} more"
+)
 dist.destroy_process_group()

@@ -11,10 +11,9 @@ reference too. Found by making the calls of CALLS-14.
 # requirements = ["CALLS-14"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-29"]
 # shows = "^RuntimeError: .* got mixed torch.Tensor and DTensor"
-# unlisted = "the reference is loaded by the same function, and the case leaves it out"
 # ///
 
-import tempfile, torch, torch.distributed as dist
+import tempfile, torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
