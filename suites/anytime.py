@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import Own
 from shardproof.testing import Capability, Rank, Run, models
-from shardproof.testing.compare import Piece, exact_difference, original_name
+from shardproof.testing.compare import Piece, exact_difference, full_of, original_name
 from shardproof.testing.make import Clip, StateForm
 
 #: The moments of a training in which calls are made.
@@ -140,7 +139,9 @@ class Scene:
 
     def check_all(self, prefix: str, values: Mapping[str, Any], pieces: Mapping[str, Piece]) -> None:
         """Check full or sharded values by the names of pieces, of which ranks may have different ones (collective)."""
-        whole = {name: _whole(one) for name, one in sorted(values.items()) if isinstance(one, torch.Tensor)}
+        whole = {
+            name: full_of(one.detach()).cpu() for name, one in sorted(values.items()) if isinstance(one, torch.Tensor)
+        }
         for name, piece in sorted(pieces.items()):
             if name not in whole:
                 self.wrong.append(f"{prefix}{name} is not returned")
@@ -152,14 +153,6 @@ class Scene:
         pieces = (piece for piece in self.now.gradients.values() if piece is not None and piece.tensor.numel())
         mine = max((float(piece.tensor.abs().max()) for piece in pieces), default=0.0)
         return float(max(self.rank.exchange(mine)))
-
-
-def _whole(value: torch.Tensor) -> torch.Tensor:
-    """The full value on the CPU; shards on the CPU have no backend to be gathered with but the mesh's."""
-    value = value.detach()
-    if isinstance(value, DTensor):
-        value = cast(DTensor, value.to(value.device_mesh.device_type)).full_tensor()
-    return value.cpu()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.testing import Rank, states
-from shardproof.testing.compare import local_of, map_tensors
+from shardproof.testing.compare import local_of, map_leaves, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
 from shardproof.testing.train import shapes
@@ -524,11 +524,7 @@ def clone_of(value: Any) -> Any:
 
 def whole(rank: Rank, value: Any) -> Any:
     """A container with all tensors full and on the CPU (collective)."""
-    if isinstance(value, torch.Tensor):
-        return states.whole_on_cpu(rank, value)
-    if isinstance(value, dict):
-        return {key: whole(rank, one) for key, one in value.items()}
-    return type(value)(whole(rank, one) for one in value) if isinstance(value, (list, tuple)) else value
+    return map_leaves(functools.partial(states.whole_on_cpu, rank), value, kind=torch.Tensor)
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

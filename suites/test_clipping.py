@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardproof.testing import Capability, Rank, contract, models, needs, world
 from shardproof.testing.axes import FLAT, REPLICAS, subjects
-from shardproof.testing.compare import check_bits
+from shardproof.testing.compare import check_bits, full_of
 from shardproof.testing.make import Adapter, Clip, cut_over, pair_by_units, pair_of_mlps, run_by_units, tower
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import batches, checked_steps, mixed, optim, parallel, shapes, tokens, train_and_check
@@ -412,7 +412,7 @@ def in_two_steps(_: Any, given: Any, kind: Any, limit: Any, foreach: bool | None
     norm: Any = nn.utils.get_total_norm(gradients, kind, foreach=foreach)
     scale: Any = nn.utils.clip_grads_with_norm_
     assert scale(given, limit, norm, foreach=foreach) is None, "what scales in place returns something"
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return full_of(norm)
 
 
 @contract("CLIPPING-12")

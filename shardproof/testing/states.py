@@ -20,7 +20,7 @@ from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
-from shardproof.harness.tensors.trees import local_of, map_leaves
+from shardproof.harness.tensors.trees import full_of, local_of, map_leaves
 from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from shardproof.testing.compare import each_once
 
@@ -173,11 +173,7 @@ def whole_on_cpu(member: Member, value: torch.Tensor) -> torch.Tensor:
     if shards is not None:
         # Shards are rows, in the order of the ranks. They may be on the CPU, for which their group has no backend.
         return torch.cat([*itertools.chain(*member.exchange([one.tensor.cpu() for one in shards]))])
-    if isinstance(value, DTensor):
-        # On the mesh's device: shards that were put on the CPU have no backend to be gathered with.
-        near = cast(DTensor, value.to(value.device_mesh.device_type))
-        value = near.full_tensor()
-    return value.detach().cpu().clone()
+    return full_of(value).detach().cpu().clone()
 
 
 def _misnamed(state: State, plain: nn.Module) -> Iterator[_Problem]:
