@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters.base import ByParameter, OptimizerFactory, Packaged, inner_first, unit_classes
 from shardproof.harness.adapters.capability import COMMON, COMMON_AND_CLIPPING, Capability
@@ -148,7 +148,8 @@ def _ranks(config: Config) -> dict[str, Any]:
         return {}
     assert config.mesh.ndim == 2, f"the adapter has names for no mesh of {config.mesh.ndim} dimensions"
     names = ("outer", "inner", "tp")
-    mesh = init_device_mesh(config.mesh.device_type, (*config.mesh.shape, 1), mesh_dim_names=names)
+    # Of the ranks as the mesh has them: another order of theirs cuts a parameter in another order.
+    mesh = DeviceMesh(config.mesh.device_type, config.mesh.mesh.unsqueeze(-1), mesh_dim_names=names)
     both = mesh["outer", "inner"]._flatten("both")
     return {
         "device_mesh": mesh,
