@@ -38,7 +38,7 @@ from shardproof.testing.make import (
     run_and_plain,
     tower,
 )
-from shardproof.testing.measure import Collective
+from shardproof.testing.measure import Collective, occupy
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import (
     after_microbatches,
@@ -442,6 +442,8 @@ def test_parameters_that_a_script_changes_before_backward(rank: Rank, reshard_af
     for step in range(2):
         loss, expected_loss = (one(batch).sum() for one in (run.adapter.forward, plain))
         run.adapter.reshard()
+        if rank.device.type != "cpu":
+            occupy(4 * DELAY_MS, device_type=rank.device.type)  # the values are written late: gathers have to wait
         with torch.no_grad():
             for parameter in run.adapter.held_parameters().values():
                 parameter.mul_(0.5)

@@ -249,7 +249,8 @@ class FlatGroup:
             self._sync_requires_grad()  # it may have been kept after an evaluation
             return
         stream = self.context.gather_stream
-        if self._adopt():
+        # A gather of backward is also behind what user code has written to the shards since the root's forward began.
+        if self._adopt() or self.changes.would_see(self.versions()):
             streams.join(stream, streams.current(self.device))
         self._prepare_buffer()
         self.context.release_retired(ahead=ahead)
