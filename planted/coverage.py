@@ -1,13 +1,13 @@
 """Measures which branches of an implementation's Python the suites take, and which items call which of its functions.
 
     python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
-    python -m planted.coverage page FOLDER                       branches.md and map.json there, from what the runs left
+    python -m planted.coverage page FOLDER                       branches.md and functions.json.gz there, of these runs
 
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
-its reason from ``reasons/branches.toml``, or "open"; ``map.json`` has the functions that each item calls. Both belong
-to the installed version of torch.
+its reason from ``reasons/branches.toml``, or "open"; ``functions.json.gz`` has the functions that each item calls, for
+``--changed`` (``harness/plugin/changed.py``). Both belong to the installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
 """
@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gzip
 import importlib.metadata
 import importlib.util
 import json
@@ -33,6 +34,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from planted import run
+from shardproof.harness.plugin import changed
 from shardproof.harness.worlds import instruments
 
 #: Reasons why no item takes a branch, by kind.
@@ -356,7 +358,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}")
     text = page(branches_of(saw.arcs), reasons())
     (options.folder / "branches.md").write_text(text)
-    (options.folder / "map.json").write_text(mapped(saw.items))
+    # Without the time of writing, so that equal maps are equal files.
+    packed = gzip.compress(mapped(saw.items).encode(), mtime=0)
+    (options.folder / changed.PACKED.name).write_bytes(packed)
     print(text.splitlines()[2])
     return 0
 

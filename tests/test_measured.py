@@ -1,6 +1,7 @@
 """The branches and calls that ranks write down while items run, and the pages that are made of them."""
 
 import collections
+import gzip
 import json
 import pathlib
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def test_pages(folder: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None
     text = (folder / "branches.md").read_text()
     assert "`world_size = 1`. open" in text
     assert "covers nothing" not in text + (folder / "surface.md").read_text()
-    content = json.loads((folder / "map.json").read_text())
+    content = json.loads(gzip.decompress((folder / "functions.json.gz").read_bytes()))
     (numbers,) = [found for item, found in content["items"].items() if "test_a_step" in item]
     assert f"{GROUP}:FSDPParamGroup.post_backward" in [content["functions"][one] for one in numbers]
 

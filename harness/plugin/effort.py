@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from shardproof import contract
-from shardproof.harness.plugin import cases, pairs, quick, standard
+from shardproof.harness.plugin import cases, changed, pairs, quick, standard
 from shardproof.harness.plugin.options import Effort
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Selection
@@ -77,15 +77,28 @@ class Shortening:
             return
         try:
             kept = self._kept(functions, config)
-            first = set(choose(kept, self._state.selection, Effort.QUICK))
+            first = set() if self._state.change else set(choose(kept, self._state.selection, Effort.QUICK))
         except ValueError as error:
             self._state.refuse(config, items, [str(error)])
             return
-        if spared := set(functions) - kept:
+        if self._state.change:
+            known, change = self._state.change
+            turns = changed.ordered((item for item in functions if item in kept), change, known)
+            items[:] = [*turns, *(item for item in items if not cases.is_case(item))]
+            self._spare(set(functions) - set(turns), functions, config)
+            return
+        spared = self._spare(set(functions) - kept, functions, config)
+        items[:] = [item for item in items if item not in spared]
+        order(items, self._state.selection, first=first)
+
+    def _spare(
+        self, spared: set[pytest.Function], functions: list[pytest.Function], config: pytest.Config
+    ) -> set[pytest.Function]:
+        """Deselect cases, and note them in the order of the files."""
+        if spared:
             self._state.spared = [item for item in functions if item in spared]
             config.hook.pytest_deselected(items=self._state.spared)
-            items[:] = [item for item in items if item not in spared]
-        order(items, self._state.selection, first=first)
+        return spared
 
     def _kept(self, functions: list[pytest.Function], config: pytest.Config) -> set[pytest.Function]:
         selection = self._state.selection
@@ -100,8 +113,12 @@ class Shortening:
         return kept.union(choose([item for item in functions if item not in kept], selection, selection.effort))
 
 
-def lines(selection: Selection, progress: Progress) -> list[str]:
-    """Return which effort was run and what it left out, or how far each implementation is from the profile that ran."""
+def lines(selection: Selection, progress: Progress, change: changed.Change | None) -> list[str]:
+    """Return what was run of what could be, and what was left out: of an effort, of a profile, of a change."""
+    if change is not None:
+        left = changed.not_run(progress.left_out)
+        what = f"{progress.count} cases call what was changed, {progress.count - left} ran in {selection.seconds:g} s"
+        return [*change.lines, f"{what}, {left} were not run" if left else f"{what}: all of them"]
     if not selection.profile:
         return [_summary(selection.effort, progress)]
     name, hardware = selection.profile, selection.hardware_class

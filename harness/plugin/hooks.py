@@ -12,6 +12,7 @@ from _pytest._code.code import Traceback
 
 from shardproof.harness.plugin import (
     cases,
+    changed,
     command_line,
     drawing,
     effort,
@@ -144,6 +145,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SIGNALS] = EndingSignals()
     config.pluginmanager.register(_RunObserver(state, config))
     config.pluginmanager.register(effort.Shortening(state))
+    if config.option.shardproof_changed or config.option.shardproof_changed_since:
+        config.pluginmanager.register(changed.Ending(lambda: state.selection))
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
@@ -162,6 +165,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_SIGNALS].install()
         state.open_journal()
         state.known_failures  # noqa: B018  (checks the options, and the files that they name)
+        state.change  # noqa: B018  (likewise)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -365,7 +369,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{name}: {', '.join(counts) or 'no case'}")
         if state.progress.examples:
             terminalreporter.write_line(f"drawn: {state.progress.examples} examples")
-        for line in [*effort.lines(state.selection, state.progress), *unasked.lines(state.progress.unasked)]:
+        change = state.change[1] if state.change else None
+        for line in [*effort.lines(state.selection, state.progress, change), *unasked.lines(state.progress.unasked)]:
             terminalreporter.write_line(line)
     if state.journal is not None:
         if state.journal.partial.exists():

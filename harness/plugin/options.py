@@ -23,6 +23,9 @@ DEFAULT_IMPLEMENTATIONS = ("reference",)
 #: The deadline of a case in seconds, on accelerators and on the CPU, for a run without ``--deadline``.
 _DEFAULT_DEADLINE, _DEFAULT_DEADLINE_ON_CPU = 30.0, 60.0
 
+#: How long the cases that call what was changed may run, in seconds, for a run without ``--seconds``.
+_DEFAULT_SECONDS = 60.0
+
 #: The longest deadline of a case in seconds. The process groups of the ranks time out after 30 minutes; the deadline
 #: must come first, because only then the ranks' stacks and collectives are collected.
 MOST_DEADLINE_SECONDS = 1500.0
@@ -190,6 +193,45 @@ def check_deadline(seconds: float, given: str) -> None:
     """Refuse a deadline, ``given`` so by the user, that is not a positive number up to ``MOST_DEADLINE_SECONDS``."""
     if not 0 < seconds <= MOST_DEADLINE_SECONDS:
         raise ValueError(f"{given}: expected a positive number of seconds, at most {MOST_DEADLINE_SECONDS:g}")
+
+
+def _changed(texts: Sequence[str] | None, asked: Asked) -> tuple[str, ...]:
+    if texts:
+        _check_change(f"--changed {texts[0]}", asked)
+    return tuple(texts or ())
+
+
+def _changed_since(revision: str | None, asked: Asked) -> str:
+    if revision is not None:
+        _check_change(f"--changed-since {revision}", asked)
+    return revision or ""
+
+
+def _check_change(given: str, asked: Asked) -> None:
+    for name in ("contract", "profile", "simulate"):
+        if (other := asked.given[name]) is not None:
+            raise ValueError(f"{given}: the change says which items run; leave out --{name} {other}")
+
+
+def _seconds(seconds: float | None, asked: Asked) -> float:
+    if seconds is None:
+        return _DEFAULT_SECONDS
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds {seconds:g}: expected a positive number of seconds")
+    _check_beside_changed("--seconds", asked)
+    return seconds
+
+
+def _map(file: str | None, asked: Asked) -> pathlib.Path | None:
+    if file is None:
+        return None
+    _check_beside_changed("--map", asked)
+    return pathlib.Path(file)
+
+
+def _check_beside_changed(option: str, asked: Asked) -> None:
+    if not asked.given["changed"] and not asked.given["changed_since"]:
+        raise ValueError(f"{option}: it is for --changed or --changed-since, and neither is given")
 
 
 def _fuzz(seconds: float | None, asked: Asked) -> float | None:
@@ -374,6 +416,38 @@ class Options:
         help="run the items of this profile of the contract, such as core, and no others; instead of --effort",
         page="only the items of this [profile of the contract](contract.md#profiles), such as `core`, that the "
         "hardware can have ([below](#a-profile))",
+    )
+    changed: tuple[str, ...] = _option(
+        metavar="FILE[:FUNCTION]",
+        several=True,
+        check=_changed,
+        help="run the cases that call this function, or any of this file of torch, the likeliest finders first, until "
+        "--seconds are over; may be repeated",
+        page="only the cases that call a function of torch, or any of a file, the likeliest finders first, until "
+        "`--seconds` are over ([a verdict in a minute](torch-from-source.md#a-verdict-in-a-minute)); may be given "
+        "several times",
+    )
+    changed_since: str = _option(
+        metavar="REV",
+        check=_changed_since,
+        help="the same for all functions that the git checkout from which torch is imported has changed since REV",
+        page="the same for all functions that the git checkout from which torch is imported has changed since a "
+        "revision",
+    )
+    seconds: float = _option(
+        metavar="SECONDS",
+        type=float,
+        check=_seconds,
+        help=f"how long cases may run after --changed or --changed-since (default: {_DEFAULT_SECONDS:g})",
+        page="how long cases may run after `--changed` or `--changed-since`, from the first of each worker on (default "
+        f"{_DEFAULT_SECONDS:g}); what is not run is left out of the run file, with that reason",
+    )
+    map: pathlib.Path | None = _option(  # noqa: RUF009  (a field)
+        metavar="FILE",
+        check=_map,
+        help="the map of items to functions for --changed, in place of the packed one",
+        page="the map of items to functions for `--changed`, in place of the packed one "
+        "([how it is made](coverage.md))",
     )
     deadline: float = _option(
         metavar="SECONDS",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shardproof.door import BadFile
-from shardproof.harness.plugin import cases, command_line, environment, origin, packaged, selection, unasked
+from shardproof.harness.plugin import cases, changed, command_line, environment, origin, packaged, selection, unasked
 from shardproof.harness.plugin.ahead import Ahead
 from shardproof.harness.plugin.journal import Journal
 from shardproof.harness.plugin.known_failures import RunKnownFailures
@@ -96,6 +96,22 @@ class State:
         """
         try:
             return selection.resolve(**command_line.values(self._config), place=self.place)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    @functools.cached_property
+    def change(self) -> tuple[changed.Map, changed.Change] | None:
+        """What was changed, by ``--changed`` and ``--changed-since``, and the map of who calls it; None without them.
+
+        Raises:
+            pytest.UsageError: the map cannot be read, or what is named was not changed.
+        """
+        chosen = self.selection
+        if not chosen.changed and not chosen.changed_since:
+            return None
+        try:
+            known = changed.read(chosen.map or changed.PACKED)
+            return known, changed.find(chosen, known)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 

@@ -1,0 +1,302 @@
+"""Which cases judge a change of what is tested: ``--changed`` and ``--changed-since``, by a map of items to functions.
+
+``planted.coverage`` makes the map: for each item the functions of the implementation that its ranks called. A change
+is a set of functions. Where the map does not know a function, as one that is new, all items count that call any
+function of its module; of a module that it does not know, the chapters that import it.
+
+The items that call what was changed run in an order, until ``--seconds`` are over; the rest is left out of the run,
+with that reason. One item of each test function comes before a second one of any. Chapters of which a greater share
+calls what was changed come before others: if all do, the order is that of the suites.
+"""
+
+import ast
+import collections
+import dataclasses
+import functools
+import gzip
+import importlib.util
+import itertools
+import json
+import pathlib
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import pytest
+
+from shardproof.harness.plugin import cases, packaged
+from shardproof.harness.plugin.selection import Selection
+
+PACKED = pathlib.Path(__file__).parents[2] / "functions.json.gz"
+"""The map that this shardproof has."""
+
+_SPENT = "--seconds"
+_HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
+_ITEM = re.compile(r"^(?P<case>[^\[]+)\[(?P<implementation>.+?)-(?P<rest>w\d.*)\]$", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """Which functions each item calls.
+
+    Attributes:
+        torch: the version with which it was made.
+        items: by implementation and id of the case, the functions, as "module:qualified name".
+    """
+
+    torch: str
+    items: Mapping[str, Mapping[str, frozenset[str]]]
+
+    @functools.cached_property
+    def functions(self) -> frozenset[str]:
+        return frozenset().union(*(called for same in self.items.values() for called in same.values()))
+
+    @functools.cached_property
+    def modules(self) -> frozenset[str]:
+        return frozenset(name.partition(":")[0] for name in self.functions)
+
+    def called_by(self, implementation: str, case: str) -> frozenset[str]:
+        """What an item calls; of an implementation that the map lacks, what the case calls with any that it has."""
+        mine = self.items.get(implementation)
+        if mine is not None:
+            return mine.get(case, frozenset())
+        return frozenset().union(*(same.get(case, frozenset()) for same in self.items.values()))
+
+
+def read(path: pathlib.Path) -> Map:
+    """Read a map.
+
+    Raises:
+        ValueError: it cannot be read, or is none; one line.
+    """
+    try:
+        raw = path.read_bytes()
+        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        names = content["functions"]
+        items: dict[str, dict[str, frozenset[str]]] = collections.defaultdict(dict)
+        for item, numbers in content["items"].items():
+            if found := _ITEM.match(item):
+                case = f"{found['case']}[{found['rest']}]"
+                items[found["implementation"]][case] = frozenset(names[number] for number in numbers)
+        return Map(content["torch"], items)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else f"it is none ({error!r})"
+        raise ValueError(f"the map {path} cannot be read: {why}; python -m planted.coverage page makes one") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What was changed.
+
+    Attributes:
+        functions: functions that the map knows.
+        modules: modules that it knows, of which any function counts.
+        chapters: the names of files of cases of which each item counts.
+        lines: what the run tells of it.
+    """
+
+    functions: frozenset[str] = frozenset()
+    modules: frozenset[str] = frozenset()
+    chapters: frozenset[str] = frozenset()
+    lines: tuple[str, ...] = ()
+
+    def touches(self, called: Iterable[str]) -> bool:
+        """Whether any of these functions was changed."""
+        return any(one in self.functions or one.partition(":")[0] in self.modules for one in called)
+
+
+def find(selection: Selection, known: Map) -> Change:
+    """Return what the options of a run say was changed.
+
+    Raises:
+        ValueError: a file or a function cannot be one that was changed, or git has no such revision. One line.
+    """
+    places = [_given(text, known) for text in selection.changed]
+    if selection.changed_since:
+        places += _since(selection.changed_since, known)
+    functions, modules, chapters, lines = set[str](), set[str](), set[str](), []
+    for module, name in dict.fromkeys(places):
+        inside = [one for one in known.functions if one == f"{module}:{name}" or one.startswith(f"{module}:{name}.")]
+        if name and inside:
+            functions.update(inside)
+        elif module in known.modules:
+            modules.add(module)
+            if name:
+                lines.append(f"the map does not know {module}:{name}: all that call its module count")
+        else:
+            importing = {path.name for path in packaged.SUITES.glob("test_*.py") if _imports(path, module)}
+            chapters |= importing
+            listed = ", ".join(sorted(importing)) or "no chapter imports it"
+            lines.append(f"the map does not know the module {module}: {listed}")
+    what = [*sorted(one.partition(":")[2] for one in functions), *(f"any of {one}" for one in sorted(modules))]
+    shown = ", ".join(what[:4]) + (f" and {len(what) - 4} others" if len(what) > 4 else "")
+    if what:
+        lines.insert(0, f"{shown} (map of torch {known.torch})")
+    return Change(frozenset(functions), frozenset(modules), frozenset(chapters), tuple(lines))
+
+
+def _given(text: str, known: Map) -> tuple[str, str]:
+    """The module and the function of ``FILE[:FUNCTION]``; "" for the whole file."""
+    file, _, name = text.partition(":")
+    if not file.endswith(".py"):
+        raise ValueError(f"--changed {text}: expected FILE.py or FILE.py:Class.function, such as _fsdp_param.py")
+    path = pathlib.PurePath(file)
+    found = [module for module in sorted(known.modules) for own in _files(module) if _is_end(path, own)]
+    if len(found) > 1:
+        raise ValueError(f"--changed {text}: it may be {' or '.join(found)}; give more of its path")
+    if found:
+        return found[0], name
+    if "torch" not in path.parts:
+        raise ValueError(f"--changed {text}: the map has no such file, and its path names no module of torch")
+    begin = len(path.parts) - 1 - path.parts[::-1].index("torch")
+    return _module(pathlib.PurePath(*path.parts[begin:])), name
+
+
+def _module(path: pathlib.PurePath) -> str:
+    """The name of the module of a path that begins with its package."""
+    return ".".join(one for one in path.with_suffix("").parts if one != "__init__")
+
+
+def _files(module: str) -> Iterator[pathlib.PurePath]:
+    path = pathlib.PurePath(*module.split("."))
+    yield from (path.with_suffix(".py"), path / "__init__.py")
+
+
+def _is_end(one: pathlib.PurePath, other: pathlib.PurePath) -> bool:
+    """Whether one path is the end of the other."""
+    shorter, longer = sorted((one.parts, other.parts), key=len)
+    return longer[-len(shorter) :] == shorter
+
+
+def _imports(path: pathlib.Path, module: str) -> bool:
+    """Whether a file of cases imports a module, or a name of it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
+        if module in names:
+            return True
+    return False
+
+
+def _since(revision: str, known: Map) -> Iterator[tuple[str, str]]:
+    """The functions that torch's checkout has changed since a revision; "" where a line is in none."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    package = pathlib.Path(spec.origin).resolve().parent
+    command = [
+        "git",
+        "-C",
+        str(package),
+        "diff",
+        "-U0",
+        "--no-color",
+        "--no-ext-diff",
+        "--relative",
+        revision,
+        "--",
+        ".",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        raise ValueError(f"--changed-since {revision}: git cannot be run ({error.strerror})") from None
+    if done.returncode:
+        why = (done.stderr.strip() or "git failed").splitlines()[0]
+        raise ValueError(f"--changed-since {revision}: {why} (in {package}, where torch is imported from)")
+    for file, lines in _hunks(done.stdout):
+        path = package / file
+        if path.suffix != ".py" or not path.is_file():  # what is no Python has no functions here
+            continue
+        module = ".".join(
+            ["torch", *(one for one in pathlib.PurePath(file).with_suffix("").parts if one != "__init__")]
+        )
+        for line in lines:
+            names = _around(path, line)
+            yield (
+                module,
+                next((one for one in names if f"{module}:{one}" in known.functions), names[0] if names else ""),
+            )
+
+
+def _hunks(diff: str) -> Iterator[tuple[str, list[int]]]:
+    """By changed file, the lines of the new source that were changed; one that is followed by what was taken out."""
+    file, lines = "", list[int]()
+    for text in diff.splitlines():
+        if text.startswith("+++ "):
+            if file:
+                yield file, lines
+            file, lines = text[4:].removeprefix("b/"), []
+        elif found := _HUNK.match(text):
+            begin, count = int(found[1]), int(found[2] or 1)
+            lines += range(begin, begin + max(1, count))
+    if file:
+        yield file, lines
+
+
+@functools.cache
+def _ranges(path: pathlib.Path) -> list[tuple[int, int, str]]:
+    """The first and last lines of a file's functions, with their qualified names, outer ones first."""
+    found: list[tuple[int, int, str]] = []
+
+    def walk(node: ast.AST, outer: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                if not isinstance(child, ast.ClassDef):
+                    first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                    found.append((first, child.end_lineno or first, f"{outer}{child.name}"))
+                walk(child, f"{outer}{child.name}.")
+            else:
+                walk(child, outer)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def _around(path: pathlib.Path, line: int) -> list[str]:
+    """The functions around a line, the innermost first."""
+    return [name for first, last, name in reversed(_ranges(path)) if first <= line <= last]
+
+
+def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> list[pytest.Function]:
+    """Return those items that call what was changed, the likeliest finders first."""
+    found: dict[tuple[str, str, str], list[tuple[int, int, pytest.Function]]] = collections.defaultdict(list)
+    called_in, all_in = collections.Counter[str](), collections.Counter[str]()
+    for item in items:
+        implementation, case = cases.launch_of(item).implementation, cases.case_id(item)
+        called = known.called_by(implementation, case)
+        chapter = item.path.name
+        all_in[chapter] += bool(called)
+        if change.touches(called) or chapter in change.chapters:
+            called_in[chapter] += 1
+            place = implementation, chapter, item.function.__name__
+            found[place].append((cases.launch_of(item).size, len(called), item))
+    share = {chapter: called_in[chapter] / max(1, all_in[chapter]) for chapter in called_in}
+    # Few ranks first, and of as many ranks the item that calls the least besides: more of them fit into the time.
+    each = [[item for *_, item in sorted(same, key=lambda one: one[:2])] for same in found.values()]
+    each.sort(key=lambda same: -share[same[0].path.name])
+    return [item for turn in itertools.zip_longest(*each) for item in turn if item is not None]
+
+
+class Ending:
+    """A plugin that leaves out the cases for which no time is left; it begins with the first case of the process."""
+
+    def __init__(self, selection: Callable[[], Selection], clock: Callable[[], float] = time.monotonic) -> None:
+        self._selection, self._clock = selection, clock
+        self._end: float | None = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Called by pytest."""
+        if not cases.is_case(item):
+            return
+        seconds, now = self._selection().seconds, self._clock()
+        self._end = now + seconds if self._end is None else self._end
+        if now >= self._end:
+            pytest.skip(f"{_SPENT} {seconds:g} are over")
+
+
+def not_run(left_out: Iterable[Mapping[str, str]]) -> int:
+    """The number of cases that were left out because the time was over."""
+    return sum(_SPENT in one["reason"] for one in left_out)
