@@ -185,7 +185,8 @@ def measure(spec: Spec, ranks: Sequence[Ranks], options: argparse.Namespace) -> 
     if options.profile is not None:
         row["streams"] = profiles(spec, taking_part, options.profile)
     for one in ranks:
-        if one.name == "limits" and spec.tensor_parallel == 1 and (answers := one.ask(do="steps", count=options.steps)):
+        is_limits = one.name == "limits" and spec.tensor_parallel == 1 and one.name not in row["implementations"]
+        if is_limits and (answers := one.ask(do="steps", count=options.steps)):
             row["limits"] = {key: max(statistics.median(answer[key]) for answer in answers) for key in answers[0]}
         if one.failed is not None:
             row["implementations"][one.name] = {"failed": one.failed}

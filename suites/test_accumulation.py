@@ -1,32 +1,24 @@
 """Chapter ACCUMULATION: gradients of several microbatches add up, and are reduced as often as configured."""
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
+from shardproof.suites.pipelines import DEPTHS, train_stages
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
 from shardproof.testing.axes import FLAT, RESHARD, RESHARD_CHOICES, RESHARD_EXPLICIT
 from shardproof.testing.compare import (
-    Finding,
-    Location,
-    Oracle,
     Piece,
-    Stage,
     backward_of_copies,
     check_bits,
     check_gradients,
-    distance,
     each_once,
     in_one_tensor_with,
-    numbers_of,
     step_label,
 )
 from shardproof.testing.make import (
@@ -39,7 +31,7 @@ from shardproof.testing.make import (
     two_runs,
 )
 from shardproof.testing.refuse import Refusal
-from shardproof.testing.train import after_microbatches, batches, checked_steps, optim, tokens, train_and_check
+from shardproof.testing.train import after_microbatches, batches, checked_steps, tokens, train_and_check
 
 pytestmark = world(2)
 
@@ -678,8 +670,6 @@ def test_finalization_refused(rank: Rank) -> None:
 
 
 SHARED = needs(Capability.SHARED_CONTEXT)
-#: Of the stages of a pipeline of two ranks, the numbers of layers.
-DEPTHS = {"GPipe": (1, 2), "1F1B": (1, 2), "Interleaved1F1B": (1, 3, 2, 1)}
 
 
 @contract("ACCUMULATION-13")
@@ -701,81 +691,4 @@ def test_schedules_of_a_pipeline(
 
     The gradients of two calls in a step add up, whether each call reduces them or only the last one.
     """
-    from torch.distributed import pipelining  # its import is slow, and no other case needs it
-
-    mesh, depths = rank.mesh((2, 2), ("pp", "dp")), DEPTHS[schedule]
-    here, number_of_calls = mesh["pp"].get_local_rank(), 1 if calls == "one" else 2
-    towers = [models.Tower(dim=DIM, depth=depth) for depth in depths]
-    whole = nn.Sequential(*towers).to(rank.device)
-    double, single = torch.float64, torch.float32
-    oracle, baseline = (Oracle(whole, optimizer=optim.sgd(), clip=None, dtype=one) for one in (double, single))
-    options: Any = {"optimizer": optim.sgd(), "reshard_after_forward": reshard_after_forward}
-    runs = {
-        number: run_by_units(rank, models.copy_of(towers[number]), mesh=mesh["dp"], **options)
-        for number in range(here, len(towers), 2)
-    }
-    roots: list[Any] = [run.adapter.module for run in runs.values()]
-    if shares:
-        type(runs[here].adapter).share_comm_ctx(roots)
-    # Torch's schedules know torch's class: where another defers, user code ends its backwards, and divides.
-    deferring = roots if calls == "two-deferred" else []
-    by_schedule = [root for root in deferring if isinstance(root, FSDPModule)]
-    by_hand = [root for root in deferring if root not in by_schedule]
-    scales = calls == "one" or bool(by_schedule)
-    loss_divisor = number_of_calls * (1 if scales else MICROBATCHES)
-    kind: Any = getattr(pipelining, f"Schedule{schedule}")
-    choices = {"scale_grads": scales, "defer_reduce_grad_wait": bool(by_schedule) and not shares}
-    stages = [
-        pipelining.PipelineStage(root, number, len(towers), rank.device, group=mesh["pp"].get_group())
-        for number, root in zip(runs, roots, strict=True)
-    ]
-    made = kind(
-        stages if len(stages) > 1 else stages[0],
-        n_microbatches=MICROBATCHES,
-        loss_fn=lambda output, _: models.mean_square(output) / loss_divisor,
-        **{name: value for name, value in choices.items() if name in inspect.signature(kind).parameters},
-    )
-    for root in by_hand:
-        root.set_manual_backward_finalization(True)
-    for step in range(2):
-        batch = rank.batch(step, (2 * MICROBATCHES * number_of_calls, DIM), mesh=mesh["dp"])
-        with runs[here].recorder.during("backward"):
-            for root in by_hand:
-                root.set_requires_gradient_sync(False)
-            for number, part in enumerate(batch.chunk(number_of_calls)):
-                ends: Any = {"finalize_gradients": number == number_of_calls - 1} if by_schedule else {}
-                made.step(part, **ends) if here == 0 else made.step(target=torch.zeros_like(part), **ends)
-            for root in by_hand:
-                root.set_requires_gradient_sync(True)
-                root.finalize_backward()
-        parts = [[(part,)] for part in rank.exchange_tensors(batch)[:2]]
-        expected, plain = (one.step(parts, loss=models.mean_square) for one in (oracle, baseline))
-        for number, run in runs.items():
-            where = number, step
-            compare(rank, run.adapter.gradients(), plain.gradients, expected.gradients, Stage.GRADIENT, *where)
-            run.adapter.step()
-            compare(
-                rank, run.adapter.parameters(), plain.parameters, expected.parameters, Stage.PARAMETER, number, step
-            )
-            run.adapter.zero_grad(set_to_none=True)
-
-
-def compare(
-    rank: Rank, found: Mapping[str, Piece | None], plain: Mapping[str, torch.Tensor | None],
-    expected: Mapping[str, torch.Tensor | None], kind: Stage, number: int, step: int,
-) -> None:  # fmt: skip
-    """Compare the tensors of a pipeline stage with those of one model, and fail on all ranks alike (collective)."""
-    finding = None
-    for name, piece in found.items():
-        full, other = (one[f"{number}.{name}"] for one in (expected, plain))
-        assert full is not None and other is not None
-        if piece is None:
-            # With flat parameters a rank has no gradient of a parameter of which it holds no element.
-            continue
-        parts = piece.tensor, piece.cut(other), piece.cut(full)
-        result = distance(*parts, magnitude=float(full.abs().max()))
-        if result.is_too_far and finding is None:
-            text, numbers = numbers_of(result, dict(zip(("sharded", "baseline", "oracle"), parts, strict=True)))
-            where = Location(stage=kind, step=step, rank=rank.index, name=f"{number}.{name}")
-            finding = Finding(where, text, numbers=numbers)
-    rank.agree(finding, title="a stage of the pipeline diverges from the one model")
+    train_stages(rank, schedule=schedule, calls=calls, shares=shares, reshard_after_forward=reshard_after_forward)

@@ -1,9 +1,10 @@
 """Chapter OVERLAP: work that the streams of a device run at the same time, and waits."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,12 +12,23 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from shardproof.suites.pipelines import train_stages
 from shardproof.testing import Capability, Hardware, Pair, Rank, Run, alone, contract, models, needs, world
 from shardproof.testing.axes import DELAY_MS, DELAYED, DELAYS, RESHARD
 from shardproof.testing.compare import check_exact, each_once, tensors_of
-from shardproof.testing.make import Accumulation, Adapter, Clip, Delay, pair_by_units, run_by_units, tower
+from shardproof.testing.make import (
+    Accumulation,
+    Adapter,
+    Clip,
+    Delay,
+    Settings,
+    cut_over,
+    pair_by_units,
+    run_by_units,
+    tower,
+)
 from shardproof.testing.measure import Collective, Trace, occupy
-from shardproof.testing.train import optim
+from shardproof.testing.train import Mixture, batches, divide_experts, optim, parallel
 
 #: How long a layer computes: far longer than a small collective, and than the host takes to issue a layer.
 BUSY_MS = 20.0
@@ -31,7 +43,23 @@ OCCUPIED_MS = 1500.0
 #: A DDP bucket may outlive its model for a moment, so the models are smaller than the threshold for leaks.
 DIM = 17
 
+#: Delays of a third stream too, on which replicas are all-reduced and then copied to the host. With tensor parallelism
+#: these are delays of its sums.
+ON_THREE_STREAMS = DELAYS | {
+    "before-all-reduce": Delay(milliseconds=DELAY_MS, collective="all_reduce"),
+    "after-all-reduce": Delay(milliseconds=DELAY_MS, collective="all_reduce", when="after"),
+}
+
 ONE_SHARD = needs(Capability.HYBRID, Capability.SINGLE_RANK)
+
+
+def each_and_all(names: Iterable[str]) -> list[Any]:
+    """Tuples of names of delays: none, each alone, all together."""
+    alone = [pytest.param((name,), id=name) for name in names]
+    return [pytest.param((), id="undelayed"), *alone, pytest.param(tuple(names), id="all-delayed")]
+
+
+DELAYED_ON_THREE = pytest.mark.parametrize("delays", each_and_all(ON_THREE_STREAMS))
 
 pytestmark = [needs(Capability.SHARDED, Hardware.STREAMS), world(2)]
 
@@ -92,7 +120,7 @@ class Timeline:
 
 
 class Poison:
-    """Allocates memory of the sizes of a run's gathered units and shards, fills it with NaN and frees it.
+    """Allocates memory of the sizes of a run's gathered units, shards and collectives, fills it with NaN and frees it.
 
     It does so on the current stream before and after every unit's forward, when a unit's backward begins, and before
     and after every collective, there on the stream that issues it. Memory that was freed while another stream still
@@ -103,7 +131,7 @@ class Poison:
 
     def __init__(self, run: Run, *, shards: int) -> None:
         full = {numel for unit in run.units for numel in (unit.numel, unit.padded_numel)}
-        self._numels = sorted(full | {-(-numel // shards) for numel in full})
+        self._numels = full | {-(-numel // shards) for numel in full}
         device = run.adapter.config.mesh.device_type
         self._device = torch.empty(0, device=device).device  # with the index of the rank's own
         for unit in run.units:
@@ -126,6 +154,9 @@ class Poison:
                 tensor.register_hook(lambda gradient: self._fill())
 
     def _before_collective(self, collective: Collective) -> None:
+        # With other parallelism, or parameters on a mesh of their own, a unit's size is not that of its buffers.
+        numel = collective.nbytes // torch.float32.itemsize
+        self._numels |= {numel, numel // len(collective.group)}
         self._fill()
         self._before(collective)
 
@@ -259,25 +290,134 @@ def test_memory_is_not_reused_early(
     rank: Rank, reshard_after_forward: bool | int | None, delays: tuple[str, ...]
 ) -> None:
     """Memory in which collectives and computation still read or write is not handed out again."""
-    train_poisoned(rank, delays, shards=rank.world_size, reshard_after_forward=reshard_after_forward)
+    pair = busy_pair(rank, delays, reshard_after_forward=reshard_after_forward)
+    train_poisoned(rank, pair, shards=rank.world_size)
 
 
 @contract("OVERLAP-5")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("delays", DELAYED)
+@DELAYED_ON_THREE
 def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, ...]) -> None:
     """Memory of reductions over replicas, on a stream of their own, is not reused while they read or write it."""
     mesh = rank.mesh((rank.world_size // 2, 2), ("replicate", "shard"))
-    train_poisoned(rank, delays, shards=2, mesh=mesh)
+    train_poisoned(rank, busy_pair(rank, delays, mesh=mesh), shards=2)
 
 
-def train_poisoned(rank: Rank, delays: tuple[str, ...], *, shards: int, **options: Any) -> None:
-    """Train layers that occupy the stream, where freed memory is overwritten at once."""
+@contract("OVERLAP-8")
+@world(4)
+@needs(Capability.HYBRID, Capability.OFFLOAD)
+@DELAYED_ON_THREE
+@pytest.mark.parametrize(
+    "skips",
+    [
+        "nothing",
+        pytest.param("reduction", marks=needs(Capability.DEFERRED_REDUCTION)),
+        pytest.param("all-reduce", marks=needs(Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)),
+    ],
+)
+def test_offloaded_replicas(rank: Rank, skips: Any, delays: tuple[str, ...]) -> None:
+    """Gradients of replicas are in pinned memory when backward ends, from memory that no later reduction has taken.
+
+    Each backward reduces, or the first defers its reduction, or its all-reduce alone.
+    """
+    options: Any = {"mesh": rank.mesh((2, 2), ("replicate", "shard")), "offload": "pinned", "microbatches": 2}
+    if skips != "nothing":
+        options["accumulation"] = Accumulation(skips=skips)
+    train_poisoned(rank, busy_pair(rank, delays, **options), shards=2, microbatches=2)
+
+
+@contract("OVERLAP-9")
+@world(4)
+@needs(
+    Capability.PARAMETER_MESHES,
+    Capability.TENSOR_PARALLEL,
+    Capability.UNIT_SETTINGS,
+    Capability.DIVIDE_FACTOR,
+    Capability.EXPLICIT_PREFETCH,
+)
+@pytest.mark.parametrize("prefetches", [False, True], ids=["in-order", "prefetched"])
+@pytest.mark.parametrize("delays", each_and_all(DELAYS))
+def test_streams_of_experts(rank: Rank, delays: tuple[str, ...], prefetches: bool) -> None:
+    """Units with parameters on two meshes, as experts and their routers, wait for the collectives of both.
+
+    Their buffers are in flight at the same time, also those of a unit that is gathered ahead.
+    """
+    mesh = rank.mesh((2, 2), ("dp", "ep"), joined=("dp", "ep"))
+    model, dense, layers = Mixture(DIM), mesh["dp_ep"], ("layers.0", "layers.1")
+    pair = pair_by_units(
+        rank, model, mesh=dense, delays=[DELAYS[name] for name in delays],
+        prepare=lambda plain: keep_busy(divide_experts(plain, mesh["ep"]), layers),
+        parameter_meshes={f"{layer}.experts": mesh["dp"] for layer in layers},
+    )  # fmt: skip
+    # By all that have rows, on both meshes.
+    pair.adapter.change(Settings(divide_factor=dense.size(), force_sum=True), recurse=True)
+    if prefetches:
+        pair.adapter.prefetch(forward={layers[0]: layers[1:]}, backward={layers[1]: layers[:1]})
+    train_poisoned(rank, pair, shards=dense.size(), mesh=dense)
+
+
+@contract("OVERLAP-10")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@DELAYED_ON_THREE
+def test_streams_of_tensor_parallel_shards(rank: Rank, delays: tuple[str, ...], sequence: bool) -> None:
+    """Shards of tensor-parallel parameters are gathered and reduced in order with the sums over the other mesh."""
+    mesh, model = rank.mesh((2, 2), ("dp", "tp")), parallel.MLPStack(DIM, normed=sequence)
+    cut = cut_over(mesh, parallel.parallelize_mlps, sequence=sequence)
+    plan, layers = cut.pop("prepare"), [name for (name,) in model.units()]
+    # Sequences have no all-reduce of a layer: theirs are those of gradients that are pending sums.
+    pair = pair_by_units(
+        rank, model, delays=[ON_THREE_STREAMS[name] for name in delays],
+        prepare=lambda plain: keep_busy(plan(plain), layers), **cut,
+    )  # fmt: skip
+    train_poisoned(rank, pair, shards=2, mesh=mesh["dp"], shape=(4, 6, DIM) if sequence else (4, DIM))
+
+
+@contract("OVERLAP-11")
+@world(4)
+@needs(Capability.AUTOGRAD_CALLS, Capability.OWN_OPTIMIZER)
+@pytest.mark.parametrize(
+    ("schedule", "calls", "shares"),
+    [
+        pytest.param("1F1B", "one", False, id="1F1B"),
+        pytest.param(
+            "1F1B", "two-deferred", False, id="1F1B-deferred", marks=needs(Capability.MANUAL_BACKWARD_FINALIZATION)
+        ),
+        pytest.param("Interleaved1F1B", "one", True, id="shared-context", marks=needs(Capability.SHARED_CONTEXT)),
+    ],
+)
+@pytest.mark.parametrize("delays", each_and_all(name for name, one in DELAYS.items() if one.at == "collective"))
+def test_streams_of_pipeline_stages(
+    rank: Rank, delays: tuple[str, ...], schedule: str, calls: str, shares: bool
+) -> None:
+    """Stages that are sharded over two ranks each train as one model does, whichever stream of theirs is late."""
+    train_stages(
+        rank, schedule=schedule, calls=calls, shares=shares, delays=[DELAYS[name] for name in delays],
+        watch=functools.partial(Poison, shards=2),
+    )  # fmt: skip
+
+
+def busy_pair(rank: Rank, delays: tuple[str, ...], **options: Any) -> Pair:
+    """A pair of layers that occupy the stream (collective)."""
     model = BusyTower(dim=DIM, depth=3, milliseconds=SHORT_MS)
-    pair = pair_by_units(rank, model, delays=[DELAYS[name] for name in delays], **options)
+    return pair_by_units(rank, model, delays=[ON_THREE_STREAMS[name] for name in delays], **options)
+
+
+def keep_busy(model: nn.Module, layers: Iterable[str]) -> nn.Module:
+    """Let layers occupy the stream as those of :class:`BusyTower` do; called before the model is sharded."""
+    for name in layers:
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output: _Occupying.apply(output, SHORT_MS)  # type: ignore[no-untyped-call]
+        )
+    return model
+
+
+def train_poisoned(rank: Rank, pair: Pair, *, shards: int, **drawn: Any) -> None:
+    """Train a pair, of whose sharded run freed memory is overwritten at once (collective)."""
     Poison(pair.sharded, shards=shards)
-    train(rank, pair)
+    train(rank, pair, **drawn)
 
 
 @contract("OVERLAP-7")
@@ -329,10 +469,9 @@ def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | in
     pair.check()
 
 
-def train(rank: Rank, pair: Pair) -> None:
-    """Train three steps that follow each other without the host waiting, and compare them."""
+def train(rank: Rank, pair: Pair, shape: tuple[int, ...] = (4, DIM), **drawn: Any) -> None:
+    """Train three steps that follow each other without the host waiting, and compare them (collective)."""
     # Made in advance: copying them to the device would wait for the step before.
-    batches = [rank.batch(step, (4, DIM)) for step in range(3)]
-    for batch in batches:
+    for batch in list(batches(rank, 3, shape, **drawn)):
         pair.step(batch)
     pair.check()

@@ -67,7 +67,7 @@ def test_a_folder_is_not_importable_beside_its_link(name):
 def test_nothing_imports_a_case_module():
     files = [path for folder in ("harness", "suites", "reports", "tests") for path in (ROOT / folder).rglob("*.py")]
     # What cases share is no case module.
-    shared = "anytime|apis|crossed|places|state_twins"
+    shared = "anytime|apis|crossed|pipelines|places|state_twins"
     imports = re.compile(
         rf"^(from|import) (shardproof\.)?suites\b(?!\.({shared}) import | import ({shared})$)", re.MULTILINE
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from training.models import Block, Chain, Spec
 
@@ -28,13 +28,19 @@ class Trained(NamedTuple):
     accumulating: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
+def mesh_of(spec: Spec, device: torch.device) -> DeviceMesh:
+    """The mesh of a row with replicas: (replicate, shard)."""
+    assert spec.shape is not None
+    return init_device_mesh(device.type, spec.shape, mesh_dim_names=("replicate", "shard"))
+
+
 def fully_shard_of(package: Any) -> Callable[[nn.Module, Spec, torch.device], Trained]:
     """``fully_shard`` of ``package``: torch's or the reference's."""
 
     def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
         options: dict[str, Any] = {"mp_policy": package.MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=REDUCE)}
         if spec.shape is not None:
-            options["mesh"] = init_device_mesh(device.type, spec.shape, mesh_dim_names=("replicate", "shard"))
+            options["mesh"] = mesh_of(spec, device)
         if spec.tensor_parallel > 1:
             shape = (dist.get_world_size() // spec.tensor_parallel, spec.tensor_parallel)
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
@@ -61,8 +67,12 @@ def flat_of(package: Any, *, originals: bool = True) -> Callable[[nn.Module, Spe
     """``FullyShardedDataParallel`` of ``package``, with the model's own parameters or with the flat ones."""
 
     def shard(model: nn.Module, spec: Spec, device: torch.device) -> Trained:
-        if spec.shape is not None or spec.tensor_parallel > 1:
-            raise Unsupported("it is measured with one dimension of shards alone")
+        if spec.tensor_parallel > 1 or (spec.shape is not None and spec.shape[1] == 1):
+            raise Unsupported("it is measured with shards alone, in one dimension or in replicas")
+        options: dict[str, Any] = {}
+        if spec.shape is not None:
+            options["device_mesh"] = mesh_of(spec, device)
+            options["sharding_strategy"] = package.ShardingStrategy.HYBRID_SHARD
         units = set(units_of(model))
         wrapped = package.FullyShardedDataParallel(
             model,
@@ -70,6 +80,7 @@ def flat_of(package: Any, *, originals: bool = True) -> Callable[[nn.Module, Spe
             mixed_precision=package.MixedPrecision(param_dtype=COMPUTE, reduce_dtype=REDUCE),
             use_orig_params=originals,
             device_id=device,  # torch wants one on the CPU too
+            **options,
         )
         return Trained(wrapped, wrapped, wrapped.no_sync)
 

@@ -44,9 +44,11 @@ SPECS = {
     "accumulated": dataclasses.replace(DEEP, name="48 x 256, 4 microbatches", microbatches=4),
     "large-accumulated": dataclasses.replace(LARGE, name="0.94 B, 4 microbatches", microbatches=4),
     "replicas": dataclasses.replace(DEEP, name="48 x 256, replicas of one shard", shape=(2, 1)),
+    "hybrid": dataclasses.replace(LARGE, name="0.94 B, 2 replicas of 2 shards", shape=(2, 2)),
     "tensor-parallel": dataclasses.replace(LARGE, name="0.94 B, tensor parallel over 2", tensor_parallel=2),
     "ten": Spec("10 M, 8 x 320, 512 tokens", 8, 320, vocab=1024, batch=4),
     "ten-wide": Spec("10 M, 5 x 1440", 5, 1440, small=2, batch=512),
+    "tiny-hybrid": Spec("2 x 32, 2 replicas of 2 shards", 2, 32, vocab=64, length=8, shape=(2, 2)),
     "tiny": Spec("2 x 32", 2, 32, vocab=64, length=8),
     "tiny-small": Spec("2 units of 4 small parameters", 2, 8, small=4),
 }

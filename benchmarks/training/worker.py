@@ -7,6 +7,7 @@ other implementations are measured undisturbed.
 import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from training import models, traced
-from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, named, units_of
+from training.implementations import COMPUTE, REDUCE, Trained, Unsupported, mesh_of, named, units_of
 from training.models import Spec
 from training.processes import answer
 
@@ -42,6 +43,8 @@ class Worker:
         self.drop()
         self.left = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
         shape = spec.pop("shape")
+        if shape and math.prod(shape) != dist.get_world_size():
+            raise Unsupported(f"it is measured on {math.prod(shape)} ranks")
         self.spec = Spec(**spec, shape=tuple(shape) if shape else None)
         if self.name == "limits":
             return {}
@@ -133,10 +136,13 @@ def limits(spec: Spec, device: torch.device, count: int) -> dict[str, Any]:
 
     ``compute``: forward and backward of the model in bfloat16, on one rank's batch, without sharding. ``host``: the
     same, until the host has issued it. ``optimizer``: fused AdamW on a rank's share, one parameter for each unit.
-    ``gather``: all gathers of one forward, in bfloat16. ``reduce``: all reduce-scatters of a step, in float32; neither
-    where the other ranks are not there.
+    ``gather``: all gathers of one forward, in bfloat16. ``reduce``: all reduce-scatters of a step, in float32, and with
+    replicas their all-reduces after them; neither where the other ranks are not there.
     """
-    world = dist.get_world_size()
+    replicas, shards = None, dist.group.WORLD
+    if spec.shape is not None:
+        replicas, shards = mesh_of(spec, device).get_all_groups()
+    world = dist.get_world_size(shards)
     model = models.build(spec, device).to(COMPUTE)
     sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units_of(model)]
     sizes.append(sum(parameter.numel() for parameter in model.parameters()) - sum(sizes))
@@ -156,12 +162,15 @@ def limits(spec: Spec, device: torch.device, count: int) -> dict[str, Any]:
     def gather() -> None:
         for share in shares:
             shard = torch.zeros(share, dtype=COMPUTE, device=device)
-            dist.all_gather_into_tensor(shard.new_empty(share * world), shard)
+            dist.all_gather_into_tensor(shard.new_empty(share * world), shard, group=shards)
 
     def reduce() -> None:
         for share in shares:
             full = torch.zeros(share * world, dtype=REDUCE, device=device)
-            dist.reduce_scatter_tensor(full.new_empty(share), full)
+            reduced = full.new_empty(share)
+            dist.reduce_scatter_tensor(reduced, full, group=shards)
+            if replicas is not None:
+                dist.all_reduce(reduced, group=replicas)
 
     found: dict[str, Any] = {"compute": _timed(compute, device, count), "host": host[-count:]}
     params = [nn.Parameter(torch.zeros(share, device=device)) for share in shares]

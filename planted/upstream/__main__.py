@@ -2,10 +2,12 @@
 
     python -m planted.upstream [ROW ...]                    the item that found each row, with the bug and without
     python -m planted.upstream --search [--effort quick]    the chapters of each row's area, then all others
+    python -m planted.upstream ROW --item ITEM              an item of the suites, and add the result to the others
 
 ``fixes.toml`` has the rows and how they were drawn, ``dropped.toml`` what was drawn and left out, ``results.jsonl`` a
 line for each row that a search has run. A search runs the rows that are named, or all that the results do not have yet
-for this version of torch. Rows of a package that is not installed are skipped.
+for this version of torch. Rows of a package that is not installed are skipped, and those about GPUs without
+``--device cuda``.
 """
 
 import argparse
@@ -88,13 +90,13 @@ class Row:
             raise ValueError(f"there is no {path}")
         return edit.edited(path.read_text(), function, self.old, self.new)
 
-    def skipped(self) -> str:
-        """Why the row is not run here; empty if it is."""
+    def skipped(self, device: str = "cpu") -> str:
+        """Why the row is not run here, on this type of device; empty if it is."""
         if importlib.util.find_spec(self.package) is None:
             return f"needs {self.package}"
         if not SpecifierSet(self.torch).contains(TORCH.partition("+")[0], prereleases=True):
             return f"needs torch{self.torch}, not {TORCH}"
-        return "needs a GPU" if self.gpu else self.unseen
+        return "needs a GPU" if self.gpu and device == "cpu" else self.unseen
 
     @property
     def environment(self) -> dict[str, str]:
@@ -123,7 +125,7 @@ class Search:
     """Runs rows until a time, as the options of the command line say."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.effort, self.until = options.effort, time.monotonic() + options.budget
+        self.effort, self.device, self.until = options.effort, options.device, time.monotonic() + options.budget
 
     def row(self, row: Row, item: str) -> dict[str, Any] | None:
         """The result of a row, by one item or, without one, by a search; None if the time came before it was known."""
@@ -159,7 +161,7 @@ class Search:
         seconds = self.until - time.monotonic()
         if not what or seconds <= 0:
             return {}
-        options = ("--device", "cpu", "--deadline", "30", *options)
+        options = ("--device", self.device, "--deadline", "30", *options)
         names, limit = [row.implementation], min(seconds, 3600)
         try:
             return run.records_of(what, names, folder, *options, timeout=limit, environment=environment, early=True)
@@ -226,9 +228,10 @@ def replay(options: argparse.Namespace) -> int:
     same = [one for one in earlier if (one["torch"], one["effort"]) == (TORCH, options.effort)]
     known = {one["row"]: one for one in same} if options.search else {}
     items = {} if options.search else {one["row"]: one["found_by"] for one in earlier if "found_by" in one}
+    items |= dict.fromkeys((row.id for row in every), options.item) if options.item else {}
     todo, search, lock = [], Search(options), threading.Lock()
     for row in every:
-        reason = row.skipped()
+        reason = row.skipped(options.device)
         try:
             row.edited() if not reason else None
         except (ValueError, SyntaxError) as error:
@@ -244,7 +247,7 @@ def replay(options: argparse.Namespace) -> int:
         with lock:
             known[row.id] = result
             print(f"{row.id}: {result['verdict']} {result.get('found_by', '')}", flush=True)
-            if options.search:
+            if options.search or options.item:
                 with options.results.open("a") as file:
                     file.write(json.dumps(result) + "\n")
 
@@ -264,11 +267,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="as 88955 (default: all)")
     parser.add_argument("--search", action="store_true", help="run chapters instead of the item that found a row")
+    parser.add_argument("--item", metavar="ITEM", help="run this item of the suites, as its id is in pytest")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="on which rows run")
     parser.add_argument("--effort", choices=("quick", "standard"), default="quick", help="of a search")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time, each with a pytest of its own")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="a later call resumes")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS, metavar="FILE", help="where a search appends")
-    return replay(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    if options.item and (options.search or not options.rows):
+        parser.error("--item runs named rows, and no search")
+    return replay(options)
 
 
 if __name__ == "__main__":
