@@ -3,7 +3,8 @@
 Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` ends in ``.json.gz``. Of cases without an
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
 names them, as in a record that was too large; their durations are in whole milliseconds. A file of that form has at
-most 150 kB for each implementation. The directories of users become ``~``, as in files that a run writes today, and the
+most 150 kB for each implementation. Of a run that was ended, ``RUN.partial``, the cases that it did not reach are left
+out, with what ended it as the reason. The directories of users become ``~``, as in files that a run writes today, and the
 digest is that of what is left.
 """
 
@@ -39,10 +40,27 @@ def slim(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "cases": sorted(cases, key=lambda one: (one["id"], one["implementation"]))}
 
 
+def completed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a run that was ended as that of one which leaves out the cases without a record."""
+    if data["end"]["complete"]:
+        return data
+    known = {(one["implementation"], one["id"]) for one in [*data["cases"], *data["left_out"]]}
+    reason = f"the run was ended: {data['end']['reason']}"
+    missing = [
+        {"id": id_, "implementation": name, "reason": reason}
+        for name, ids in data["selected"].items()
+        for id_ in ids
+        if (name, id_) not in known
+    ]
+    end = {**data["end"], "complete": True, "reason": "", "problems": []}
+    digest = digest_of(map(fingerprint, data["cases"]))
+    return {**data, "left_out": [*data["left_out"], *missing], "end": end, "digest": digest}
+
+
 def main() -> None:
     """Write one file."""
     source, name = sys.argv[1:]
-    given = load(source, lambda data: data)
+    given = completed(load(source, lambda data: data))
     data = mapped(slim(given), lambda text, _: re.sub(HOMES, "~", text))
     if written := given.get("digest"):
         found, data["digest"] = (digest_of(map(fingerprint, one["cases"])) for one in (given, data))
