@@ -26,6 +26,7 @@ def test_rows_that_cannot_run_here_say_so() -> None:
     row = ROWS["88955"]
     assert dataclasses.replace(row, torch="<2.0").skipped().startswith("needs torch<2.0, not 2.")
     assert dataclasses.replace(row, gpu=True).skipped() == "needs a GPU"
+    assert dataclasses.replace(row, gpu=True).skipped("cuda") == ""
     assert dataclasses.replace(row, place="missing.module:f").skipped() == "needs missing"
 
 
