@@ -61,8 +61,9 @@ PLACES = (
     ),
     Place(
         "Four H200 GPUs", "4 GPUs", "2.11",
-        tuple(sorted(path.name for path in PUBLISHED.glob("h200-x4-*.json.gz"))),
+        tuple(sorted(path.name for path in PUBLISHED.glob("h200-x4-*.json.gz") if "rest-of" not in path.name)),
     ),
+    Place("Four H200 GPUs, the cases after", "4 GPUs", "2.11", ("h200-x4-rest-of-references-w4.json.gz",)),
 )  # fmt: skip
 
 _HEAD = """\
