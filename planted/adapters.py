@@ -217,6 +217,23 @@ class ScalerUnscalesTwice(ReferenceFlatAdapter):
                 super().unscale_(optimizer)
 
 
+class ScalerNeverSetToZero(ReferenceFlatAdapter):
+    """A new scale of zero is taken for none."""
+
+    class scaler(BoundedGradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            super().update(new_scale or None)
+
+
+class ScalerOfAnyFactor(ReferenceFlatAdapter):
+    """Factors are not looked at when the scaler is made."""
+
+    class scaler(BoundedGradScaler):
+        def __init__(self, *args: Any, growth_factor: float = 2.0, backoff_factor: float = 0.5, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+
+
 class ScalerBlindToSparse(ReferenceFlatAdapter):
     """Sparse gradients are unscaled, and infinite ones among them are not noticed."""
 

@@ -7,6 +7,7 @@ Each is called as the function of torch that it replaces, with that function bef
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -214,3 +215,31 @@ def rows_of_the_last_first(set_: Any, model: nn.Module, state: Any, **others: An
 def staged_as_it_is(stage: Any, self: Any, state: Any) -> Any:
     """What is saved in the background is no copy."""
     return state
+
+
+@of("get_state_dict")
+def others_of_a_set_dropped(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """Of optimizers that are in no sequence the first one is saved."""
+    given = [*optimizers][:1] if isinstance(optimizers, set) else optimizers
+    return get(model, given, **others)
+
+
+@of("set_optimizer_state_dict")
+def generators_used_up(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """Optimizers of a generator are counted, and then there is none to load."""
+    if isinstance(optimizers, types.GeneratorType) and [*optimizers]:
+        return None
+    return set_(model, optimizers, state, **others)
+
+
+@of("set_state_dict")
+def models_without_optimizers_left(set_: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """Without an optimizer nothing is loaded."""
+    nothing = isinstance(optimizers, list) and not optimizers
+    return ((), ()) if nothing else set_(model, optimizers, **others)
+
+
+@of("get_state_dict")
+def submodules_of_optimizers_alone(get: Any, *args: Any, submodules: Any = None, **others: Any) -> Any:
+    """The model is saved in full, whatever the submodules."""
+    return get(*args, **others)
