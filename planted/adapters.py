@@ -247,6 +247,19 @@ class ScalerBlindToSparse(ReferenceFlatAdapter):
             return found
 
 
+class RatesKept(ReferenceAdapter):
+    """Learning rates that are tensors are kept by their values, to be moved to the device once."""
+
+    _rates: dict[float, torch.Tensor] | None = None
+
+    def step(self) -> None:
+        self._rates = self._rates or {}
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"] = self._rates.setdefault(float(group["lr"]), group["lr"])
+        super().step()
+
+
 class SplitUnits(ReferenceAdapter):
     """The modules of one unit become units of their own."""
 

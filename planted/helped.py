@@ -98,6 +98,17 @@ def rates_stay_zero(get: Any, model: nn.Module, optimizers: Any, **others: Any) 
     return found
 
 
+@of("get_optimizer_state_dict")
+def gradients_of_zeros_left(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """The step that makes states leaves its gradients behind."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    new = [one for one in given if not one.state]
+    found = get(model, given, **others)
+    for parameter in (one for each in new for group in each.param_groups for one in group["params"]):
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return found
+
+
 @of("set_optimizer_state_dict")
 def states_of_new_ones_lost(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
     """An optimizer that has not stepped has no state after a load."""

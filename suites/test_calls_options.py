@@ -491,6 +491,8 @@ def _wrong_by_zero(fsdp: Fsdp1, model: Any, norm_type: Any) -> list[str]:
         return [] if found <= {3.0} else [f"gradients of 3 are {found} once a {norm_type!r}-norm is refused"]
     number = clip.result
     clipped = {3.0 * torch.clamp(1 / (torch.tensor(number) + 1e-6), max=1.0).item()}
-    if number in (16.0, len([*model.parameters()])) and all(abs(one - value) < 1e-6 for one in found for value in clipped):
+    if number in (16.0, len([*model.parameters()])) and all(
+        abs(one - value) < 1e-6 for one in found for value in clipped
+    ):
         return []
     return [f"the {norm_type!r}-norm of 16 elements in 2 tensors is {number}, and gradients are {found}, not {clipped}"]
