@@ -443,8 +443,8 @@ def test_submodules(rank: Rank, wrapper: str) -> None:
         found, of_all = get_state_dict(twins.module, twins.own, **nothing)
         for one in (found, get_model_state_dict(twins.module, **nothing)):
             check_read(rank, report, one, model_entries(plain), {})
-        for one in (of_all, get_optimizer_state_dict(twins.module, twins.own, **nothing)):
-            check_read(rank, report, one, optimizer_entries(plain, twins.optimizers), {})
+        for of_states in (of_all, get_optimizer_state_dict(twins.module, twins.own, **nothing)):
+            check_read(rank, report, of_states, optimizer_entries(plain, twins.optimizers), {})
     report.end()
 
 
