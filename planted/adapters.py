@@ -217,6 +217,23 @@ class ScalerUnscalesTwice(ReferenceFlatAdapter):
                 super().unscale_(optimizer)
 
 
+class ScalerNeverSetToZero(ReferenceFlatAdapter):
+    """A new scale of zero is taken for none."""
+
+    class scaler(BoundedGradScaler):
+        def update(self, new_scale: Any = None) -> None:
+            super().update(new_scale or None)
+
+
+class ScalerOfAnyFactor(ReferenceFlatAdapter):
+    """Factors are not looked at when the scaler is made."""
+
+    class scaler(BoundedGradScaler):
+        def __init__(self, *args: Any, growth_factor: float = 2.0, backoff_factor: float = 0.5, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+
+
 class ScalerBlindToSparse(ReferenceFlatAdapter):
     """Sparse gradients are unscaled, and infinite ones among them are not noticed."""
 
@@ -228,6 +245,19 @@ class ScalerBlindToSparse(ReferenceFlatAdapter):
                 for flag in found.values():
                     flag.zero_()
             return found
+
+
+class RatesKept(ReferenceAdapter):
+    """Learning rates that are tensors are kept by their values, to be moved to the device once."""
+
+    _rates: dict[float, torch.Tensor] | None = None
+
+    def step(self) -> None:
+        self._rates = self._rates or {}
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"] = self._rates.setdefault(float(group["lr"]), group["lr"])
+        super().step()
 
 
 class SplitUnits(ReferenceAdapter):

@@ -7,6 +7,7 @@ Each is called as the function of torch that it replaces, with that function bef
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,17 @@ def rates_stay_zero(get: Any, model: nn.Module, optimizers: Any, **others: Any) 
     found = get(model, given, **others)
     for group in (group for one in new for group in one.param_groups):
         group["lr"] = 0.0
+    return found
+
+
+@of("get_optimizer_state_dict")
+def gradients_of_zeros_left(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """The step that makes states leaves its gradients behind."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    new = [one for one in given if not one.state]
+    found = get(model, given, **others)
+    for parameter in (one for each in new for group in each.param_groups for one in group["params"]):
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return found
 
 
@@ -214,3 +226,31 @@ def rows_of_the_last_first(set_: Any, model: nn.Module, state: Any, **others: An
 def staged_as_it_is(stage: Any, self: Any, state: Any) -> Any:
     """What is saved in the background is no copy."""
     return state
+
+
+@of("get_state_dict")
+def others_of_a_set_dropped(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """Of optimizers that are in no sequence the first one is saved."""
+    given = [*optimizers][:1] if isinstance(optimizers, set) else optimizers
+    return get(model, given, **others)
+
+
+@of("set_optimizer_state_dict")
+def generators_used_up(set_: Any, model: nn.Module, optimizers: Any, state: Any, **others: Any) -> Any:
+    """Optimizers of a generator are counted, and then there is none to load."""
+    if isinstance(optimizers, types.GeneratorType) and [*optimizers]:
+        return None
+    return set_(model, optimizers, state, **others)
+
+
+@of("set_state_dict")
+def models_without_optimizers_left(set_: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """Without an optimizer nothing is loaded."""
+    nothing = isinstance(optimizers, list) and not optimizers
+    return ((), ()) if nothing else set_(model, optimizers, **others)
+
+
+@of("get_state_dict")
+def submodules_of_optimizers_alone(get: Any, *args: Any, submodules: Any = None, **others: Any) -> Any:
+    """The model is saved in full, whatever the submodules."""
+    return get(*args, **others)

@@ -238,8 +238,8 @@ def label(value: Any) -> str:
         return f"mesh of {value.ndim} dimension{'s' * (value.ndim > 1)}"
     if isinstance(value, nn.Module):
         return "module"
-    if isinstance(value, DTensor | torch.Tensor):
-        return "DTensor" if isinstance(value, DTensor) else "tensor"
+    if isinstance(value, torch.Tensor):
+        return "tensor"
     if isinstance(value, torch.optim.Optimizer):
         return "optimizer"
     if isinstance(value, collections.abc.Iterator):
@@ -403,6 +403,8 @@ class _Recorder:
         known, found = call.arguments[name], label(value)
         if isinstance(value, int) and found not in known and "inf" in known:
             found = label(float(value))
+        if found.startswith("empty "):
+            return found
         # Of an object that is callable too, or of user code's own class, the class of the annotation.
         return next((one.__name__ for one in type(value).__mro__ if one.__name__ in known), found)
 

@@ -398,6 +398,9 @@ class Twins:
             right = piece.cut(full[canonical(name)].detach())
             if not _equal(piece.tensor, right):
                 yield f"{canonical(name)} has other values"
+        for name, parameter in self.adapter.held_parameters().items():
+            if parameter.grad is not None:
+                yield f"{canonical(name)} has a gradient, which no call may leave"
         for name, module in self.modules.items():
             other: Any = self.plain.get_submodule(name)
             for key, buffer in module._buffers.items():

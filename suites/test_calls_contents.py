@@ -143,10 +143,10 @@ def _in_form(form: str) -> Way:
     return Way(save, load)
 
 
-def _of_numbers(one: Saving, saved: State, kind: str) -> State:
+def _of_numbers(one: Saving, saved: State, kind: str, **options: Any) -> State:
     """A full state dict for the unsharded model's optimizer: by numbers, as its files are, or by names."""
     to = one.fsdp.api.OptimStateKeyType[kind]
-    found: State = one.kind.rekey_optim_state_dict(saved, to, one.plain, optim=one.full)
+    found: State = one.kind.rekey_optim_state_dict(saved, to, one.plain, **(options or {"optim": one.full}))
     return found
 
 
@@ -170,8 +170,16 @@ WAYS: dict[str, dict[str, Way]] = {
             ),
         ),
         "older-sharded": Way(
-            lambda one: one.kind.sharded_optim_state_dict(one.model, one.optimizer),
+            lambda one: one.kind.sharded_optim_state_dict(one.model, one.optimizer, one.fsdp.mesh.get_group()),
             lambda one, saved: one.kind.flatten_sharded_optim_state_dict(saved, one.taking, one.loaded),
+        ),
+        "by numbers of parameters": Way(
+            lambda one: _of_numbers(one, _full(one, rank0_only=False), "PARAM_ID", optim_input=_groups(one.plain)),
+            lambda one, saved: one.kind.shard_full_optim_state_dict(
+                _of_numbers(one, saved, "PARAM_NAME", optim_input=iter(_groups(one.plain))),
+                one.taking,
+                optim=one.loaded,
+            ),
         ),
         "by numbers": Way(
             lambda one: _of_numbers(one, _full(one, rank0_only=False), "PARAM_ID"),

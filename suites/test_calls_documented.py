@@ -163,7 +163,9 @@ def test_classes_that_are_not_cast(rank: Rank) -> None:
     for classes, chosen, expected in (
         ((nn.LayerNorm,), rule, torch.float32),
         ((nn.Tanh, nn.LayerNorm), rule, torch.float32),
+        ([nn.Tanh, nn.LayerNorm], rule, torch.float32),
         ((), rule, torch.bfloat16),
+        ([], rule, torch.bfloat16),
         ((nn.LayerNorm,), None, torch.bfloat16),
     ):
         layers, seen = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh()).to(fsdp.device), list[Any]()
@@ -176,11 +178,13 @@ def test_classes_that_are_not_cast(rank: Rank) -> None:
 
 
 @contract("CALLS-18")
-def test_dtypes_of_buffers(rank: Rank) -> None:
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_dtypes_of_buffers(rank: Rank, low: torch.dtype) -> None:
     """Among full parameters, and in a local state dict, buffers have the dtype of the policy; elsewhere their own."""
     fsdp = fsdp1(rank)
-    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).to(fsdp.device)
-    policy = fsdp.low_precision(buffer_dtype=torch.bfloat16)
+    full = torch.float32 if low == torch.bfloat16 else torch.float64
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).to(full)).to(fsdp.device)
+    policy = fsdp.low_precision(buffer_dtype=low)
     model = fsdp.wrap(layers, mixed_precision=policy, device_mesh=None, process_group=fsdp.mesh.get_group())
     fsdp.forward(model)
     with fsdp.kind.summon_full_params(model):
@@ -188,7 +192,6 @@ def test_dtypes_of_buffers(rank: Rank) -> None:
     for form in fsdp.api.StateDictType:
         with fsdp.kind.state_dict_type(model, form):
             found[form.name] = model.state_dict()["1.running_mean"].dtype
-    low, full = torch.bfloat16, torch.float32
-    expected = {"full parameters": low, "a full weight": full, "FULL_STATE_DICT": full}
+    expected = {"full parameters": low, "a full weight": torch.float32, "FULL_STATE_DICT": full}
     expected |= {"LOCAL_STATE_DICT": low, "SHARDED_STATE_DICT": full}
     assert found == expected, f"the dtypes are {found} instead of {expected}"

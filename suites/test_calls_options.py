@@ -4,6 +4,7 @@ A case goes through a table, and names what is wrong of it.
 """
 
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +16,7 @@ from torch import nn
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, trained
 from shardproof.testing import Capability, Rank, contract, needs, world
+from shardproof.testing.refuse import Refusal
 from shardproof.testing.states import whole_on_cpu
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
@@ -240,12 +242,23 @@ def test_what_does_not_stand_for_an_optimizer(rank: Rank, wrong: str) -> None:
         "no-states": None,
     }
     words = {"a-number": "iterable", "no-states": "state"}.get(wrong, "Optimizer input should")
+    what = given[wrong]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about older calls
         full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
         if wrong == "no-states":
             del full["state"]
-        fsdp.check_refused(words, lambda: kind.shard_full_optim_state_dict(full, model, optim_input=given[wrong]))
+        fsdp.check_refused(words, lambda: kind.shard_full_optim_state_dict(full, model, optim_input=what))
+        if wrong == "no-states":
+            for empty in (
+                lambda: kind.shard_full_optim_state_dict({}, model, optim=optimizer),
+                lambda: kind.rekey_optim_state_dict({}, fsdp.api.OptimStateKeyType.PARAM_ID, model),
+                lambda: kind.flatten_sharded_optim_state_dict({}, model, optimizer),
+            ):
+                fsdp.check_refused(words, empty)
+            return
+        by_number = fsdp.api.OptimStateKeyType.PARAM_ID
+        fsdp.check_refused(words, lambda: kind.rekey_optim_state_dict(full, by_number, model, optim_input=what))
 
 
 # Forms of state dicts
@@ -281,7 +294,45 @@ def test_configurations_of_forms(rank: Rank) -> None:
                 wrong.append(f"{what} saves {sorted(saved)}, with other values of {others}")
             if offload and any(value.device.type != "cpu" for value in saved.values()):
                 wrong.append(f"{what} saves values on { ({str(value.device) for value in saved.values()}) }")
+    wrong += _wrong_local_settings(fsdp)
     assert not wrong, "\n".join(wrong)
+    # A configuration of the base class belongs to no form.
+    model, others = fsdp.nested(), list[Any]()
+    for offload in (False, True):
+        others += [(api.StateDictConfig(offload), None), (None, api.OptimStateDictConfig(offload_to_cpu=offload))]
+    for form, (config, of_optimizer) in itertools.product(api.StateDictType, others):
+        before = kind.get_state_dict_type(model)
+        for call in (kind.set_state_dict_type, _in_context(kind)):
+            attempt = functools.partial(call, model, form, config, of_optimizer)
+            fsdp.check_refused("state_dict_config of type", attempt)
+        if kind.get_state_dict_type(model) != before:
+            wrong.append(f"a configuration that {form.name} refuses changes {before}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _in_context(kind: Any) -> Callable[..., None]:
+    def call(*given: Any) -> None:
+        with kind.state_dict_type(*given):
+            pass
+
+    return call
+
+
+def _wrong_local_settings(fsdp: Fsdp1) -> list[str]:
+    """What is wrong with the settings of a local form, in its context and once they are set."""
+    api, kind, wrong = fsdp.api, fsdp.kind, list[str]()
+    model, form = fsdp.nested_on_groups(), api.StateDictType.LOCAL_STATE_DICT
+    for offload, of_optimizer in ((False, True), (True, False)):
+        given = api.LocalStateDictConfig(offload), api.LocalOptimStateDictConfig(offload_to_cpu=of_optimizer)
+        with kind.state_dict_type(model, form, *given):
+            inside = kind.get_state_dict_type(model)
+        after = kind.get_state_dict_type(model)
+        kind.set_state_dict_type(model, form, *given)
+        for when, one in (("in its context", inside), ("once set", kind.get_state_dict_type(model))):
+            if (one.state_dict_type, one.state_dict_config, one.optim_state_dict_config) != (form, *given):
+                wrong.append(f"{given} are {one} {when}")
+        kind.set_state_dict_type(model, after.state_dict_type)
+    return wrong
 
 
 @contract("CALLS-4")
@@ -425,4 +476,23 @@ def test_numbers_that_clip(rank: Rank, shards: bool, use_orig_params: bool) -> N
                     f"by norm {norm_type!r} and limit {limit!r} the norm is {found}, not {norm}, and gradients are "
                     f"{gradients}, not {expected}"
                 )
+    for norm_type in (0, 0.0):
+        wrong += _wrong_by_zero(fsdp, wrap(_Ones().to(fsdp.device), use_orig_params=use_orig_params), norm_type)
     assert not wrong, "\n".join(wrong)
+
+
+def _wrong_by_zero(fsdp: Fsdp1, model: Any, norm_type: Any) -> list[str]:
+    """What is wrong with clipping to 1 by the 0-norm, which is the number of elements, or of tensors, or refused."""
+    model(torch.full((), 3.0, device=fsdp.device)).backward()
+    clip = Refusal(fsdp.rank, lambda: float(model.clip_grad_norm_(1, norm_type)), may_send=True)
+    found = {value for one in model.parameters() if one.grad is not None for value in one.grad.flatten()[:3].tolist()}
+    if clip.text is not None:
+        clip.check_names("zero")
+        return [] if found <= {3.0} else [f"gradients of 3 are {found} once a {norm_type!r}-norm is refused"]
+    number = clip.result
+    clipped = {3.0 * torch.clamp(1 / (torch.tensor(number) + 1e-6), max=1.0).item()}
+    if number in (16.0, len([*model.parameters()])) and all(
+        abs(one - value) < 1e-6 for one in found for value in clipped
+    ):
+        return []
+    return [f"the {norm_type!r}-norm of 16 elements in 2 tensors is {number}, and gradients are {found}, not {clipped}"]

@@ -1,12 +1,15 @@
 """Chapter MEMORY: what calls of user code and steps of other optimizers leave in memory."""
 
+import functools
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from shardproof.suites.anytime import FAMILIES, STEPPED, Held, Scene
-from shardproof.testing import Capability, Rank, contract, models, needs, world
+from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
 from shardproof.testing.make import Clip, run_by_units, sharded
 from shardproof.testing.measure import memory
 from shardproof.testing.train import optim
@@ -49,9 +52,21 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
 
 
 @contract("MEMORY-4")
-@pytest.mark.parametrize("kernels", ["foreach", "fused", "for-loop"])
-def test_objects_after_steps_of_adam(rank: Rank, kernels: optim.Kernels) -> None:
-    """Steps of AdamW by any kernels, clipped and with a learning rate of their own, hold no more than the first few.
+@pytest.mark.parametrize(
+    ("kernels", "rate", "options"),
+    [
+        *(pytest.param(one, float, {}, id=one) for one in ("foreach", "fused", "for-loop")),
+        *(pytest.param(one, torch.tensor, {}, id=f"{one}-tensor") for one in ("fused", "for-loop")),
+        pytest.param("foreach", torch.tensor, {"capturable": True}, id="capturable", marks=needs(Hardware.ACCELERATOR)),
+        pytest.param("foreach", float, {"amsgrad": True, "maximize": True}, id="amsgrad"),
+    ],
+)
+def test_objects_after_steps_of_adam(
+    rank: Rank, kernels: optim.Kernels, rate: Callable[[float], Any], options: dict[str, Any]
+) -> None:
+    """Steps of AdamW by any kernels, clipped and each with a learning rate, hold no more than the first few.
+
+    The rate is a number or a tensor.
 
     Objects and bytes of tensors are counted, and the entries of all lists, dicts and sets.
     """
@@ -59,13 +74,17 @@ def test_objects_after_steps_of_adam(rank: Rank, kernels: optim.Kernels) -> None
     model = models.Tower(dim=9)
     # Without a run, which notes its own steps.
     adapter = sharded(
-        rank, model.to(rank.device), optimizer=optim.adamw(kernels=kernels), units=model.units(), clip=clip
+        rank,
+        model.to(rank.device),
+        optimizer=functools.partial(optim.adamw(kernels=kernels), **options),
+        units=model.units(),
+        clip=clip,
     )
     optimizer, counts = adapter.optimizer, []
     assert optimizer is not None
     for step in range(SETTLED + STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (1 + step)
+            group["lr"] = rate(1e-3 / (1 + step))
         if step % 3 == 1:
             with torch.no_grad():
                 adapter.forward(rank.batch(0, (2, 9)))

@@ -298,7 +298,7 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
     for step in range(6):
         if step == 3:
             for owner in owners:
-                thawed = _of_the_last_unit(owner)
+                thawed = _of_unit(owner, "high")
                 for parameter in thawed:
                     parameter.requires_grad_(True)
                 owner.optimizer.add_param_group({"params": thawed, "lr": 0.02, "weight_decay": 0.2})
@@ -311,44 +311,49 @@ def test_groups_and_schedules(rank: Rank, flat_parameters: bool) -> None:
 @OWN_OPTIMIZER
 def test_group_that_is_added(rank: Rank) -> None:
     """A unit that has gradients from the start and is in no group keeps its values until a group is added for it."""
-    run, replica = both(rank, optimizer=functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+
+    def of_the_root(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        first, *_ = parameters
+        return torch.optim.SGD([first], lr=0.05, momentum=0.9, weight_decay=0.1)
+
+    run, replica = both(rank, optimizer=of_the_root)
     owners: tuple[Trainee, ...] = (run.adapter, replica)
     for owner in owners:
-        _set_groups(owner, first=set(), left_out="high")
+        (of_root,) = owner.optimizer.param_groups[0]["params"]
+        assert of_root is owner.held_parameters()["gain"], "a model's parameters do not begin with the root's own"
+        owner.optimizer.add_param_group({"params": _of_unit(owner, "low"), "lr": 0.01})
     schedules = [StepLR(owner.optimizer, step_size=2, gamma=0.5) for owner in owners]
     for step in range(5):
         if step == 2:
             for owner in owners:
-                owner.optimizer.add_param_group({"params": _of_the_last_unit(owner), "weight_decay": 0.2})
+                owner.optimizer.add_param_group({"params": _of_unit(owner, "high"), "weight_decay": 0.2})
         step_and_check(rank, run, replica, [(rank.batch(step, SHAPE),)], number=step)
         for owner in owners:
-            for parameter in _of_the_last_unit(owner):  # the optimizer zeroes only those of its groups
+            for parameter in _of_unit(owner, "high"):  # the optimizer zeroes only those of its groups
                 parameter.grad = None
         for schedule in schedules:
             schedule.step()
 
 
-def _set_groups(owner: Trainee, *, first: Set[str], left_out: str = "") -> None:
-    """Divide the optimizer's one group: the root's own parameters and the ``first``, and the rest; some are in none.
+def _set_groups(owner: Trainee, *, first: Set[str]) -> None:
+    """Divide the optimizer's one group: the root's own parameters and the ``first``, and the rest.
 
     By names: the order in which an optimizer gets parameters is the adapter's own matter.
 
     Args:
         owner: whose optimizer it is.
         first: names of further parameters of the first group.
-        left_out: the module whose parameters no group has; "" for none.
     """
     named = each_once(owner.held_parameters())
-    kept = {name: one for name, one in named.items() if not left_out or not name.startswith(f"{left_out}.")}
-    in_first = [id(one) for name, one in kept.items() if name in first or not name.startswith(("low.", "high."))]
-    of_optimizer, ids = owner.optimizer.param_groups[0], set(map(id, kept.values()))
-    every = [one for one in of_optimizer["params"] if id(one) in ids]
+    in_first = [id(one) for name, one in named.items() if name in first or not name.startswith(("low.", "high."))]
+    of_optimizer = owner.optimizer.param_groups[0]
+    every = of_optimizer["params"]
     of_optimizer.update(params=[one for one in every if id(one) in in_first], weight_decay=0.1)
     owner.optimizer.add_param_group({"params": [one for one in every if id(one) not in in_first], "lr": 0.01})
 
 
-def _of_the_last_unit(owner: Trainee) -> list[nn.Parameter]:
-    return [value for name, value in each_once(owner.held_parameters()).items() if name.startswith("high")]
+def _of_unit(owner: Trainee, unit: str) -> list[nn.Parameter]:
+    return [value for name, value in each_once(owner.held_parameters()).items() if name.startswith(unit)]
 
 
 @contract("OPTIMIZER-3")

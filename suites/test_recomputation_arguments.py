@@ -44,6 +44,10 @@ _OPTIONS: dict[str, tuple[Mapping[str, Any], tuple[Means, ...]]] = {
 }
 
 
+#: Arguments that are nothing, where the default is something.
+_EMPTY: dict[str, Any] = {"bound": None, "negate": False, "shifts": ()}
+
+
 class _Inside(NamedTuple):
     shift: torch.Tensor
     weights: list[Any]
@@ -81,6 +85,7 @@ class _Receiver(nn.Module):
     def forward(
         self, x: torch.Tensor, power: int, *more: Any, second: torch.Tensor, notes: _Notes, inside: Any,
         beta: torch.Tensor | None = None, alpha: float = 1.0,
+        bound: float | None = 0.5, negate: bool = True, shifts: tuple[float, ...] = (1.0,),
     ) -> Any:  # fmt: skip
         drawn = torch.rand(DIM, device=x.device)
         floats = {
@@ -93,6 +98,7 @@ class _Receiver(nn.Module):
         notes.seen.append(
             {
                 "power": power, "alpha": alpha, "beta": beta, "more": more[1:], "nothing": inside["a"].weights[0],
+                "empty": (bound, negate, shifts),
                 "kinds": (type(inside).__name__, type(inside["a"]).__name__), "drawn": drawn.tolist(),
                 "context": notes.context, "dtypes": {name: value.dtype for name, value in floats.items()},
                 "values": {name: value.detach().float().sum().item() for name, value in floats.items()},
@@ -126,7 +132,7 @@ class _Caller(models.Stacked):
             inside = {"b": text, "a": _Inside(shift, [None, torch.full((DIM,), 0.75, device=x.device, dtype=wide)])}
             call = layer if self.around is None else functools.partial(self.around, layer)
             mask = torch.arange(DIM, device=x.device) % 3
-            output = call(hidden, 2, mask, text, second=second.cos(), notes=notes, inside=inside, alpha=0.5)
+            output = call(hidden, 2, mask, text, second=second.cos(), notes=notes, inside=inside, alpha=0.5, **_EMPTY)
             hidden, second = (output[0], output[1]) if self.flat else (output[0]["chosen"], output[1][0])
             assert output[-1] == 2 and (output[2] if self.flat else output[1][1]) is None, "outputs are others"
         output = hidden + second
@@ -230,6 +236,7 @@ def _check_seen(name: str, means: Means, notes: list[_Notes]) -> None:
         assert len(one.seen) == 2 * computations, f"{where} has computed {len(one.seen)} times in two steps"
         for step in range(2):
             first, *again = one.seen[step * computations : (step + 1) * computations]
+            assert first["empty"] == (*_EMPTY.values(),), f"{where} gets {first['empty']} for {_EMPTY}"
             contexts = [first["context"], *(other["context"] for other in again)]
             expected = ["of forward", "of the recomputation"] if name == "context_fn" else ["none"] * computations
             assert contexts == expected, f"{where} computes in the contexts {contexts}"

@@ -194,6 +194,14 @@ COURSES = {
     "set-by-a-tensor": Course(scales={0: torch.tensor(8.0), 2: torch.tensor(0.5)}),
     "saved-and-loaded": Course(wrong=((), (0,), (), (), ()), reloads=(1, 3)),
     "disabled": Course({"enabled": False}, unscales=True),
+    # Numbers at which nothing is scaled any more, or only once. A plain scaler takes them.
+    "no-scale": Course({"init_scale": 0.0}),
+    "infinite-scale": Course({"init_scale": torch.inf}),
+    "no-scale-after-an-infinity": Course({"backoff_factor": 0.0}, wrong=((), (-1,), ())),
+    "infinite-growth": Course({"growth_factor": torch.inf, "growth_interval": 1}),
+    "no-growth": Course({"growth_interval": 0}),
+    "set-to-zero": Course(scales={0: 0.0}),
+    "set-to-infinity": Course(scales={0: torch.inf}),
 }
 
 
@@ -321,6 +329,9 @@ OUTPUTS: dict[str, Callable[[list[torch.Tensor]], Any]] = {
     "tuple": tuple,
     "nested": lambda given: [given[0], (given[1], [given[2]])],
     "iterator": iter,
+    "generator": lambda given: (one for one in given),
+    "set of one": lambda given: {given[0]},
+    "list of none": lambda given: [],
 }
 
 
@@ -353,9 +364,14 @@ def _shown(value: Any) -> Any:
 def test_calls_that_a_scaler_refuses(rank: Rank) -> None:
     """A scaler refuses to unscale twice, to unscale after the step, and to change the scale before any step.
 
-    Each rank refuses, and after the next step and update all go on.
+    Each rank refuses, and after the next step and update all go on. Refused is too a scale that would fall by its
+    growth or not by its fallback.
     """
     run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd())
+    for name, values in {"growth_factor": (0.0, 0.5, 1.0), "backoff_factor": (1.0, 2.0, torch.inf)}.items():
+        for value in values:
+            options: dict[str, Any] = {"init_scale": SCALE, "growth_interval": 2, name: value}
+            Refusal(rank, functools.partial(run.adapter.grad_scaler, **options)).check_names(name.replace("_", " "))
     scaler, optimizer = run.adapter.grad_scaler(init_scale=SCALE, growth_interval=2), run.adapter.optimizer
     assert optimizer is not None
     Refusal(rank, lambda: scaler.unscale_(optimizer)).check_names("scaler.scale(loss or outputs)")

@@ -120,6 +120,10 @@ def test_models_are_read(rank: Rank, wrapper: str) -> None:
         with report.of(name):
             expected = model_entries(twins.plain, frozen=not (options or {}).get("ignore_frozen_params"))
             check_read(rank, report, get_model_state_dict(twins.module, **made(options)), expected, options)
+    with report.of("with no optimizer"):
+        found, states = get_state_dict(twins.module, [])
+        check_read(rank, report, found, model_entries(twins.plain), {})
+        report.note([f"the optimizers' state dict is {states}"] if states else [])
     report.end()
 
 
@@ -136,12 +140,16 @@ def test_models_are_loaded(rank: Rank, wrapper: str) -> None:
     """A model has the values of the state dict that was loaded, whatever the options."""
     source = build(rank, Nested(), number=2, wrapper=wrapper, units=[["deep"]])
     twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]]), Report(rank)
-    for number, (name, options) in enumerate(LOADS.items(), start=3):
+    of_both = {f"{name}, with no optimizer": LOADS[name] for name in ("no options", "full")}
+    for number, (name, options) in enumerate([*LOADS.items(), *of_both.items()], start=3):
         source.fill(number)
         twins.fill(1)
         with report.of(name):
             state = loadable(rank, options, model_entries(source.plain), lambda: get_model_state_dict(source.module))
-            keys = set_model_state_dict(twins.module, state, **made(options))
+            if name in of_both:
+                keys = set_state_dict(twins.module, [], model_state_dict=state, optim_state_dict={}, **made(options))
+            else:
+                keys = set_model_state_dict(twins.module, state, **made(options))
             report.note([f"it returned {keys}"] if any(keys) else [])
             twins.plain.load_state_dict(model_entries(source.plain))
             report.note(twins.wrong())
@@ -414,15 +422,14 @@ def test_submodules(rank: Rank, wrapper: str) -> None:
                 model_entries(plain, frozen=False),
             )
             check_read(rank, report, found, within(expected), {})
+        states, deep = optimizer_entries(plain, twins.optimizers), {twins.root.get_submodule("deep")}
         with report.of("optimizer"):
-            deep = {twins.root.get_submodule("deep")}
-            check_read(
-                rank,
-                report,
-                get_optimizer_state_dict(twins.module, twins.own, submodules=deep),
-                optimizer_entries(plain, twins.optimizers),
-                {},
-            )
+            found = get_optimizer_state_dict(twins.module, twins.own, submodules=deep)
+            check_read(rank, report, found, states, {})
+        with report.of("both"):
+            found, of_all = get_state_dict(twins.module, twins.own, submodules=deep)
+            check_read(rank, report, found, model_entries(plain, inside="deep"), {})
+            check_read(rank, report, of_all, states, {})
         with report.of("loaded by module"):
             state: Any = {
                 twins.root.get_submodule(one): clone_of(entries_of(source, one, keep_submodule_prefixes=False))
@@ -431,6 +438,13 @@ def test_submodules(rank: Rank, wrapper: str) -> None:
             set_model_state_dict(twins.module, state, options=StateDictOptions(strict=False))
             plain.load_state_dict(within(model_entries(source.plain)), strict=False)
             report.note(twins.wrong())
+    with report.of("no submodule, which are all"):
+        nothing: Any = {"submodules": set()}
+        found, of_all = get_state_dict(twins.module, twins.own, **nothing)
+        for one in (found, get_model_state_dict(twins.module, **nothing)):
+            check_read(rank, report, one, model_entries(plain), {})
+        for of_states in (of_all, get_optimizer_state_dict(twins.module, twins.own, **nothing)):
+            check_read(rank, report, of_states, optimizer_entries(plain, twins.optimizers), {})
     report.end()
 
 
@@ -439,13 +453,34 @@ def within(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if name.startswith(("a.", "deep."))}
 
 
+def _set_of(optimizers: list[Any]) -> set[Any]:
+    """A set whose order is the same on every rank, as calls that communicate want it: not that of addresses."""
+    for number, one in enumerate(optimizers):
+        if "__hash__" not in vars(type(one)):
+            one.__class__ = type(type(one).__name__, (type(one),), {"__hash__": lambda _, number=number: number})
+    return set(optimizers)
+
+
+#: By name, what holds several optimizers; "together" is an iterator.
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "together": iter,
+    "list": list,
+    "tuple": tuple,
+    "set": _set_of,
+    "generator": lambda optimizers: (one for one in optimizers),
+}
+
+
 @contract("STATE-14")
-@pytest.mark.parametrize(("call", "collects"), [("together", True), ("patched", False)], ids=["together", "patched"])
-def test_calls_for_both(rank: Rank, call: str, collects: bool) -> None:
-    """Model and optimizers are read and loaded by one call, and by the methods of patched ones, as by two calls."""
-    kind = "several" if call == "together" else "adamw"
+@pytest.mark.parametrize("call", [*CONTAINERS, "patched"])
+def test_calls_for_both(rank: Rank, call: str) -> None:
+    """Model and optimizers, several in any container, are read and loaded by one call and by patched methods.
+
+    The results are those of two calls.
+    """
+    kind = "several" if call in CONTAINERS else "adamw"
     source, twins = (build(rank, Nested(), number=number, kind=kind, units=[["deep"]]) for number in (2, 1))
-    report = Report(rank)
+    report, collects = Report(rank), call != "patched"
     (gc.enable if collects else gc.disable)()
     try:
         for name in (
@@ -463,7 +498,7 @@ def test_calls_for_both(rank: Rank, call: str, collects: bool) -> None:
                 check_read(rank, report, clone_of(states), entries[1], options)
                 given_model = loadable(rank, options, entries[0], functools.partial(clone_of, model))
                 given_states = loadable(rank, options, entries[1], functools.partial(clone_of, states))
-                if name == "sent" and call == "together" and rank.index:
+                if name == "sent" and call in CONTAINERS and rank.index:
                     # Without an entry a rank takes the call for one about optimizers alone: findings/F389.py.
                     given_model = model_entries(twins.plain)
                 keys = _load_both(twins, call, options, given_model, given_states)
@@ -471,15 +506,40 @@ def test_calls_for_both(rank: Rank, call: str, collects: bool) -> None:
                 twins.plain.load_state_dict(entries[0])
                 load_by_number(twins.plain, twins.optimizers, entries[1])
                 report.note(twins.wrong())
+            if call in CONTAINERS and name != "sent":
+                with report.of(f"{name}, optimizers alone"):
+                    check_alone(rank, report, source, twins, CONTAINERS[call], options)
             assert gc.isenabled() == collects, "a call changes whether garbage is collected"
     finally:
         gc.enable()
     report.end()
 
 
+def check_alone(
+    rank: Rank, report: Report, source: Twins, twins: Twins, container: Callable[[list[Any]], Any], options: Any
+) -> None:
+    """Read and load several optimizers without the model, by the calls for them and by that for both."""
+    entries = optimizer_entries(source.plain, source.optimizers)
+    states = get_optimizer_state_dict(source.module, container(source.own), **made(options))
+    check_read(rank, report, clone_of(states), entries, options)
+    for for_both in (False, True):
+        twins.fill(1)
+        state: Any = loadable(rank, options, entries, functools.partial(clone_of, states))
+        if for_both:
+            nothing: Any = {"model_state_dict": {}}
+            keys = set_state_dict(
+                twins.module, container(twins.own), optim_state_dict=state, **nothing, **made(options)
+            )
+            report.note([f"without the model it returned {keys}"] if any(keys) else [])
+        else:
+            set_optimizer_state_dict(twins.module, container(twins.own), state, **made(options))
+        load_by_number(twins.plain, twins.optimizers, entries)
+        report.note(twins.wrong())
+
+
 def _read_both(twins: Twins, call: str, options: dict[str, Any] | None) -> tuple[Any, Any]:
-    if call == "together":
-        return get_state_dict(twins.module, given(twins), **made(options))
+    if call in CONTAINERS:
+        return get_state_dict(twins.module, CONTAINERS[call](twins.own), **made(options))
     patched = _patched(twins, options)
     model, states = twins.module.state_dict(), twins.own[0].state_dict()
     patched()
@@ -487,10 +547,9 @@ def _read_both(twins: Twins, call: str, options: dict[str, Any] | None) -> tuple
 
 
 def _load_both(twins: Twins, call: str, options: dict[str, Any] | None, model: Any, states: Any) -> Any:
-    if call == "together":
-        return set_state_dict(
-            twins.module, given(twins), model_state_dict=model, optim_state_dict=states, **made(options)
-        )
+    if call in CONTAINERS:
+        own = CONTAINERS[call](twins.own)
+        return set_state_dict(twins.module, own, model_state_dict=model, optim_state_dict=states, **made(options))
     patched = _patched(twins, options)
     twins.module.load_state_dict(model)
     twins.own[0].load_state_dict(states)
@@ -531,7 +590,11 @@ def test_refusals(rank: Rank) -> None:
         "Missing optimizer state for parameter": lambda: set_optimizer_state_dict(module, own, lacking),
         "exactly one param group": lambda: set_optimizer_state_dict(module, own, empty),
         "full_state_dict must be True": lambda: get_model_state_dict(module, options=sent),
-        "Optimizers are not passed in": lambda: get_optimizer_state_dict(module, ()),
+        "Optimizers are not passed in": lambda: get_optimizer_state_dict(module, []),
+        "not passed in but optim_only": lambda: set_optimizer_state_dict(module, [], lacking),
+        "but optim state_dict is empty": lambda: set_state_dict(
+            module, own, model_state_dict=dict(module.state_dict()), optim_state_dict={}
+        ),
         "state_dict is empty": lambda: set_model_state_dict(module, {}),
         "optim state_dict is empty": lambda: set_optimizer_state_dict(module, own, {}),
     }
