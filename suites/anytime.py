@@ -429,7 +429,7 @@ _UNITS = (
     Call("register_fsdp_forward_method()", _methods),
     Call("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
     Call(
-        "reset_iter_state()", _reset, moments=(BEFORE, REDUCED, STEPPED, EVALUATING),
+        "reset_iter_state()", _reset, moments=(REDUCED, STEPPED, EVALUATING),
         needs=frozenset({Capability.RECOVERY}),
     ),
     Call("clip_grad_norm_(inf)", _clip, moments=(REDUCED, STEPPED)),
@@ -575,15 +575,6 @@ def _clip_wrapper(scene: Scene) -> None:
     scene.expect(found == [expected] * 2, f"the largest gradient is {expected}, and the inf-norms are {found}")
 
 
-def _forward(scene: Scene) -> None:
-    if scene.moment == REDUCED and scene.run.adapter.config.shards:
-        return  # torch's next forward would use what this one leaves gathered: findings/F029.py
-    with torch.no_grad():
-        output = scene.model.forward(scene.held.batch).cpu()
-    difference = exact_difference(output, scene.held.output)
-    scene.expect(difference is None, f"the output: element, by the method and of the training: {difference}")
-
-
 def _forms(scene: Scene) -> None:
     kind, forms = _kind(scene), cast(Any, scene.run.adapter).api.StateDictType
     first = kind.get_state_dict_type(scene.model)
@@ -622,9 +613,16 @@ _WRAPPERS = (
     Call("clip_grad_norm_(inf, inf)", _clip_wrapper, moments=(REDUCED, STEPPED, EVALUATING)),
     Call("state_dict_type(), set_state_dict_type() and get_state_dict_type()", _forms),
     Call("named_parameters(), named_buffers(), apply(), train()", _listed),
-    # Last: before the first forward there is none.
-    Call("forward()", _forward, moments=(BEFORE, REDUCED, STEPPED, EVALUATING)),
 )  # fmt: skip
+
+
+def _forward(scene: Scene) -> None:
+    if scene.moment == REDUCED and scene.run.adapter.config.shards:
+        return  # torch's next forward would use what this one leaves gathered: findings/F029.py
+    with torch.no_grad():
+        output = scene.model.forward(scene.held.batch).cpu()
+    difference = exact_difference(output, scene.held.output)
+    scene.expect(difference is None, f"the output: element, by the method and of the training: {difference}")
 
 
 def _reduction_hook(scene: Scene) -> None:
@@ -663,8 +661,12 @@ def _of_unit(wrapper: Any) -> list[nn.Parameter]:
     return [one for one in wrapper.parameters() if id(one) not in others]
 
 
-#: The reduction of wrappers, which user code may replace once.
-_HOOKS = (Call("register_comm_hook()", _reduction_hook),)
+#: What wrappers do in training, by the method or by user code.
+_TRAINING = (
+    Call("register_comm_hook()", _reduction_hook),
+    # Last: before the first forward there is none.
+    Call("forward()", _forward, moments=(BEFORE, REDUCED, STEPPED, EVALUATING)),
+)
 
 
 def _in_form(form: StateForm) -> Callable[[Scene], None]:
@@ -740,13 +742,13 @@ _DROPPED = (Call("unshard(async_op=True) and reshard()", _unshard_and_drop),)
 ON_META = tuple(
     call
     for call in _UNITS
-    if call.make is _reset
-    or ("unshard" not in call.name.partition("_")[0] and call.moments == MOMENTS and call.make is not _listing)
+    if "unshard" not in call.name.partition("_")[0] and call.moments == MOMENTS and call.make is not _listing
 )
 FAMILIES: dict[str, tuple[Call, ...]] = {
     "dropped-unshards": _DROPPED,
     "modules": _UNITS, "state-dicts": _MODELS, "optimizer-states": _OPTIMIZERS, "wrappers": _WRAPPERS,
-    "wrapped-state-dicts": _WRAPPED_MODELS, "wrapped-optimizer-states": _WRAPPED_OPTIMIZERS, "wrapped-hooks": _HOOKS,
+    "wrapped-state-dicts": _WRAPPED_MODELS, "wrapped-optimizer-states": _WRAPPED_OPTIMIZERS,
+    "wrapped-training": _TRAINING,
 }  # fmt: skip
 
 

@@ -118,7 +118,7 @@ FAMILY = pytest.mark.parametrize(
         *(pytest.param(one, marks=UNITS) for one in ("modules", "dropped-unshards", "state-dicts", "optimizer-states")),
         *(
             pytest.param(one, marks=WRAPPERS)
-            for one in ("wrappers", "wrapped-state-dicts", "wrapped-optimizer-states", "wrapped-hooks")
+            for one in ("wrappers", "wrapped-state-dicts", "wrapped-optimizer-states", "wrapped-training")
         ),
     ],
 )
