@@ -275,7 +275,7 @@ def _of_replicas(method: str, *args: Any, refused: str = "") -> Call:
                 return
             try:
                 getattr(unit, method)(*args, recurse=unit is scene.model)
-            except AssertionError as error:
+            except (AssertionError, ValueError) as error:
                 scene.expect(bool(refused) and refused in str(error), f"it is refused by {error}")
 
     return Call(f"{method}{args}", make, lacks=_SHARDS)
@@ -416,8 +416,9 @@ _UNITS = (
         needs=frozenset({Capability.OWN_REDUCE_GROUP}),
     ),
     Call("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
-    _of_replicas("set_reduce_scatter_max_input_buffers", 1),
+    _of_replicas("set_reduce_scatter_max_input_buffers", 0, refused="positive"),
     _of_replicas("set_reduce_scatter_max_input_buffers", 2),
+    _of_replicas("set_reduce_scatter_max_input_buffers", 1),
     _of_replicas("set_separate_reduce_scatter_group", True, refused="FSDPMeshInfo"),
     _of_replicas("set_separate_reduce_scatter_group", False, refused="FSDPMeshInfo"),
     Call("set_gradient_divide_factor(ranks)", _factor("set_gradient_divide_factor")),
@@ -718,7 +719,7 @@ def _optim(form: StateForm) -> Callable[[Scene], None]:
 
 
 def _older(scene: Scene) -> None:
-    """Those before ``optim_state_dict``, which know of no part of the ranks."""
+    """Those before ``optim_state_dict``, which know of no part of the ranks, and other keys for what they return."""
     if scene.run.adapter.config.mesh.size() < scene.rank.world_size:
         return
     kind, model, optimizer = _kind(scene), scene.model, scene.optimizer
@@ -726,6 +727,12 @@ def _older(scene: Scene) -> None:
     scene.check_states(full["state"])
     optimizer.load_state_dict(kind.shard_full_optim_state_dict(full, model, optim=optimizer))
     optimizer.load_state_dict(kind.scatter_full_optim_state_dict(full, model, optim=optimizer))
+    if not scene.run.adapter.config.flat_parameters:  # which have no names of their own
+        keys = cast(Any, scene.run.adapter).api.OptimStateKeyType
+        numbered = kind.rekey_optim_state_dict(full, keys.PARAM_ID, model, optim=optimizer)
+        named = kind.rekey_optim_state_dict(numbered, keys.PARAM_NAME, model, optim=optimizer)
+        scene.expect(all(isinstance(key, int) for key in numbered["state"]), "by numbers there are names")
+        scene.check_states(named["state"])
     sharded = kind.sharded_optim_state_dict(model, optimizer)
     optimizer.load_state_dict(kind.flatten_sharded_optim_state_dict(sharded, model, optimizer))
 

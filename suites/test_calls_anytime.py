@@ -1,6 +1,5 @@
 """Chapter CALLS: calls that change no training, in each state of a model and in each moment of its training."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +229,10 @@ def check_calls(rank: Rank, state: str, family: str) -> None:
     expected = train(rank, make(), batches, lambda *_: None)
     if (changed := change_of(rank, make, batches, expected, FAMILIES[family])) is None:
         return
-    alone = ((call.name, change_of(rank, make, batches, expected, [call])) for call in FAMILIES[family])
-    culprits = itertools.islice((f"{name}: {text}" for name, text in alone if text is not None), 3)
-    raise AssertionError("\n".join([f"calls that are to change nothing: {changed}", "by themselves:", *culprits]))
+    calls, text = FAMILIES[family], changed
+    while len(calls) > 1:
+        halves = (calls[: len(calls) // 2], calls[len(calls) // 2 :])
+        changes = ((half, change_of(rank, make, batches, expected, half)) for half in halves)
+        calls, text = next(((half, one) for half, one in changes if one is not None), ((), ""))
+    culprit = f"{calls[0].name}: {text}" if calls else "calls of both halves together"
+    raise AssertionError(f"calls that are to change nothing: {changed}\nby itself: {culprit}")
