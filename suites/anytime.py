@@ -54,6 +54,8 @@ class Held:
         for (name, mine), (another, its) in zip(self._tensors(), other._tensors(), strict=False):
             if name != another:
                 return f"{name} instead of {another}"
+            if mine.shape != its.shape:
+                return f"{name} has the shape {tuple(mine.shape)} with the calls and {tuple(its.shape)} without"
             if (found := exact_difference(mine, its)) is not None:
                 return f"{name}: element, with the calls and without: {found}"
         return None

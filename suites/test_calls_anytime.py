@@ -104,7 +104,7 @@ def _flat(rank: Rank) -> tuple[Any, dict[str, Any]]:
 
 _STATES: dict[str, Callable[[Rank], tuple[Any, dict[str, Any]]]] = {
     "plain": _plain, "frozen": _frozen, "empty-shards": _empty, "checkpointed": _checkpointed, "tied": _tied,
-    "root-without-parameters": _without_own, "compiled": _compiled, "compiled-wrapped": _compiled,
+    "root-without-parameters": _without_own, "compiled": _compiled, "compiled-inside": _compiled,
     "kept": _kept, "whole": _whole, "flat": _flat,
     "subgroup": _subgroup, "replicas": _replicas, "tensor-parallel": _tensor_parallel,
     "tensor-parallel-deferred": _tensor_parallel,
@@ -137,7 +137,7 @@ FAMILY = pytest.mark.parametrize(
         pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
         pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
-        pytest.param("compiled-wrapped", marks=WRAPPERS),
+        pytest.param("compiled-inside", marks=WRAPPERS),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
