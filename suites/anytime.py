@@ -268,7 +268,7 @@ def _factor(method: str) -> Callable[[Scene], None]:
     return make
 
 
-def _of_replicas(method: str, *args: Any, refused: str = "") -> Call:
+def _of_replicas(method: str, value: int, *, refused: str = "") -> Call:
     """Set on replicated units what is about reduce-scatters, of which they have none; they may refuse it by a word."""
 
     def make(scene: Scene) -> None:
@@ -276,11 +276,11 @@ def _of_replicas(method: str, *args: Any, refused: str = "") -> Call:
             if not hasattr(unit, method):  # in older torch
                 return
             try:
-                getattr(unit, method)(*args, recurse=unit is scene.model)
+                getattr(unit, method)(value, recurse=unit is scene.model)
             except (AssertionError, ValueError) as error:
                 scene.expect(bool(refused) and refused in str(error), f"it is refused by {error}")
 
-    return Call(f"{method}{args}", make, lacks=_SHARDS)
+    return Call(f"{method}({value})", make, lacks=_SHARDS)
 
 
 def _reset(scene: Scene) -> None:
