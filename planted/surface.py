@@ -325,7 +325,10 @@ def states(model: Any, phase: str) -> set[str]:
         "tied": len({id(one) for one in parameters}) < len(parameters) or any(one._shared_params for one in flat),
         "frozen": any(not one.requires_grad for one in parameters),
         "with empty shards": any(not mine.numel() and one.numel() for mine, one in pairs)
-        or any(one._local_shard.numel() == one._shard_numel_padded for one in flat if hasattr(one, "_local_shard")),
+        # Of a flat parameter of original ones, the padding that aligns them is no element of any.
+        or any(
+            not any(info.in_shard for info in one._shard_param_infos) for one in flat if hasattr(one, "_local_shard")
+        ),
     }
     return found | {name for name, holds in tests.items() if holds}
 

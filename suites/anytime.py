@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,19 +39,23 @@ class Held:
         parameters: its parts of the parameters.
         state: its parts of the optimizer's state.
         gradients: its parts of the gradients that the step has used.
-        output: what an evaluation after the step returned.
+        output: what an evaluation after the step returned; before the first step, what its first forward did.
+        batch: the input of that evaluation or forward.
     """
 
     parameters: dict[str, Piece]
     state: dict[str, dict[str, Piece]]
     gradients: dict[str, Piece | None]
     output: torch.Tensor
+    batch: torch.Tensor
 
     def difference(self, other: "Held") -> str | None:
         """Return what differs first from another, or None."""
         for (name, mine), (another, its) in zip(self._tensors(), other._tensors(), strict=False):
             if name != another:
                 return f"{name} instead of {another}"
+            if mine.shape != its.shape:
+                return f"{name} has the shape {tuple(mine.shape)} with the calls and {tuple(its.shape)} without"
             if (found := exact_difference(mine, its)) is not None:
                 return f"{name}: element, with the calls and without: {found}"
         return None
@@ -81,18 +86,22 @@ class Scene:
         rank: this rank.
         run: the run in which the calls are made.
         moment: one of :data:`MOMENTS`.
+        step: the number of the step; 0 before the first.
         syncs: whether the next backward reduces.
         before: what the step before has left.
         now: what this step leaves.
+        notes: what calls keep for later moments of the same training.
         wrong: what was wrong with what a call returned on this rank; all ranks go on to the end of the moment.
     """
 
     rank: Rank
     run: Run
     moment: str
+    step: int
     syncs: bool
     before: Held
     now: Held
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     wrong: list[str] = dataclasses.field(default_factory=list)
 
     def expect(self, holds: bool, otherwise: str) -> None:
@@ -164,17 +173,19 @@ class Call:
         make: makes it, and checks what it returns.
         moments: in which it is allowed.
         needs: the capabilities without which there is no such call.
-        refused: by capability that is missing, words of the error that it then raises.
+        lacks: the capabilities with which the call means something else.
     """
 
     name: str
     make: Callable[[Scene], object]
     moments: tuple[str, ...] = MOMENTS
     needs: frozenset[Capability] = frozenset()
+    lacks: frozenset[Capability] = frozenset()
 
     def applies(self, scene: Scene) -> bool:
         """Whether the implementation has the call, and allows it in this moment."""
-        return scene.moment in self.moments and self.needs <= scene.rank.implementation.capabilities()
+        has = scene.rank.implementation.capabilities()
+        return scene.moment in self.moments and self.needs <= has and not self.lacks & has
 
 
 def _nothing(*_: Any) -> None:
@@ -255,6 +266,29 @@ def _factor(method: str) -> Callable[[Scene], None]:
                 _each(method, float(mesh.size()))(scene)
 
     return make
+
+
+def _of_replicas(method: str, value: int, *, refused: str = "") -> Call:
+    """Set on replicated units what is about reduce-scatters, of which they have none; they may refuse it by a word."""
+
+    def make(scene: Scene) -> None:
+        for unit in scene.units:
+            if not hasattr(unit, method):  # in older torch
+                return
+            try:
+                getattr(unit, method)(value, recurse=unit is scene.model)
+            except (AssertionError, ValueError) as error:
+                scene.expect(bool(refused) and refused in str(error), f"it is refused by {error}")
+
+    return Call(f"{method}({value})", make, lacks=_SHARDS)
+
+
+def _reset(scene: Scene) -> None:
+    """Begin an iteration anew, also while reductions are deferred."""
+    scene.model.reset_iter_state()
+    scene.model.set_requires_gradient_sync(False)
+    scene.model.reset_iter_state()
+    scene.model.set_requires_gradient_sync(scene.syncs)
 
 
 def _own_collectives(scene: Scene) -> None:
@@ -384,7 +418,12 @@ _UNITS = (
         needs=frozenset({Capability.OWN_REDUCE_GROUP}),
     ),
     Call("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
-    Call("set_gradient_divide_factor(ranks)", _factor("set_gradient_divide_factor"), needs=_SHARDS),
+    _of_replicas("set_reduce_scatter_max_input_buffers", 0, refused="positive"),
+    _of_replicas("set_reduce_scatter_max_input_buffers", 2),
+    _of_replicas("set_reduce_scatter_max_input_buffers", 1),
+    _of_replicas("set_separate_reduce_scatter_group", True, refused="FSDPMeshInfo"),
+    _of_replicas("set_separate_reduce_scatter_group", False, refused="FSDPMeshInfo"),
+    Call("set_gradient_divide_factor(ranks)", _factor("set_gradient_divide_factor")),
     Call("set_reduce_scatter_divide_factor(ranks)", _factor("set_reduce_scatter_divide_factor"), needs=_SHARDS),
     Call("set_custom_all_gather() and set_custom_reduce_scatter()", _own_collectives, needs=_SHARDS),
     Call("set_all_reduce_hook()", _hook),
@@ -392,8 +431,10 @@ _UNITS = (
     Call("_set_unshard_async_op()", _asynchronous),
     Call("register_fsdp_forward_method()", _methods),
     Call("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
-    Call("reset_iter_state()", lambda scene: scene.model.reset_iter_state(), moments=(STEPPED, EVALUATING),
-         needs=frozenset({Capability.RECOVERY})),
+    Call(
+        "reset_iter_state()", _reset, moments=(REDUCED, STEPPED, EVALUATING),
+        needs=frozenset({Capability.RECOVERY}),
+    ),
     Call("clip_grad_norm_(inf)", _clip, moments=(REDUCED, STEPPED)),
     Call("named_parameters(), apply(), train(), to()", _listing),
 )  # fmt: skip
@@ -527,9 +568,14 @@ def _waits(scene: Scene) -> None:
 
 
 def _clip_wrapper(scene: Scene) -> None:
-    expected = scene.largest_gradient()
-    found = float(scene.model.clip_grad_norm_(math.inf, norm_type=math.inf))
-    scene.expect(found == expected, f"the largest gradient is {expected}, and the inf-norm {found}")
+    # In evaluation there are no gradients any more, of which torch warns.
+    expected = 0.0 if scene.moment == EVALUATING else scene.largest_gradient()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = [float(scene.model.clip_grad_norm_(math.inf, norm_type=math.inf))]
+        with scene.model.no_sync():
+            found.append(float(scene.model.clip_grad_norm_(math.inf, norm_type=math.inf)))
+    scene.expect(found == [expected] * 2, f"the largest gradient is {expected}, and the inf-norms are {found}")
 
 
 def _forms(scene: Scene) -> None:
@@ -567,10 +613,63 @@ _WRAPPERS = (
         moments=(BEFORE, REDUCED, STEPPED, EVALUATING),
     ),
     Call("no_sync()", _waits),
-    Call("clip_grad_norm_(inf, inf)", _clip_wrapper, moments=(REDUCED, STEPPED)),
+    Call("clip_grad_norm_(inf, inf)", _clip_wrapper, moments=(REDUCED, STEPPED, EVALUATING)),
     Call("state_dict_type(), set_state_dict_type() and get_state_dict_type()", _forms),
     Call("named_parameters(), named_buffers(), apply(), train()", _listed),
 )  # fmt: skip
+
+
+def _forward(scene: Scene) -> None:
+    if scene.moment == REDUCED and scene.run.adapter.config.shards:
+        return  # torch's next forward would use what this one leaves gathered: findings/F029.py
+    with torch.no_grad():
+        output = scene.model.forward(scene.held.batch).cpu()
+    difference = exact_difference(output, scene.held.output)
+    scene.expect(difference is None, f"the output: element, by the method and of the training: {difference}")
+
+
+def _reduction_hook(scene: Scene) -> None:
+    """Reduce by a hook as the wrapper does; hybrid strategies have none, and a second one is refused at any moment."""
+    config, reduced = scene.run.adapter.config, scene.notes.setdefault("reduced", [])
+
+    def hook(sizes: list[int], gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        sizes.append(gradient.numel())
+        group = config.mesh.get_group()
+        if shard is None:
+            dist.all_reduce(gradient, group=group)
+        else:
+            dist.reduce_scatter_tensor(shard, gradient, group=group)
+        (gradient if shard is None else shard).div_(config.mesh.size())
+
+    words = "hybrid" if config.mesh.ndim > 1 else "" if scene.moment == BEFORE else "already registered"
+    try:
+        scene.model.register_comm_hook(reduced, hook)
+    except AssertionError as error:
+        scene.expect(bool(words) and words in str(error), f"it is refused by {error}")
+    else:
+        scene.expect(not words, f"it is accepted, where an error should name {words}")
+    if words == "already registered":
+        count = len([one for one in _wrappers(scene) if any(value.requires_grad for value in _of_unit(one))])
+        times = scene.step - (scene.moment not in (REDUCED, STEPPED, EVALUATING))
+        scene.expect(
+            len(reduced) == count * times,
+            f"{count} units are reduced {times} times, and the hook has run {len(reduced)}",
+        )
+
+
+def _of_unit(wrapper: Any) -> list[nn.Parameter]:
+    """The parameters of a wrapper that none inside it has."""
+    inside = [one for one in wrapper.modules() if one is not wrapper and hasattr(one, "check_is_root")]
+    others = {id(value) for one in inside for value in one.parameters()}
+    return [one for one in wrapper.parameters() if id(one) not in others]
+
+
+#: What wrappers do in training, by the method or by user code.
+_TRAINING = (
+    Call("register_comm_hook()", _reduction_hook),
+    # Last: before the first forward there is none.
+    Call("forward()", _forward, moments=(BEFORE, REDUCED, STEPPED, EVALUATING)),
+)
 
 
 def _in_form(form: StateForm) -> Callable[[Scene], None]:
@@ -622,7 +721,7 @@ def _optim(form: StateForm) -> Callable[[Scene], None]:
 
 
 def _older(scene: Scene) -> None:
-    """Those before ``optim_state_dict``, which know of no part of the ranks."""
+    """Those before ``optim_state_dict``, which know of no part of the ranks, and other keys for what they return."""
     if scene.run.adapter.config.mesh.size() < scene.rank.world_size:
         return
     kind, model, optimizer = _kind(scene), scene.model, scene.optimizer
@@ -630,6 +729,12 @@ def _older(scene: Scene) -> None:
     scene.check_states(full["state"])
     optimizer.load_state_dict(kind.shard_full_optim_state_dict(full, model, optim=optimizer))
     optimizer.load_state_dict(kind.scatter_full_optim_state_dict(full, model, optim=optimizer))
+    if not scene.run.adapter.config.flat_parameters:  # which have no names of their own
+        keys = cast(Any, scene.run.adapter).api.OptimStateKeyType
+        numbered = kind.rekey_optim_state_dict(full, keys.PARAM_ID, model, optim=optimizer)
+        named = kind.rekey_optim_state_dict(numbered, keys.PARAM_NAME, model, optim=optimizer)
+        scene.expect(all(isinstance(key, int) for key in numbered["state"]), "by numbers there are names")
+        scene.check_states(named["state"])
     sharded = kind.sharded_optim_state_dict(model, optimizer)
     optimizer.load_state_dict(kind.flatten_sharded_optim_state_dict(sharded, model, optimizer))
 
@@ -652,6 +757,7 @@ FAMILIES: dict[str, tuple[Call, ...]] = {
     "dropped-unshards": _DROPPED,
     "modules": _UNITS, "state-dicts": _MODELS, "optimizer-states": _OPTIMIZERS, "wrappers": _WRAPPERS,
     "wrapped-state-dicts": _WRAPPED_MODELS, "wrapped-optimizer-states": _WRAPPED_OPTIMIZERS,
+    "wrapped-training": _TRAINING,
 }  # fmt: skip
 
 
@@ -667,13 +773,15 @@ def train(rank: Rank, run: Run, batches: list[list[torch.Tensor]], act: Callable
         batches: the microbatches of each step.
         act: called in each moment with it, the number of the step and whether the next backward reduces.
     """
-    adapter, found = run.adapter, [_held(run, {}, torch.empty(0))]
+    adapter, found = run.adapter, [_held(run, {}, torch.empty(0), batches[0][0])]
     act(BEFORE, 0, len(batches[0]) == 1)
     for step, microbatches in enumerate(batches, 1):
         for number, batch in enumerate(microbatches, 1):
             is_last = number == len(microbatches)
             with adapter.microbatch(is_last=is_last):
                 output = adapter.forward(batch)
+                if batch is batches[0][0]:
+                    found[0] = dataclasses.replace(found[0], output=output.detach().cpu().clone())
                 act(BETWEEN if is_last else WAITING, step, is_last)
                 adapter.backward(models.mean_square(output))
                 if not is_last:
@@ -688,13 +796,13 @@ def train(rank: Rank, run: Run, batches: list[list[torch.Tensor]], act: Callable
             output = adapter.forward(microbatches[0]).cpu().clone()
         act(EVALUATING, step, True)
         adapter.module.train()
-        found.append(_held(run, gradients, output))
+        found.append(_held(run, gradients, output, microbatches[0]))
     return found
 
 
-def _held(run: Run, gradients: dict[str, Piece | None], output: torch.Tensor) -> Held:
+def _held(run: Run, gradients: dict[str, Piece | None], output: torch.Tensor, batch: torch.Tensor) -> Held:
     state = {name: _copied(pieces) for name, pieces in (run.adapter.optimizer_state() or {}).items()}
-    return Held(_copied(run.adapter.parameters()), state, gradients, output)
+    return Held(_copied(run.adapter.parameters()), state, gradients, output, batch)
 
 
 def change_of(
@@ -704,12 +812,12 @@ def change_of(
 
     ``expected`` is what a training without calls returns; None says that nothing differs from it.
     """
-    run = make()
+    run, notes = make(), dict[str, Any]()
 
     def act(moment: str, step: int, syncs: bool) -> None:
         if step not in (0, 2):  # the first step makes what the optimizer holds, and the third shows what they left
             return
-        scene = Scene(rank, run, moment, syncs, expected[max(0, step - 1)], expected[step])
+        scene = Scene(rank, run, moment, step, syncs, expected[max(0, step - 1)], expected[step], notes)
         texts: list[str] = []
         for call in calls:
             if call.applies(scene):

@@ -1,6 +1,5 @@
 """Chapter CALLS: calls that change no training, in each state of a model and in each moment of its training."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,17 +22,18 @@ def _plain(rank: Rank) -> tuple[Any, dict[str, Any]]:
 
 
 def _frozen(rank: Rank) -> tuple[Any, dict[str, Any]]:
+    """A layer and a bias that are not trained, in a model that is in evaluation when it is sharded."""
     model = models.Tower(dim=DIM)
     model.layers[1].requires_grad_(False)
     model.get_parameter("layers.2.in_proj.bias").requires_grad_(False)
-    return model, {}
+    return model, {"prepare": lambda plain: plain.eval()}
 
 
 def _empty(rank: Rank) -> tuple[Any, dict[str, Any]]:
-    """A layer of one row in between, of which the last rank has nothing."""
+    """A layer of one row in between, and a unit of one element, of which the last rank has nothing."""
     model = models.Tower(dim=DIM)
-    model.layers.insert(1, nn.Sequential(nn.Linear(DIM, 1), nn.Linear(1, DIM)))
-    return model, {}
+    model.layers.insert(1, nn.Sequential(nn.Linear(DIM, 1), nn.Linear(1, 1, bias=False), nn.Linear(1, DIM)))
+    return model, {"units": [["layers.1.1"], *model.units()]}
 
 
 def _checkpointed(rank: Rank) -> tuple[Any, dict[str, Any]]:
@@ -104,7 +104,8 @@ def _flat(rank: Rank) -> tuple[Any, dict[str, Any]]:
 
 _STATES: dict[str, Callable[[Rank], tuple[Any, dict[str, Any]]]] = {
     "plain": _plain, "frozen": _frozen, "empty-shards": _empty, "checkpointed": _checkpointed, "tied": _tied,
-    "root-without-parameters": _without_own, "compiled": _compiled, "kept": _kept, "whole": _whole, "flat": _flat,
+    "root-without-parameters": _without_own, "compiled": _compiled, "compiled-inside": _compiled,
+    "kept": _kept, "whole": _whole, "flat": _flat,
     "subgroup": _subgroup, "replicas": _replicas, "tensor-parallel": _tensor_parallel,
     "tensor-parallel-deferred": _tensor_parallel,
 }  # fmt: skip
@@ -114,7 +115,10 @@ FAMILY = pytest.mark.parametrize(
     "family",
     [
         *(pytest.param(one, marks=UNITS) for one in ("modules", "dropped-unshards", "state-dicts", "optimizer-states")),
-        *(pytest.param(one, marks=WRAPPERS) for one in ("wrappers", "wrapped-state-dicts", "wrapped-optimizer-states")),
+        *(
+            pytest.param(one, marks=WRAPPERS)
+            for one in ("wrappers", "wrapped-state-dicts", "wrapped-optimizer-states", "wrapped-training")
+        ),
     ],
 )
 
@@ -133,6 +137,7 @@ FAMILY = pytest.mark.parametrize(
         pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
         pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
+        pytest.param("compiled-inside", marks=WRAPPERS),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
@@ -182,8 +187,8 @@ def test_calls_on_the_meta_device(rank: Rank) -> None:
             f"output {number}": output.detach() for number, output in enumerate(outputs)
         }
 
-    run, nothing = made(), Held({}, {}, {}, torch.empty(0))
-    scene = Scene(rank, run, BEFORE, True, nothing, nothing)
+    run, nothing = made(), Held({}, {}, {}, torch.empty(0), torch.empty(0))
+    scene = Scene(rank, run, BEFORE, 0, True, nothing, nothing)
     for call in ON_META:
         if call.applies(scene):
             call.make(scene)
@@ -207,7 +212,11 @@ def check_calls(rank: Rank, state: str, family: str) -> None:
     options |= {"optimizer": optimizer, "microbatches": count, "accumulation": Accumulation()}
 
     def make() -> Run:
-        return rank.run(models.copy_of(model), **({"units": model.units()} | options))
+        run = rank.run(models.copy_of(model), **({"units": model.units()} | options))
+        # A wrapper around a module has a mode of its own.
+        modes = {one.training for one in run.adapter.module.modules() if not hasattr(one, "check_is_root")}
+        assert modes == {state != "frozen"}, f"sharding has changed whether modules are training: {modes}"
+        return run
 
     mesh = options.get("mesh")
     batches = [
@@ -220,6 +229,10 @@ def check_calls(rank: Rank, state: str, family: str) -> None:
     expected = train(rank, make(), batches, lambda *_: None)
     if (changed := change_of(rank, make, batches, expected, FAMILIES[family])) is None:
         return
-    alone = ((call.name, change_of(rank, make, batches, expected, [call])) for call in FAMILIES[family])
-    culprits = itertools.islice((f"{name}: {text}" for name, text in alone if text is not None), 3)
-    raise AssertionError("\n".join([f"calls that are to change nothing: {changed}", "by themselves:", *culprits]))
+    calls, text = FAMILIES[family], changed
+    while len(calls) > 1:
+        halves = (calls[: len(calls) // 2], calls[len(calls) // 2 :])
+        changes = ((half, change_of(rank, make, batches, expected, half)) for half in halves)
+        calls, text = next(((half, one) for half, one in changes if one is not None), ((), ""))
+    culprit = f"{calls[0].name}: {text}" if calls else "calls of both halves together"
+    raise AssertionError(f"calls that are to change nothing: {changed}\nby itself: {culprit}")

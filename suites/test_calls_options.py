@@ -204,7 +204,10 @@ def test_what_stands_for_an_optimizer(rank: Rank) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # about older calls
         full = kind.full_optim_state_dict(model, optimizer, rank0_only=False)
         expected = kind.shard_full_optim_state_dict(full, model, optim=optimizer)
+        to = fsdp.api.OptimStateKeyType.PARAM_ID
+        numbered = kind.rekey_optim_state_dict(full, to, model, optim=optimizer)
         calls: dict[str, Callable[[Any], Any]] = {
+            "rekey_optim_state_dict": lambda one: kind.rekey_optim_state_dict(full, to, model, optim_input=one),
             "full_optim_state_dict": lambda one: kind.full_optim_state_dict(
                 model, optimizer, optim_input=one, rank0_only=False
             ),
@@ -213,9 +216,10 @@ def test_what_stands_for_an_optimizer(rank: Rank) -> None:
                 None if rank.index else full, model, optim_input=one
             ),
         }
+        wanted = {"full_optim_state_dict": full, "rekey_optim_state_dict": numbered}
         for call, run in calls.items():
             for name, make in given.items():
-                found, other = run(make()), full if call == "full_optim_state_dict" else expected
+                found, other = run(make()), wanted.get(call, expected)
                 if _shown(found["state"]) != _shown(other["state"]):
                     wrong.append(f"{call} with {name} returns {_shown(found['state'])}, not {_shown(other['state'])}")
     assert not wrong, "\n".join(wrong)

@@ -233,9 +233,15 @@ ONE_MESH = {
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.NAMED_DIMENSIONS, Capability.REGISTERED_STATE)
+@needs(Capability.NAMED_DIMENSIONS)
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
-@subjects("dimensions", ONE_MESH)
+@subjects(
+    "dimensions",
+    [
+        pytest.param(name, marks=needs(Capability.SHARDED, Capability.REGISTERED_STATE)) if one.shard else name
+        for name, one in ONE_MESH.items()
+    ],
+)
 def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     """Parameters on one mesh, sharded over the dimensions that user code names, lie on it and train as DDP does."""
     case = ONE_MESH[dimensions]
@@ -310,7 +316,7 @@ WRONG_DIMENSIONS = {
 
 @contract("COMPOSITION-15")
 @world(2)
-@needs(Capability.NAMED_DIMENSIONS)
+@needs(Capability.NAMED_DIMENSIONS, Capability.SHARDED)
 @subjects("what", WRONG_DIMENSIONS)
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
@@ -320,7 +326,7 @@ def test_wrong_dimensions(rank: Rank, what: str) -> None:
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.NAMED_DIMENSIONS)
+@needs(Capability.NAMED_DIMENSIONS, Capability.SHARDED)
 def test_named_replicas_in_different_orders(rank: Rank) -> None:
     """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
     mesh = rank.mesh((2, 2), ("copy", "dp"), order=(3, 1, 0, 2))

@@ -36,8 +36,8 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
     run = run_by_units(rank, models.Tower(dim=DIM), optimizer=optim.sgd(), pictures=False)
     for step in range(2):
         run.step([(rank.batch(step, (2, DIM)),)], loss=models.mean_square)
-    nothing = Held({}, {}, {}, torch.empty(0))
-    scene = Scene(rank, run, STEPPED, True, nothing, nothing)
+    nothing = Held({}, {}, {}, torch.empty(0), torch.empty(0))
+    scene = Scene(rank, run, STEPPED, 2, True, nothing, nothing)
     grown = dict[str, tuple[int, int]]()
     for call in FAMILIES[family]:
         if call.applies(scene):

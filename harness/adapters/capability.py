@@ -401,7 +401,7 @@ PREREQUISITES = {
         "keep-unsharded-storage": "unit-settings reshard-after-forward sharded",
         "loss-scaling": "own-optimizer",
         "manual-backward-finalization": "autograd-calls own-optimizer",
-        "named-dimensions": "tensor-parallel",
+        "named-dimensions": "sharded tensor-parallel",
         "own-reduce-group": "unit-settings",
         "parameter-meshes": "tensor-parallel",
         "replicated-modules": "ignored-parameters",

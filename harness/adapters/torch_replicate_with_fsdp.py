@@ -5,6 +5,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
 
 from shardproof.harness.adapters.capability import Capability
@@ -22,7 +23,7 @@ _SHARDING = Capability.of(
     "sharded reshard-after-forward reshard-to-size reshard-to-size-uneven reshard-a-part root-reshard hybrid "
     "deferred-all-reduce shard-dimension unit-meshes parameter-meshes gather-extension gather-release "
     "gather-order explicit-prefetch counted-units tensor-parallel-counts registered-state unit-settings "
-    "fsdp2-api own-reduce-group reduce-inputs replicated-modules order-validation single-rank"
+    "fsdp2-api own-reduce-group reduce-inputs replicated-modules order-validation single-rank spmd-types"
 )
 
 
@@ -40,6 +41,8 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
     fully_shard = staticmethod(_replicate)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy
+    if hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # not in torch 2.11
+        mesh_dims = torch.distributed.fsdp.DataParallelMeshDims
     register = staticmethod(register_fsdp_forward_method)
     option_names: ClassVar[dict[str, str]] = {
         option: name for option, name in DTensorAdapter.option_names.items() if option != "reshard_after_forward"

@@ -27,11 +27,11 @@ CALLS = {
 
 
 @pytest.fixture
-def map_file(tmp_path):
+def map_file(pytester):
     """A map of CALLS, packed as planted.coverage packs it."""
     names = sorted({name for called in CALLS.values() for name in called})
     items = {item: [names.index(name) for name in called] for item, called in CALLS.items()}
-    path = tmp_path / "functions.json.gz"
+    path = pytester.path / "functions.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"torch": "2.0.1", "functions": names, "items": items}).encode()))
     return path
 
