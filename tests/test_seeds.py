@@ -20,7 +20,7 @@ FILES = {entry["case"].partition("::")[0] for entry in TABLE["always"]}
 
 
 def pytest_ignore_collect(collection_path):
-    """Leave out the files of the suites without seeds: to collect them takes longer than the collection of the others."""
+    """Leave out the files of the suites without seeds, whose collection takes longer than that of the others."""
     is_other = collection_path.parent.name == "suites" and collection_path.name not in FILES
     return True if is_other and collection_path.name.startswith("test_") else None
 
