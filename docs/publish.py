@@ -4,8 +4,8 @@ Run as ``python docs/publish.py RUN NAME`` in the repository's root; ``NAME`` en
 unexpected failure, the collectives, distances, losses and seconds of each activity are left out, and ``shortened``
 names them, as in a record that was too large; their durations are in whole milliseconds. A file of that form has at
 most 150 kB for each implementation. Of a run that was ended, ``RUN.partial``, the cases that it did not reach are left
-out, with what ended it as the reason. The directories of users become ``~``, as in files that a run writes today, and the
-digest is that of what is left.
+out, with what ended it as the reason. The directories of users become ``~``, as in files that a run writes today, and
+the digest is that of what is left.
 """
 
 import gzip

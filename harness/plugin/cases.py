@@ -131,7 +131,7 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
         return Verdict.UNMET, [many]
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     adapter = selection.implementations[launch.implementation]
-    lacks = needed - adapter.capabilities()
+    lacks = needed - selection.capabilities[launch.implementation]
     unsupported = sorted(str(name) for name in lacks if isinstance(name, Capability))
     options = [mark.args[0] for mark in item.iter_markers("takes")]
     unsupported += [f"a name for {one}" for one in options if one not in adapter.option_names]
@@ -226,7 +226,7 @@ def _search(
 
     made, launch = _new_record(item, selection), launch_of(item)
     search = drawing.Search(run_example)
-    capabilities = selection.implementations[launch.implementation].capabilities()
+    capabilities = selection.capabilities[launch.implementation]
     strategy = drawing.strategy_of(kind, capabilities=capabilities, world_size=launch.size)
     seed = zlib.crc32(made.id.encode()) if seconds is None else random.SystemRandom().getrandbits(32)
     started = time.monotonic()

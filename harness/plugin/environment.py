@@ -61,7 +61,7 @@ def describe(
         implementations={
             name: Implementation(
                 version=adapter.version(),
-                capabilities=sorted(map(str, adapter.capabilities())),
+                capabilities=sorted(map(str, selection.capabilities[name])),
                 shards=sorted(adapter.traits.shards),
                 reads=adapter.traits.reads,
             )

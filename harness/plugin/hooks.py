@@ -97,7 +97,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     state.without_world = [item for item in filtered if _is_filtered_out(item)]
     if filtered:
         config.hook.pytest_deselected(items=filtered)
-        items[:] = [item for item in items if item not in filtered]
+        left_out = set(filtered)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def _is_filtered_out(item: pytest.Item) -> bool:
@@ -160,7 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.stash[_SIGNALS].install()
             if state.is_worker:  # execnet notices five seconds after the controller was killed
                 forkserver.end_with_parent(signal.SIGTERM)
-            if not _only_distributes(config):
+            if not _only_distributes(config) and not config.option.collectonly:
                 _start_forkserver()
         config.stash[_SIGNALS].install()
         state.open_journal()

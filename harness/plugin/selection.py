@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.capability import Hardware
+from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.plugin.options import OPTIONS, Asked, Options, there_are
 from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun.meeting import Place
@@ -39,6 +40,11 @@ class Selection(Options):
     def asked(self) -> str:
         """What says which of the selected cases run, as the header names it."""
         return f"profile: {self.profile}" if self.profile else f"effort: {self.effort}"
+
+    @functools.cached_property
+    def capabilities(self) -> Mapping[str, frozenset[Capability]]:
+        """The capabilities that each adapter declares, by name: every collected case compares them with its needs."""
+        return {name: adapter.capabilities() for name, adapter in self.implementations.items()}
 
     @property
     def hardware_class(self) -> str:

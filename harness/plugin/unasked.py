@@ -24,14 +24,15 @@ def find(without_world: Sequence[pytest.Item], items: Iterable[pytest.Item], sel
         return {}
     running = [item for item in items if cases.is_case(item) and cases.missing(item, selection) is None]
     found: dict[str, dict[str, str]] = {}
-    for name, adapter in selection.implementations.items():
+    for name in selection.implementations:
         mine = (item for item in running if cases.launch_of(item).implementation == name)
         asked = {one for item in mine for one in cases.requirements(item)}
         sizes: dict[str, int] = {}
+        has = selection.capabilities[name]
         for item in without_world:
             needed = {one for mark in item.iter_markers("needs") for one in mark.args if isinstance(one, Capability)}
             world = item.get_closest_marker("world")
-            if needed <= adapter.capabilities() and world is not None and item.get_closest_marker("nightly") is None:
+            if needed <= has and world is not None and item.get_closest_marker("nightly") is None:
                 for one in (_required() & set(cases.requirements(item))) - asked:
                     sizes[one] = min(*world.args, sizes.get(one, max(world.args)))
         if sizes:
