@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
@@ -150,13 +150,29 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
         parts.append("")
     parts.append(_UNEXPLAINED)
     for place, run in runs.items():
-        for name in _columns(run):
-            for why, same in _failures(_of(run, name)).items():
-                if _is_unexplained(why, same, known):
-                    verdicts = ", ".join(f"{n} {one}" for one, n in Counter(case.verdict for case in same).items())
-                    parts.append(f"| **not explained**: {verdicts} of `{_cell(why)}` | {name}, {place.title} |")
+        parts += _unexplained(run, place, known)
     parts += ["", *(f"[{one}]: ../findings/{known[one].path.name}" for one in sorted(linked, key=_order))]
     return "\n".join(parts) + "\n"
+
+
+def _unexplained(run: Run, place: Place, known: Mapping[str, Finding]) -> Iterator[str]:
+    """The rows of a run's failures that no finding explains: one for each function, of all that fail it alike."""
+    names: dict[str, list[str]] = {}
+    for name in _columns(run):
+        found: dict[str, list[tuple[str, Sequence[CaseRecord]]]] = {}
+        for why, same in _failures(_of(run, name)).items():
+            if _is_unexplained(why, same, known):
+                function, bracket, parameters = why.partition("[")
+                found.setdefault(function, []).append((bracket + parameters, same))
+        for function, several in found.items():
+            counts = Counter(case.verdict for _, same in several for case in same)
+            verdicts = ", ".join(f"{n} {one}" for one, n in counts.items())
+            listed = ", ".join(f"`{_cell(parameters)}`" for parameters, _ in several[1:])
+            first = f"`{_cell(function + several[0][0])}`"
+            text = f"**not explained**: {verdicts} of {first}{', ' * bool(listed)}{listed}"
+            names.setdefault(text, []).append(name)
+    for text, who in names.items():
+        yield f"| {text} | {', '.join(who)}; {place.title} |"
 
 
 def table(runs: Mapping[Place, Run], short: Iterable[str] = ()) -> str:
