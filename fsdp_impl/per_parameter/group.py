@@ -156,7 +156,7 @@ class ParamGroup:
         # The current stream is looked up only where it is needed: that costs as much as queueing a kernel.
         stream = self.comm.gather_stream if implicit else streams.current(self.device)
         # A gather of backward is also behind what user code has written to the shards since the root's forward began.
-        if self.refresh() or self.changes.would_see(self.versions()):
+        if self.refresh() or (implicit and self.changes.would_see(self.versions())):
             streams.join(stream, streams.current(self.device))
         with ranges.named("gather", self.label), modes.no_grad(), streams.use(stream):
             if self.residence is Residence.SHARDED:

@@ -13,18 +13,18 @@ import ast
 import collections
 import dataclasses
 import functools
-import gzip
 import importlib.util
 import itertools
-import json
 import pathlib
 import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from shardproof import door
 from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.selection import Selection
 
@@ -71,8 +71,7 @@ def read(path: pathlib.Path) -> Map:
         ValueError: it cannot be read, or is none; one line.
     """
     try:
-        raw = path.read_bytes()
-        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        content: Any = door.content(path, is_journal=False)
         names = content["functions"]
         items: dict[str, dict[str, frozenset[str]]] = collections.defaultdict(dict)
         for item, numbers in content["items"].items():
@@ -80,7 +79,7 @@ def read(path: pathlib.Path) -> Map:
                 case = f"{found['case']}[{found['rest']}]"
                 items[found["implementation"]][case] = frozenset(names[number] for number in numbers)
         return Map(content["torch"], items)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, RecursionError, ValueError, KeyError, TypeError, IndexError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else f"it is none ({error!r})"
         raise ValueError(f"the map {path} cannot be read: {why}; python -m planted.coverage page makes one") from None
 
@@ -125,7 +124,7 @@ def find(selection: Selection, known: Map) -> Change:
             if name:
                 lines.append(f"the map does not know {module}:{name}: all that call its module count")
         else:
-            importing = {path.name for path in packaged.SUITES.glob("test_*.py") if _imports(path, module)}
+            importing = _chapters_with(module)
             chapters |= importing
             listed = ", ".join(sorted(importing)) or "no chapter imports it"
             lines.append(f"the map does not know the module {module}: {listed}")
@@ -169,15 +168,25 @@ def _is_end(one: pathlib.PurePath, other: pathlib.PurePath) -> bool:
     return longer[-len(shorter) :] == shorter
 
 
-def _imports(path: pathlib.Path, module: str) -> bool:
-    """Whether a file of cases imports a module, or a name of it."""
+def _chapters_with(module: str) -> set[str]:
+    """The names of the files of cases that import a module, by themselves or by what they share with others."""
+    imported = {path: _imported(path) for path in packaged.SUITES.glob("*.py")}
+    wanted, found = {module}, set[pathlib.Path]()
+    while more := {path for path, names in imported.items() if path not in found and names & wanted}:
+        found |= more
+        wanted |= {f"shardproof.suites.{path.stem}" for path in more}
+    return {path.name for path in found if path.name.startswith("test_")}
+
+
+def _imported(path: pathlib.Path) -> set[str]:
+    """The names of modules that a file imports, and of what it imports from them."""
+    names = set[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
-        if module in names:
-            return True
-    return False
+        if isinstance(node, ast.Import):
+            names.update(one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update([node.module, *(f"{node.module}.{one.name}" for one in node.names)])
+    return names
 
 
 def _since(revision: str, known: Map) -> Iterator[tuple[str, str]]:
