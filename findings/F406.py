@@ -9,7 +9,7 @@ float32 raises for other metadata than in forward, or computes in float32 where 
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["RECOMPUTATION-6"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-30"]
 # shows = "^0 the unit gets torch.bfloat16 in forward, torch.float32 in the recomputation"
 # ///
 

@@ -8,7 +8,7 @@ STATE-14 over NCCL; on the CPU the cases leave this form out (F-41).
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-30"]
 # shows = "^rank 1: KeyError: '0.weight'"
 # ///
 

@@ -9,7 +9,7 @@ reference too. Found by making the calls of CALLS-14.
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-30"]
 # shows = "^RuntimeError: .* got mixed torch.Tensor and DTensor"
 # ///
 

@@ -133,13 +133,14 @@ FAMILY = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "state",
     [
+        # Compiled ones first: quick takes the last that can run, and a compilation costs more than all else.
+        pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
+        pytest.param("compiled-inside", marks=WRAPPERS),
         "plain", "frozen", "empty-shards", "checkpointed", "tied",
         pytest.param("kept", marks=needs(Capability.RESHARD_AFTER_FORWARD)),
         pytest.param("whole", marks=needs(Capability.REPLICAS_ALONE)),
         pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
-        pytest.param("compiled", marks=needs(Capability.COMPILED_MODULES)),
-        pytest.param("compiled-inside", marks=WRAPPERS),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:
