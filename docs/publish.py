@@ -44,14 +44,8 @@ def completed(data: dict[str, Any]) -> dict[str, Any]:
     """Return the data of a run that was ended as that of one which leaves out the cases without a record."""
     if data["end"]["complete"]:
         return data
-    known = {(one["implementation"], one["id"]) for one in [*data["cases"], *data["left_out"]]}
     reason = f"the run was ended: {data['end']['reason']}"
-    missing = [
-        {"id": id_, "implementation": name, "reason": reason}
-        for name, ids in data["selected"].items()
-        for id_ in ids
-        if (name, id_) not in known
-    ]
+    missing = [{"id": id_, "implementation": name, "reason": reason} for name, id_ in parse_run(data).not_run]
     end = {**data["end"], "complete": True, "reason": "", "problems": []}
     digest = digest_of(map(fingerprint, data["cases"]))
     return {**data, "left_out": [*data["left_out"], *missing], "end": end, "digest": digest}

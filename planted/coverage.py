@@ -13,7 +13,6 @@ Branches of the modules themselves are left out: they run when torch is imported
 """
 
 import argparse
-import ast
 import collections
 import contextlib
 import dataclasses
@@ -193,20 +192,7 @@ def rows_of(path: pathlib.Path, key: str, kinds: Collection[str], place: str) ->
 @functools.cache
 def functions(module: str) -> dict[int, str]:
     """The qualified names of a module's functions, by the line with which their code begins (a decorator's, too)."""
-    names: dict[int, str] = {}
-
-    def walk(node: ast.AST, outer: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                name = f"{outer}{child.name}"
-                if not isinstance(child, ast.ClassDef):
-                    names[min([child.lineno, *(one.lineno for one in child.decorator_list)])] = name
-                walk(child, f"{name}.")
-            else:
-                walk(child, outer)
-
-    walk(ast.parse(measured()[module].read_text()), "")
-    return names
+    return {first: name for first, _, name in changed.functions_in(measured()[module])}
 
 
 def branches_of(arcs: dict[str, set[Arc]]) -> list[Branch]:

@@ -245,8 +245,11 @@ def _hunks(diff: str) -> Iterator[tuple[str, list[int]]]:
 
 
 @functools.cache
-def _ranges(path: pathlib.Path) -> list[tuple[int, int, str]]:
-    """The first and last lines of a file's functions, with their qualified names, outer ones first."""
+def functions_in(path: pathlib.Path) -> list[tuple[int, int, str]]:
+    """The functions of a source file, outer ones first.
+
+    Of each the first line, that of a decorator if it has one, the last line and the qualified name.
+    """
     found: list[tuple[int, int, str]] = []
 
     def walk(node: ast.AST, outer: str) -> None:
@@ -265,7 +268,7 @@ def _ranges(path: pathlib.Path) -> list[tuple[int, int, str]]:
 
 def _around(path: pathlib.Path, line: int) -> list[str]:
     """The functions around a line, the innermost first."""
-    return [name for first, last, name in reversed(_ranges(path)) if first <= line <= last]
+    return [name for first, last, name in reversed(functions_in(path)) if first <= line <= last]
 
 
 def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> list[pytest.Function]:

@@ -11,7 +11,7 @@ import pytest
 from shardproof import contract
 from shardproof.harness.plugin import changed
 from shardproof.runfile import load_run
-from tests.harness.test_effort import SOURCE
+from tests.harness.test_effort import SOURCE, UNMET
 
 GROUP = "torch.distributed.fsdp._group"
 STATE = "torch.distributed.fsdp._fully_shard._state"
@@ -167,21 +167,17 @@ class Group:
     (checkout / "notes.txt").write_text("b")
     assert found(since="HEAD") == changed.Change()
     file.write_text(before.replace("return 1", "return 10").replace("        b = 2\n", ""))
-    changed._ranges.cache_clear()
+    changed.functions_in.cache_clear()
     assert found(since="HEAD").functions == {
         f"{GROUP}:Group.unshard",
         f"{GROUP}:Group.unshard.inner",
         f"{GROUP}:Group.reshard",
     }
     file.write_text(before.replace("LIMIT = 1", "LIMIT = 2"))
-    changed._ranges.cache_clear()
+    changed.functions_in.cache_clear()
     assert found(since="HEAD").modules == {GROUP}
     with pytest.raises(ValueError, match="--changed-since nowhere: fatal: "):
         found(since="nowhere")
-
-
-#: Nothing runs in it on the CPU, so that no rank starts.
-UNMET = SOURCE.replace("@world", "@needs(Hardware.STREAMS)\n@world")
 
 
 @pytest.mark.parametrize("seconds", ["1e-9", "500"])
@@ -205,17 +201,15 @@ def test_what_no_time_is_left_for_is_left_out(run, pytester, map_file, seconds):
         )
 
 
-def test_the_time_begins_with_the_first_case():
+def test_the_time_begins_with_the_first_case(monkeypatch):
     now = iter([100.0, 104.0, 105.0])
     ending = changed.Ending(lambda: types.SimpleNamespace(seconds=5.0), clock=lambda: next(now))
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patch:
-        patch.setattr(changed.cases, "is_case", lambda item: item == "case")
-        ending.pytest_runtest_setup("other")
+    monkeypatch.setattr(changed.cases, "is_case", lambda item: item == "case")
+    ending.pytest_runtest_setup("other")
+    ending.pytest_runtest_setup("case")
+    ending.pytest_runtest_setup("case")
+    with pytest.raises(pytest.skip.Exception, match="--seconds 5 are over"):
         ending.pytest_runtest_setup("case")
-        ending.pytest_runtest_setup("case")
-        with pytest.raises(pytest.skip.Exception, match="--seconds 5 are over"):
-            ending.pytest_runtest_setup("case")
 
 
 def test_the_packed_map_knows_this_shardproof():
