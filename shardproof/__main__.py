@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from shardproof import garbage
+
 USAGE = """\
 usage: shardproof COMMAND ...
 
@@ -61,6 +63,9 @@ COMMANDS = (
     "check", "reproduce", "plan", "implementations", "torch-names",
 )  # fmt: skip
 
+#: Those that run a user's script in this process.
+_USERS = ("doctor", "record")
+
 BAD_USAGE = 2
 
 
@@ -84,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in COMMANDS:
         # Each command is imported when it is chosen: a run file can be read without torch and pytest.
         name = command.replace("-", "_")
-        chosen: Callable[[list[str]], int] = getattr(importlib.import_module(f"shardproof.commands.{name}"), name)
+        if command not in _USERS:
+            garbage.retire_at_exit()
+        with garbage.resting():
+            chosen: Callable[[list[str]], int] = getattr(importlib.import_module(f"shardproof.commands.{name}"), name)
         return chosen(given[1:])
     known = f"{', '.join(COMMANDS[:-1])} or {COMMANDS[-1]}"
     print(f"shardproof: {command!r} is not a command; use {known}" if command else USAGE, file=sys.stderr)

@@ -17,13 +17,8 @@ IMPLEMENTATIONS = sorted(path.name.removesuffix(".toml") for path in FOLDER.iter
 @pytest.fixture(scope="module")
 def case_ids():
     """The ids of all cases, the nightly ones and those of simulated worlds too."""
-    return [*collected("suites"), *collected("suites/test_simulation.py", "--simulate", "64")]
-
-
-def collected(*which):
-    options = [*which, "--impl", "reference", "--device", "cpu", "--collect-only", "-q", "-m", ""]
-    found = python("-m", "pytest", "-p", "no:cacheprovider", *options, code=0)
-    return [line.replace("[reference-", "[") for line in found.stdout.splitlines() if "::" in line]
+    listed = "from shardproof import listing\nprint(*listing.collected().items, sep='\\n')"
+    return python("-c", listed, code=0).stdout.splitlines()
 
 
 def test_every_file_is_some_implementations():

@@ -1,5 +1,6 @@
 """The hooks of the pytest plugin; the other modules of this room do the work."""
 
+import contextlib
 import pathlib
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from _pytest._code.code import Traceback
 
+from shardproof import garbage
 from shardproof.harness.plugin import (
     cases,
     changed,
@@ -127,6 +129,9 @@ def _is_of_other_worlds(item: pytest.Item, *, simulates: bool) -> bool:
 _RECORD = pytest.StashKey[MadeRecord]()
 _SIGNALS = pytest.StashKey[EndingSignals]()
 
+#: The collector of garbage rests until the cases are collected.
+_RESTING = pytest.StashKey[contextlib.ExitStack]()
+
 #: The exit code in the journal of a run that ended before pytest had one.
 _UNKNOWN = -1
 
@@ -144,6 +149,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
     state = config.stash[STATE] = State(config)
     config.stash[_SIGNALS] = EndingSignals()
+    config.stash[_RESTING] = contextlib.ExitStack()
     config.pluginmanager.register(_RunObserver(state, config))
     config.pluginmanager.register(effort.Shortening(state))
     if config.option.shardproof_changed or config.option.shardproof_changed_since:
@@ -152,6 +158,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
     if command_line.asks_for_a_run(config):
+        garbage.retire_at_exit()
+        config.stash[_RESTING].enter_context(garbage.resting())
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:
                 names = config.option.shardproof_impl or ",".join(options.DEFAULT_IMPLEMENTATIONS)
@@ -194,6 +202,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Restore the handlers of signals; close a run file that no session has finished."""
     if STATE not in config.stash:  # another plugin's pytest_configure raised before this one's was called
         return
+    config.stash[_RESTING].close()
     config.stash[_SIGNALS].restore()
     if config.stash[_SIGNALS].has_ended:
         forkserver.kill()  # which may import torch still, and notices the end of this process afterwards
@@ -228,6 +237,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Note which cases are selected; in an xdist worker, before xdist tells the controller that it has collected."""
     state = session.config.stash[STATE]
     state.select(session.items)
+    session.config.stash[_RESTING].close()
     if state.progress.selected:
         session.config.stash[_SIGNALS].install()
 

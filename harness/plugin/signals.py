@@ -4,13 +4,13 @@ Worlds are stopped and the run file names the reason. A second signal, also one 
 once.
 """
 
-import gc
 import os
 import signal
 import threading
 from types import FrameType
 from typing import Any, NoReturn
 
+from shardproof import garbage
 from shardproof.harness.worlds import forkserver, scratch
 
 _CAUGHT = {
@@ -39,6 +39,7 @@ class EndingSignals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
+        garbage.retire_at_exit()
         for number, default in _CAUGHT.items():
             if signal.getsignal(number) is default:
                 self._before[number] = signal.signal(number, self._end)
@@ -53,8 +54,6 @@ class EndingSignals:
         if self.has_ended:
             _end_at_once(number)
         self.has_ended = True
-        # Five collections of all that torch has made, for objects that the process leaves to its end.
-        gc.freeze()
         raise KeyboardInterrupt if number == signal.SIGINT else Ended(signal.Signals(number).name)
 
 
