@@ -61,7 +61,10 @@ def each_and_all(names: Iterable[str]) -> list[Any]:
 
 DELAYED_ON_THREE = pytest.mark.parametrize("delays", each_and_all(ON_THREE_STREAMS))
 
-pytestmark = [needs(Capability.SHARDED, Hardware.STREAMS), world(2)]
+pytestmark = [needs(Capability.SHARDED), world(2)]
+#: Late copies to the host, and late gradients that backward adds up, are seen over gloo too (docs/results.md).
+STREAMS = needs(Hardware.STREAMS)
+LATE_COPIES = needs(Hardware.LATE_COPIES)
 
 #: A word in the names of NCCL's kernels, by the trace's kind of collective.
 _KERNELS = {"all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_reduce": "AllReduce"}
@@ -205,6 +208,7 @@ class _Occupying(torch.autograd.Function):
 
 
 @contract("OVERLAP-1")
+@STREAMS
 @world(2, 4)
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
@@ -240,6 +244,7 @@ def assert_overlaps(timeline: Timeline, moved: tuple[str, str, str], computes: s
 
 
 @contract("OVERLAP-2")
+@STREAMS
 @needs(Capability.HOST_RUNS_AHEAD)
 @pytest.mark.parametrize(
     "how", ["plain", "kept", "clipped", "accumulated", pytest.param("replicas", marks=needs(Capability.SINGLE_RANK))]
@@ -273,6 +278,7 @@ def test_host_runs_ahead(rank: Rank, how: str) -> None:
 
 
 @contract("OVERLAP-4")
+@STREAMS
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", pytest.param("all_reduce", marks=ONE_SHARD)])
 def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
@@ -284,6 +290,7 @@ def test_one_rank_is_late(rank: Rank, kind: str, when: Any) -> None:
 
 
 @contract("OVERLAP-5")
+@STREAMS
 @pytest.mark.parametrize("delays", DELAYED)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_memory_is_not_reused_early(
@@ -295,6 +302,7 @@ def test_memory_is_not_reused_early(
 
 
 @contract("OVERLAP-5")
+@STREAMS
 @world(4)
 @needs(Capability.HYBRID)
 @DELAYED_ON_THREE
@@ -305,6 +313,7 @@ def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, .
 
 
 @contract("OVERLAP-8")
+@LATE_COPIES
 @world(4)
 @needs(Capability.HYBRID, Capability.OFFLOAD)
 @DELAYED_ON_THREE
@@ -328,6 +337,7 @@ def test_offloaded_replicas(rank: Rank, skips: Any, delays: tuple[str, ...]) -> 
 
 
 @contract("OVERLAP-9")
+@STREAMS
 @world(4)
 @needs(
     Capability.PARAMETER_MESHES,
@@ -358,6 +368,7 @@ def test_streams_of_experts(rank: Rank, delays: tuple[str, ...], prefetches: boo
 
 
 @contract("OVERLAP-10")
+@LATE_COPIES
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
@@ -378,6 +389,7 @@ def test_streams_of_tensor_parallel_shards(rank: Rank, delays: tuple[str, ...], 
 
 
 @contract("OVERLAP-11")
+@STREAMS
 @world(4)
 @needs(Capability.AUTOGRAD_CALLS, Capability.OWN_OPTIMIZER)
 @pytest.mark.parametrize(
@@ -423,6 +435,7 @@ def train_poisoned(rank: Rank, pair: Pair, *, shards: int, **drawn: Any) -> None
 
 
 @contract("OVERLAP-7")
+@STREAMS
 @needs(Capability.POST_ACCUMULATE_GRAD_HOOK)
 def test_step_waits_for_hooks(rank: Rank) -> None:
     """Work that a hook enqueues on a reduced gradient is done before the optimizer reads the gradient."""
@@ -454,6 +467,7 @@ def double_gradients(adapter: Adapter) -> None:
 
 
 @contract("OVERLAP-6")
+@STREAMS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_training_on_another_stream(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A model that trains on a stream other than the default one trains the same, also next to work on that one."""

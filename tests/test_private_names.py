@@ -44,10 +44,15 @@ OF_OBJECTS = {
 }  # fmt: skip
 
 
-def imported_from_torch(tree):
+def nodes_of(source):
+    """All nodes of a file: to walk over the trees again for each question takes longer than to parse them."""
+    return list(ast.walk(ast.parse(source)))
+
+
+def imported_from_torch(nodes):
     """The names that a file binds to something of torch: {name: path}."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == "torch":
@@ -73,10 +78,10 @@ def path_of(node, bound):
     return None if owner is None else f"{owner}.{name}"
 
 
-def paths_of_torch(tree):
+def paths_of_torch(nodes):
     """Each path of torch that a file imports or reads, with its line: (line, path)."""
-    bound = imported_from_torch(tree)
-    for node in ast.walk(tree):
+    bound = imported_from_torch(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, one.name) for one in node.names if one.name.partition(".")[0] == "torch")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -85,9 +90,9 @@ def paths_of_torch(tree):
             yield node.lineno, path
 
 
-def paths_where(is_so, file, tree):
+def paths_where(is_so, file, nodes):
     """One line for each path of torch in a file of which this is true."""
-    return [f"{file}:{line}: {path}" for line, path in paths_of_torch(tree) if is_so(path)]
+    return [f"{file}:{line}: {path}" for line, path in paths_of_torch(nodes) if is_so(path)]
 
 
 def is_private(path):
@@ -95,10 +100,10 @@ def is_private(path):
     return any(one.startswith("_") and not one.startswith("__") for one in parts) or "distributed_c10d" in parts[:-1]
 
 
-def attributes_of_objects(tree):
+def attributes_of_objects(nodes):
     """Each private attribute that a file reads or sets of something else than itself: (line, name)."""
-    bound = {*imported_from_torch(tree), "self", "cls"}
-    for node in ast.walk(tree):
+    bound = {*imported_from_torch(nodes), "self", "cls"}
+    for node in nodes:
         match node:
             case ast.Attribute(value=value, attr=name):
                 pass
@@ -113,10 +118,10 @@ def attributes_of_objects(tree):
                 yield node.lineno, name
 
 
-def own_names(trees):
+def own_names(files):
     """The private names that the files define themselves."""
-    for tree in trees:
-        for node in ast.walk(tree):
+    for nodes in files:
+        for node in nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 yield node.name
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -128,22 +133,23 @@ def own_names(trees):
                 yield node.asname or node.name
 
 
-def found_outside(trees, table, names=()):
+def found_outside(files, table, names=()):
     """What stands outside of the table of these names: one line for each private name of torch."""
-    others = {path: tree for path, tree in trees.items() if path != table}
+    others = {path: nodes for path, nodes in files.items() if path != table}
     listed = {name.path.rpartition(".")[2] for name in names}
-    allowed = listed.union(own_names(trees.values()), *OF_OBJECTS.values())
-    lines = [line for path, tree in others.items() for line in paths_where(is_private, path, tree)]
-    for path, tree in others.items():
-        found = [one for one in attributes_of_objects(tree) if one[1] not in allowed]
+    allowed = listed.union(own_names(files.values()), *OF_OBJECTS.values())
+    lines = [line for path, nodes in others.items() for line in paths_where(is_private, path, nodes)]
+    for path, nodes in others.items():
+        found = [one for one in attributes_of_objects(nodes) if one[1] not in allowed]
         lines += [f"{path}:{line}: an attribute {name}" for line, name in found]
     return sorted(set(lines))
 
 
-def trees_of(*folders):
+def files_of(*folders):
+    """The nodes of each file of ours in these folders, by its path."""
     files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     paths = sorted(path for path in files if "shardproof/" not in str(path.parent))
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    return {str(path.relative_to(ROOT)): nodes_of(path.read_text()) for path in paths}
 
 
 #: The files that may take private names, the names that they list, for which folders, and how many files these have.
@@ -156,9 +162,9 @@ TABLES = [
 def test_private_names_stand_in_one_file():
     """Of each of the two: one test, the first of the file, runs by day."""
     for table, names, folders, least in TABLES:
-        trees = trees_of(*folders)
-        assert len(trees) > least, "the folders have moved"
-        assert found_outside(trees, table, names) == []
+        files = files_of(*folders)
+        assert len(files) > least, "the folders have moved"
+        assert found_outside(files, table, names) == []
 
 
 @pytest.mark.parametrize(
@@ -179,7 +185,7 @@ def test_private_names_stand_in_one_file():
     ],
 )
 def test_a_private_name_elsewhere_is_found(line):
-    assert found_outside({"a.py": ast.parse(line)}, "b.py")
+    assert found_outside({"a.py": nodes_of(line)}, "b.py")
 
 
 PEER = re.compile(r"^torch\.distributed\.(fsdp|_composable\.fsdp)\b")
@@ -199,13 +205,13 @@ PEER = re.compile(r"^torch\.distributed\.(fsdp|_composable\.fsdp)\b")
     ],
 )
 def test_a_loan_from_the_peer_is_seen(line):
-    assert any(PEER.match(path) for _, path in paths_of_torch(ast.parse(line)))
+    assert any(PEER.match(path) for _, path in paths_of_torch(nodes_of(line)))
 
 
 def test_the_reference_borrows_nothing_from_its_peer():
     """import-linter sees torch as one package, so it cannot tell its parts."""
-    trees = trees_of("fsdp_impl")
-    assert [line for path, tree in trees.items() for line in paths_where(PEER.match, path, tree)] == []
+    files = files_of("fsdp_impl")
+    assert [line for path, nodes in files.items() for line in paths_where(PEER.match, path, nodes)] == []
 
 
 @pytest.mark.parametrize(("table", "names", "folders", "least"), TABLES, ids=["harness", "reference"])

@@ -432,3 +432,6 @@ class Hardware(enum.StrEnum):
 
     STREAMS = "streams"
     """Real device streams, which a case can occupy: a delay in one does not stop the others."""
+
+    LATE_COPIES = "late-copies"
+    """Streams that a case can occupy, below collectives that may stop the host: copies and computation can be late."""

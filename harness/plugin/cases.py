@@ -139,7 +139,7 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     unmet = []
     if too_few := selection.lacking_for(launch.size):
         unmet.append(too_few)
-    elif Hardware.STREAMS in hardware and adapter.traits.reads == "gathering":
+    elif hardware & {Hardware.STREAMS, Hardware.LATE_COPIES} and adapter.traits.reads == "gathering":
         # What gathers in order to read may wait for what the case wants to see missing.
         unsupported.append(_READS)
     else:

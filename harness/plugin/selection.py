@@ -70,8 +70,10 @@ class Selection(Options):
             return frozenset()
         from shardproof.harness.tensors import devices  # late: it imports torch
 
-        # gloo makes the host wait for each collective, so what should wait for another stream need not.
-        return frozenset({Hardware.ACCELERATOR} if self.shares_gpus or not devices.occupies(self.device) else Hardware)
+        if not devices.occupies(self.device):
+            return frozenset({Hardware.ACCELERATOR})
+        # gloo makes the host wait for each collective, so what should wait for one on another stream need not.
+        return frozenset(Hardware) - ({Hardware.STREAMS} if self.shares_gpus else set())
 
     def allows(self, size: int) -> bool:
         """Return whether ``--world`` selects cases on worlds of this size."""

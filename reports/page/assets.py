@@ -1,6 +1,7 @@
 """What a page is made of: its templates, styles, scripts, the plotting library, and its data, packed."""
 
 import base64
+import functools
 import gzip
 import hashlib
 import json
@@ -12,6 +13,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from shardproof.door import printable
 from shardproof.jsonfiles import encode
 
 STYLES = ("colours", "layout", "matrix", "case", "plan", "print")
@@ -27,21 +29,25 @@ PLAN_SCRIPTS = ("dom", "data", "plots", "plan")
 """Those of a page of plans."""
 
 
+@functools.cache
 def environment() -> jinja2.Environment:
-    """The environment of the templates, which escapes every text that is no ``Markup``."""
-    return jinja2.Environment(
+    """The environment of the templates, which escapes every text that is no ``Markup``; each template is read once."""
+    made = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or "", "templates"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    made.filters["printable"] = printable  # XML has no control characters, and no way to write one
+    return made
 
 
 def rendered(template: str, scripts: Sequence[str], data: Any, **fields: Any) -> str:
     """Render a page with its style sheet, its scripts, the plotting library and the data that the scripts draw."""
-    plotting, source = plotting_library(), script(scripts)
+    plotting, plotting_hash = _packed_plotting()
+    source = script(scripts)
     # What is not escaped is our own source and base64.
     return environment().get_template(template).render(
         style=Markup(style()), script=Markup(source), script_hash=content_hash(source),
-        plotting=Markup(packed(plotting)), plotting_hash=content_hash(plotting), data=Markup(packed_json(data)),
+        plotting=Markup(plotting), plotting_hash=plotting_hash, data=Markup(packed_json(data)),
         **fields,
     )  # fmt: skip
 
@@ -61,6 +67,13 @@ def plotting_library() -> str:
     """The source of plotly.js, as plotly's package has it."""
     source: str = get_plotlyjs()
     return source
+
+
+@functools.cache
+def _packed_plotting() -> tuple[str, str]:
+    """The plotting library, packed, and its hash; it is most of a page, and the same in each."""
+    source = plotting_library()
+    return packed(source), content_hash(source)
 
 
 def content_hash(source: str) -> str:

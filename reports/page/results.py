@@ -6,7 +6,6 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from shardproof.door import printable
 from shardproof.reports.page import assets
 from shardproof.reports.results import INDEX, newest, rows_of
 
@@ -17,7 +16,6 @@ def render_results(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, s
     latest = newest(rows)
     classes = sorted({row["hardware"] for row in latest})
     environment = assets.environment()
-    environment.filters["printable"] = printable  # XML has no control characters, and no way to write one
     badge = environment.get_template("badge.svg")
     page = environment.get_template("results.html").render(
         title="Results of shardproof",

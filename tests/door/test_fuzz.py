@@ -1,6 +1,5 @@
 """The night's fuzzer: files that are nearly right, of every schema, through every command that reads them."""
 
-import functools
 import json
 import resource
 
@@ -9,6 +8,7 @@ import pytest
 from tests.door import hostile
 
 hypothesis = pytest.importorskip("hypothesis")
+pytest.importorskip("shardproof.reports.page.assets")
 pytestmark = pytest.mark.nightly
 
 #: Files of each kind; 5,250 in all.
@@ -31,10 +31,8 @@ def fuzz(kind, strategy, read):
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch):
-    """No colours, and plotly.js is packed once."""
+    """No colours."""
     monkeypatch.setenv("NO_COLOR", "1")
-    assets = pytest.importorskip("shardproof.reports.page.assets")
-    monkeypatch.setattr(assets, "packed", functools.cache(assets.packed))
 
 
 @pytest.mark.parametrize("kind", hostile.SCHEMAS)

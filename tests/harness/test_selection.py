@@ -58,7 +58,7 @@ def test_ranks_that_share_a_gpu_use_gloo(gpus, shared, backend):
     chosen = ask(device="cuda", ranks_per_gpu=shared)
     assert chosen.backend == backend
     assert (Hardware.STREAMS in chosen.hardware) is (backend == "nccl")
-    assert Hardware.ACCELERATOR in chosen.hardware
+    assert {Hardware.ACCELERATOR, Hardware.LATE_COPIES} <= chosen.hardware
     assert bool(chosen.lacking_for(2)) is (backend == "nccl")
     assert ask(device="cpu").backend == "gloo"
     assert not ask(device="cpu").hardware
