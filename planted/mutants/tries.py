@@ -1,0 +1,237 @@
+"""Runs the items that cover each of some mutants: a plugin of a pytest that collects the suites and runs no test.
+
+    python -m pytest suites --impl ... -p planted.mutants.tries        with the two variables of the environment
+
+The items are collected once. For each mutant, its items run in ranks of their own until one of them finds it. An item
+that fails runs once more in ranks without a mutant, once in the whole run: one that does not pass there finds nothing.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import itertools
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from planted.mutants import plant, rules
+from planted.mutants.rules import Mutant
+from shardproof.harness.plugin import cases, changed, drawing
+from shardproof.harness.plugin.records import MadeRecord
+from shardproof.harness.plugin.state import STATE, State
+from shardproof.harness.worlds import instruments
+from shardproof.harness.worlds.pool import Pool
+from shardproof.runfile import Verdict
+
+#: The environment variable with the file of a :class:`Plan`.
+VARIABLE = "SHARDPROOF_MUTANTS"
+
+#: A case that may take longer does not run: a piece must end.
+_LONGEST = 60.0
+
+_PASSING = (Verdict.PASS, Verdict.EXPECTED_FAIL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the processes of one call have in common.
+
+    Attributes:
+        results: the file to which each appends a line for each mutant.
+        claims: the folder in which each leaves a file with the id of a mutant before it begins with it.
+        map: the map of items to functions.
+        items: the number of items that run with a mutant.
+        until: the time, of ``time.time``, after which no item begins.
+        torch: its version.
+        mutants: by group, the mutants with the items that ran before.
+        unsound: items that do not pass without a mutant.
+    """
+
+    results: str
+    claims: str
+    map: str
+    items: int
+    until: float
+    torch: str
+    mutants: list[tuple[str, dict[str, Any], list[str]]]
+    unsound: list[str]
+
+
+def append(results: pathlib.Path, line: dict[str, Any]) -> None:
+    """Append a line to a file that other processes append to."""
+    with results.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(line) + "\n")
+
+
+def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> list[pytest.Function]:
+    """The items that call a function, the likeliest finders first: as ``--changed`` orders them, by chapters in turn.
+
+    ``--changed`` has a minute. A mutant has a number of items, and where every chapter calls its function, these would
+    all be of the first one. Items come first whose chapter or test function has a word of the function in its name.
+    """
+    words, by_chapter = _words(re.split("[:.]", place)[-1]), dict[tuple[bool, str], list[pytest.Function]]()
+    for item in changed.ordered(items, changed.Change(functions=frozenset({place})), known):
+        is_named = bool(words & _words(f"{item.path.stem}_{item.function.__name__}"))
+        by_chapter.setdefault((is_named, item.path.name), []).append(item)
+    named, others = ([same for (one, _), same in by_chapter.items() if one is kind] for kind in (True, False))
+    return [*_in_turn(named), *_in_turn(others)]
+
+
+def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
+    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+
+
+@functools.cache
+def _words(name: str) -> frozenset[str]:
+    """The beginnings of the longer words of a name, so that "reduce" is in "reduction"; but those of most names here."""
+    return frozenset(one[:4] for one in re.findall(r"[a-z]{4,}", name)) - {"para", "test", "modu"}
+
+
+def may_run(item: pytest.Item, state: State) -> bool:
+    """Whether an item is a case that runs here, for a bounded time, beside others, and always the same."""
+    if not cases.is_case(item) or cases.missing(item, state.selection) is not None:
+        return False
+    deadline = item.get_closest_marker("deadline")
+    is_short = deadline is None or deadline.args[0] <= _LONGEST
+    return is_short and drawing.drawn_parameter(item) is None and item.get_closest_marker("alone") is None
+
+
+class _Worlds:
+    """Ranks with a mutant, and ranks without one."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._folder = pathlib.Path(os.environ[instruments.FOLDER])
+        self._sound, self._planted = Pool(), Pool()
+
+    @contextlib.contextmanager
+    def planted(self, packed: bytes) -> Iterator[None]:
+        """Have a mutant in the ranks that begin to run in the block."""
+        self._packed = packed
+        try:
+            yield
+        finally:
+            self._planted.close()
+
+    def with_mutant(self, item: pytest.Function) -> tuple[MadeRecord, bool]:
+        """Run an item with the mutant; whether a rank came to the changed statement comes second."""
+        file, reached = self._folder / plant.FILE, self._folder / plant.REACHED
+        reached.unlink(missing_ok=True)
+        file.write_bytes(self._packed)
+        try:
+            made = self._run(item, self._planted)
+        finally:
+            file.unlink()
+        return made, reached.exists()
+
+    def without(self, item: pytest.Function) -> MadeRecord:
+        """Run an item of the sound implementation."""
+        return self._run(item, self._sound)
+
+    def _run(self, item: pytest.Function, pool: Pool) -> MadeRecord:
+        made = cases.run(item, pool, self._state.selection, numbers=self._state.numbers)
+        self._state.known_failures.judge(item, made)
+        return made
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        self._sound.close()
+        self._planted.close()
+
+
+class Tries:
+    """Runs the mutants of a plan until its time is over."""
+
+    def __init__(self, plan: Plan, state: State, items: Sequence[pytest.Item]) -> None:
+        self._plan, self._state = plan, state
+        self._items = [item for item in items if may_run(item, state)]  # type: ignore[misc]
+        self._known = changed.read(pathlib.Path(plan.map))
+        self._worlds = _Worlds(state)
+        self._sound: dict[str, bool] = dict.fromkeys(plan.unsound, False)
+        self._results = pathlib.Path(plan.results)
+
+    @property
+    def _is_over(self) -> bool:
+        return time.time() >= self._plan.until
+
+    def run(self) -> None:
+        """Run each mutant that no other process has claimed."""
+        try:
+            for group, fields, ran in self._plan.mutants:
+                mutant = Mutant(**fields)
+                if self._is_over:
+                    break
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(pathlib.Path(self._plan.claims, mutant.id), os.O_CREAT | os.O_EXCL))
+                    line = self._line(group, mutant, ran)
+                    append(self._results, line)
+                    print(said(line), flush=True)
+        finally:
+            self._worlds.close()
+
+    def _line(self, group: str, mutant: Mutant, before: Sequence[str]) -> dict[str, Any]:
+        started = time.time()
+        packed = packed_of(mutant)
+        todo = [item for item in turns(self._items, mutant.place, self._known) if self._sound.get(item.nodeid, True)]
+        ran, reached, found = list[str](), 0, dict[str, str]()
+        with self._worlds.planted(packed):
+            for item in todo:
+                if item.nodeid in before:
+                    continue
+                if self._is_over or len(before) + len(ran) >= self._plan.items:
+                    break
+                made, has_reached = self._worlds.with_mutant(item)
+                if made.verdict == Verdict.HARNESS_ERROR:  # of the machine, perhaps
+                    made, has_reached = self._worlds.with_mutant(item)
+                if not made.verdict.is_skip and made.verdict not in _PASSING:
+                    if not self._is_sound(item):
+                        continue
+                    text = next((line.strip() for line in made.text.splitlines() if line.strip()), "")
+                    found = {"found_by": item.nodeid, "says": f"{made.verdict}: {text[:160]}"}
+                ran.append(item.nodeid)
+                reached += has_reached
+                if found:
+                    break
+        return {
+            "id": mutant.id, "group": group, "torch": self._plan.torch, **dataclasses.asdict(mutant), "ran": ran,
+            "reached": reached, "covering": len(todo), "seconds": round(time.time() - started, 1), **found,
+        }  # fmt: skip
+
+    def _is_sound(self, item: pytest.Function) -> bool:
+        """Whether an item passes without a mutant; one that does not is noted for the processes of later calls."""
+        if item.nodeid not in self._sound:
+            made = self._worlds.without(item)
+            self._sound[item.nodeid] = made.verdict in _PASSING
+            if not self._sound[item.nodeid]:
+                append(self._results, {"unsound": item.nodeid, "torch": self._plan.torch, "verdict": made.verdict})
+        return self._sound[item.nodeid]
+
+
+def packed_of(mutant: Mutant) -> bytes:
+    """What ranks plant; ValueError if they cannot."""
+    path = rules.path_of(mutant.module)
+    source = rules.source_of(path)
+    return plant.compiled(source, rules.definitions(source)[mutant.place.partition(":")[2]], mutant, path)
+
+
+def said(line: dict[str, Any]) -> str:
+    """A result in one line."""
+    what = "found by " + line["found_by"].partition("::")[2] if "found_by" in line else "survived"
+    name = line["place"].partition(":")[2]
+    return f"{line['group']} {name} {line['rule']}: {what} ({len(line['ran'])} items, {line['seconds']} s)"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Called by pytest; runs the plan in place of the items."""
+    plan = Plan(**json.loads(pathlib.Path(os.environ[VARIABLE]).read_text()))
+    Tries(plan, session.config.stash[STATE], session.items).run()
+    return True
