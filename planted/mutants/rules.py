@@ -213,7 +213,7 @@ def _without(source: Source, call: ast.Call, keyword: ast.keyword) -> Edit:
     return begin - (before.end() - before.start() if before else 0), end, ""
 
 
-_DTYPE = re.compile(r"dtype|torch\.(b?float|half|double)")
+_DTYPE = re.compile(r"dtype\b|torch\.(b?float|half|double)")
 
 
 def _argument(source: Source, node: ast.AST) -> Iterator[Edit]:
@@ -297,6 +297,7 @@ NAMES = (*RULES, GROUPS_RULE)
 # The mutants of a module.
 
 
+@functools.cache
 def definitions(source: Source) -> dict[str, tuple[Function, tuple[ast.AST, ...]]]:
     """The functions of a module by their qualified names, each with the classes and functions around it, outer first.
 

@@ -91,7 +91,7 @@ def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
 
 @functools.cache
 def _words(name: str) -> frozenset[str]:
-    """The beginnings of the longer words of a name, so that "reduce" is in "reduction"; but those of most names here."""
+    """The beginnings of the longer words of a name, such as "redu" of "reduce" and "reduction"."""
     return frozenset(one[:4] for one in re.findall(r"[a-z]{4,}", name)) - {"para", "test", "modu"}
 
 
@@ -194,8 +194,7 @@ class Tries:
                 if not made.verdict.is_skip and made.verdict not in _PASSING:
                     if not self._is_sound(item):
                         continue
-                    text = next((line.strip() for line in made.text.splitlines() if line.strip()), "")
-                    found = {"found_by": item.nodeid, "says": f"{made.verdict}: {text[:160]}"}
+                    found = {"found_by": item.nodeid, "says": f"{made.verdict}: {_reason(made.text)}"}
                 ran.append(item.nodeid)
                 reached += has_reached
                 if found:
@@ -213,6 +212,13 @@ class Tries:
             if not self._sound[item.nodeid]:
                 append(self._results, {"unsound": item.nodeid, "torch": self._plan.torch, "verdict": made.verdict})
         return self._sound[item.nodeid]
+
+
+def _reason(text: str) -> str:
+    """The first error that a text names, or else its first line that says more than which ranks."""
+    lines = [line.strip() for line in text.splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return next((line[:160] for line in [*errors, *lines] if line and not line.endswith(":")), "")
 
 
 def packed_of(mutant: Mutant) -> bytes:
