@@ -254,15 +254,24 @@ def test_a_mark_is_of_a_kind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
 
 def test_a_later_call_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, given = tmp_path / "r.jsonl", list[Any]()
-    lines = [_line(ONE, 3, found_by="item2"), _line(TWO, 20)]
+    lines = [_line(ONE, 3, found_by="item2"), _line(TWO, 20)]  # of which 19 came to it
     file.write_text("".join(json.dumps(one) + "\n" for one in lines))
     monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (ONE, TWO, THREE)])
     monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
-    mutants.main(["run", str(file)])
-    assert [fields["place"] for _, fields, _ in given] == ["m:h"]
+    mutants.main(["run", str(file), "--items", "19"])
+    assert [fields["place"] for _, fields, *_ in given] == ["m:h"]
     given.clear()
     mutants.main(["run", str(file), "--items", "25"])
-    assert [(fields["place"], len(ran)) for _, fields, ran in given] == [("m:g", 20), ("m:h", 0)]
+    counts = [(fields["place"], len(ran), reached) for _, fields, ran, reached in given]
+    assert counts == [("m:g", 20, 19), ("m:h", 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("ran", "reached", "covering", "expected"),
+    [(20, 20, 99, True), (59, 19, 99, False), (60, 0, 99, True), (30, 0, 30, True), (29, 19, 30, False)],
+)
+def test_enough_items(ran: int, reached: int, covering: int, expected: bool) -> None:
+    assert tries.is_enough(ran, reached, items=20, covering=covering) is expected
 
 
 def test_groups_are_drawn_from_the_map() -> None:
@@ -294,7 +303,7 @@ def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) ->
     assert path is not None
     found = rules.mutants_of(rules.source_of(path), GROUP, name)
     same = next(dataclasses.replace(one, new=f"({one.old})") for one in found if one.rule == "condition")
-    wrong = next(one for one in found if one.rule == "argument" and "group" in one.old)
+    wrong = next(one for one in found if one.rule == "statement" and "foreach_all_gather(" in one.old)
     monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (same, wrong)])
     assert mutants.main(["run", str(tmp_path / "r"), "--items", "4", "--jobs", "1", "--deadline", "30"]) == 0
     known = mutants.results(mutants.read(tmp_path / "r"))

@@ -166,7 +166,8 @@ class Result:
 
     def is_done(self, items: int) -> bool:
         """Whether no item is left of as many as may run."""
-        return bool(self.found_by) or len(self.ran) >= min(items, self.line["covering"])
+        counts = len(self.ran), self.reached
+        return bool(self.found_by) or tries.is_enough(*counts, items=items, covering=self.line["covering"])
 
 
 def results(lines: Iterable[dict[str, Any]]) -> dict[str, Result]:
@@ -262,7 +263,7 @@ def ran(options: argparse.Namespace) -> int:
         fields = dataclasses.asdict(mutant)
         before = known.get(mutant.id)
         if not any(row.covers(fields) for row in marks()) and (before is None or not before.is_done(options.items)):
-            todo.append((group, fields, before.ran if before else []))
+            todo.append((group, fields, *((before.ran, before.reached) if before else ([], 0))))
         elif before is None:
             line = {"id": mutant.id, "group": group, "torch": TORCH, **fields}
             tries.append(options.file, line | {"ran": [], "reached": 0, "covering": 0, "seconds": 0.0})
@@ -286,6 +287,7 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
         plan = tries.Plan(
             results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
             items=options.items, until=until, torch=TORCH, mutants=todo, unsound=unsound,
+            implementations={name: list(one.implementations) for name, one in GROUPS.items()},
         )  # fmt: skip
         (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
         processes = [_started(command, folder, job) for job in range(min(options.jobs, len(todo)))]
@@ -339,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
     one = commands.add_parser("run", parents=[draw])
     one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
-    one.add_argument("--items", type=int, default=20, help="items that run with a mutant (default: 20)")
+    one.add_argument("--items", type=int, default=20, help="that come to a mutant (default: 20); thrice as many run")
     one.add_argument("--seconds", type=float, default=540, help="after which no item begins (default: 540)")
     one.add_argument("--jobs", type=int, default=2, help="processes, each with worlds of its own (default: 2)")
     one.add_argument("--deadline", type=float, default=15, help="seconds of an item (default: 15)")

@@ -17,7 +17,7 @@ import pathlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -47,10 +47,11 @@ class Plan:
         results: the file to which each appends a line for each mutant.
         claims: the folder in which each leaves a file with the id of a mutant before it begins with it.
         map: the map of items to functions.
-        items: the number of items that run with a mutant.
+        items: the number of items that run with a mutant, as :func:`is_enough` counts.
+        implementations: by group, those whose items run.
         until: the time, of ``time.time``, after which no item begins.
         torch: its version.
-        mutants: by group, the mutants with the items that ran before.
+        mutants: of each, its group, the mutant, the items that ran before, and how many of these came to it.
         unsound: items that do not pass without a mutant.
     """
 
@@ -58,10 +59,16 @@ class Plan:
     claims: str
     map: str
     items: int
+    implementations: dict[str, list[str]]
     until: float
     torch: str
-    mutants: list[tuple[str, dict[str, Any], list[str]]]
+    mutants: list[tuple[str, dict[str, Any], list[str], int]]
     unsound: list[str]
+
+
+def is_enough(ran: int, reached: int, *, items: int, covering: int) -> bool:
+    """Whether so many items have come to the changed statement, or three times as many have run, or all."""
+    return reached >= items or ran >= min(3 * items, covering)
 
 
 def append(results: pathlib.Path, line: dict[str, Any]) -> None:
@@ -86,7 +93,9 @@ def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> l
 
 
 def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
-    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+    """One item of each list after the other; those last whose worlds each execute a new interpreter or the like."""
+    found = [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+    return sorted(found, key=lambda item: (mark := item.get_closest_marker("world")) is not None and bool(mark.kwargs))
 
 
 @functools.cache
@@ -95,7 +104,7 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(one[:4] for one in re.findall(r"[a-z]{4,}", name)) - {"para", "test", "modu"}
 
 
-def may_run(item: pytest.Item, state: State) -> bool:
+def may_run(item: pytest.Item, state: State) -> TypeGuard[pytest.Function]:
     """Whether an item is a case that runs here, for a bounded time, beside others, and always the same."""
     if not cases.is_case(item) or cases.missing(item, state.selection) is not None:
         return False
@@ -152,7 +161,11 @@ class Tries:
 
     def __init__(self, plan: Plan, state: State, items: Sequence[pytest.Item]) -> None:
         self._plan, self._state = plan, state
-        self._items = [item for item in items if may_run(item, state)]  # type: ignore[misc]
+        usable = [item for item in items if may_run(item, state)]
+        self._items = {
+            group: [item for item in usable if cases.launch_of(item).implementation in names]
+            for group, names in plan.implementations.items()
+        }
         self._known = changed.read(pathlib.Path(plan.map))
         self._worlds = _Worlds(state)
         self._sound: dict[str, bool] = dict.fromkeys(plan.unsound, False)
@@ -165,28 +178,30 @@ class Tries:
     def run(self) -> None:
         """Run each mutant that no other process has claimed."""
         try:
-            for group, fields, ran in self._plan.mutants:
+            for group, fields, ran, reached in self._plan.mutants:
                 mutant = Mutant(**fields)
                 if self._is_over:
                     break
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(pathlib.Path(self._plan.claims, mutant.id), os.O_CREAT | os.O_EXCL))
-                    line = self._line(group, mutant, ran)
+                    line = self._line(group, mutant, ran, reached)
                     append(self._results, line)
                     print(said(line), flush=True)
         finally:
             self._worlds.close()
 
-    def _line(self, group: str, mutant: Mutant, before: Sequence[str]) -> dict[str, Any]:
+    def _line(self, group: str, mutant: Mutant, before: Sequence[str], reached_before: int) -> dict[str, Any]:
         started = time.time()
         packed = packed_of(mutant)
-        todo = [item for item in turns(self._items, mutant.place, self._known) if self._sound.get(item.nodeid, True)]
+        callers = turns(self._items[group], mutant.place, self._known)
+        todo = [item for item in callers if self._sound.get(item.nodeid, True)]
         ran, reached, found = list[str](), 0, dict[str, str]()
         with self._worlds.planted(packed):
             for item in todo:
                 if item.nodeid in before:
                     continue
-                if self._is_over or len(before) + len(ran) >= self._plan.items:
+                counts = len(before) + len(ran), reached_before + reached
+                if self._is_over or is_enough(*counts, items=self._plan.items, covering=len(todo)):
                     break
                 made, has_reached = self._worlds.with_mutant(item)
                 if made.verdict == Verdict.HARNESS_ERROR:  # of the machine, perhaps
@@ -199,9 +214,10 @@ class Tries:
                 reached += has_reached
                 if found:
                     break
+        covering = sum(self._sound.get(item.nodeid, True) for item in todo)
         return {
             "id": mutant.id, "group": group, "torch": self._plan.torch, **dataclasses.asdict(mutant), "ran": ran,
-            "reached": reached, "covering": len(todo), "seconds": round(time.time() - started, 1), **found,
+            "reached": reached, "covering": covering, "seconds": round(time.time() - started, 1), **found,
         }  # fmt: skip
 
     def _is_sound(self, item: pytest.Function) -> bool:
