@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 import textwrap
+import types
 from typing import Any
 
 import pytest
@@ -311,6 +312,14 @@ def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) ->
     assert known[wrong.id].found_by
 
 
-def test_chapters_with_a_word_of_the_function_come_first() -> None:
-    assert tries._words("_backward_prefetch") & tries._words("test_prefetch_test_training")
-    assert not tries._words("_init_param") & tries._words("test_parameters")
+def test_the_order_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    def item(chapter: str, name: str, **world: Any) -> Any:
+        mark = types.SimpleNamespace(kwargs=world)
+        path, function = pathlib.Path(f"test_{chapter}.py"), types.SimpleNamespace(__name__=f"test_{name}")
+        return types.SimpleNamespace(path=path, function=function, iter_markers=lambda _: [mark])
+
+    a1, a2, a3, b1 = item("a", "one"), item("a", "two"), item("a", "three"), item("b", "one")
+    named, slow = item("prefetching", "c"), item("a", "prefetch", own_hash_seeds=True)
+    monkeypatch.setattr(changed, "ordered", lambda items, *_: items)
+    order = tries.turns([a1, a2, slow, a3, b1, named], "m:C._backward_prefetch", changed.Map("", {}))
+    assert order == [a1, named, b1, a2, a3, slow]

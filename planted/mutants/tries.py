@@ -82,20 +82,19 @@ def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> l
     """The items that call a function, the likeliest finders first: as ``--changed`` orders them, by chapters in turn.
 
     ``--changed`` has a minute. A mutant has a number of items, and where every chapter calls its function, these would
-    all be of the first one. Items come first whose chapter or test function has a word of the function in its name.
+    all be of the first one. Every second item is one whose chapter or test function has a word of the function in its
+    name, as long as there are any. Last are those whose worlds each execute a new interpreter or the like.
     """
     words, by_chapter = _words(re.split("[:.]", place)[-1]), dict[tuple[bool, str], list[pytest.Function]]()
     for item in changed.ordered(items, changed.Change(functions=frozenset({place})), known):
         is_named = bool(words & _words(f"{item.path.stem}_{item.function.__name__}"))
         by_chapter.setdefault((is_named, item.path.name), []).append(item)
-    named, others = ([same for (one, _), same in by_chapter.items() if one is kind] for kind in (True, False))
-    return [*_in_turn(named), *_in_turn(others)]
+    both = [_in_turn(same for (is_named, _), same in by_chapter.items() if is_named is kind) for kind in (True, False)]
+    return sorted(_in_turn(both), key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
 
 
 def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
-    """One item of each list after the other; those last whose worlds each execute a new interpreter or the like."""
-    found = [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
-    return sorted(found, key=lambda item: (mark := item.get_closest_marker("world")) is not None and bool(mark.kwargs))
+    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
 
 
 @functools.cache
