@@ -245,6 +245,30 @@ def test_the_report(
     assert "1 items do not pass without a mutant\n  item9" in out
 
 
+@pytest.mark.parametrize(
+    ("mark", "is_covered"),
+    [
+        ({}, True),
+        ({"place": ("m",)}, True),
+        ({"place": ("m:C.g", "m:C")}, True),
+        ({"place": ("m:C.fg",)}, False),
+        ({"rules": ("bound",)}, False),
+        ({"old": ("a[0].wait(*)",)}, True),
+        ({"old": ("a[0]",)}, False),
+        ({"new": ("x", "p*")}, True),
+    ],
+)
+def test_what_a_mark_covers(mark: dict[str, Any], is_covered: bool) -> None:
+    given = {"place": ("m:C.f",), **mark}
+    one = {"place": "m:C.f", "rule": "statement", "old": "a[0].wait(\n    b)", "new": "pass"}
+    assert mutants.Mark("gpu", "w", **given).covers(one) is is_covered
+
+
+def test_the_marks_are_read() -> None:
+    mutants.marks.cache_clear()
+    assert mutants.marks()
+
+
 def test_a_mark_is_of_a_kind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "MARKS", marks := tmp_path / "marks.toml")
     marks.write_text('[[mutant]]\nkind = "luck"\nwhy = "w"\nin = "m"\n')

@@ -15,6 +15,7 @@ mutant that fails with it, and passes without it.
 import argparse
 import collections
 import dataclasses
+import fnmatch
 import functools
 import importlib.metadata
 import itertools
@@ -114,23 +115,27 @@ class Mark:
     Attributes:
         kind: one of :data:`KINDS`.
         why: the reason, in one sentence.
-        place: the key ``in``: a function, class, module or package.
+        place: the key ``in``: functions, classes, modules or packages.
         rules: the rules; all without it.
-        old: how the old texts begin; any without it.
-        new: how the new texts begin; any without it.
+        old: patterns of the old texts, in which white space is one blank and brackets are literal; any without it.
+        new: patterns of the new texts; any without it.
     """
 
     kind: str
     why: str
-    place: str
+    place: tuple[str, ...]
     rules: tuple[str, ...] = ()
-    old: tuple[str, ...] = ("",)
-    new: tuple[str, ...] = ("",)
+    old: tuple[str, ...] = ("*",)
+    new: tuple[str, ...] = ("*",)
 
     def covers(self, one: Mapping[str, Any]) -> bool:
         """Whether the mutant of a result is meant."""
-        is_there = _is_in(one["place"], [self.place]) and (not self.rules or one["rule"] in self.rules)
-        return is_there and one["old"].startswith(self.old) and one["new"].startswith(self.new)
+        is_there = _is_in(one["place"], self.place) and (not self.rules or one["rule"] in self.rules)
+        return is_there and _is_one_of(one["old"], self.old) and _is_one_of(one["new"], self.new)
+
+
+def _is_one_of(text: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(" ".join(text.split()), one.replace("[", "[[]")) for one in patterns)
 
 
 @functools.cache
@@ -138,8 +143,8 @@ def marks() -> list[Mark]:
     """The rows of ``reasons/mutants.toml``; ValueError for a kind that there is not."""
     return [
         Mark(
-            row["kind"], row["why"], row["in"], coverage.several(row.get("rule", [])),
-            coverage.several(row.get("old", "")), coverage.several(row.get("new", "")),
+            row["kind"], row["why"], coverage.several(row["in"]), coverage.several(row.get("rule", [])),
+            coverage.several(row.get("old", "*")), coverage.several(row.get("new", "*")),
         )
         for row in coverage.rows_of(MARKS, "mutant", KINDS, "in")
     ]  # fmt: skip
