@@ -33,7 +33,7 @@ from typing import Any
 from planted import coverage, run
 from planted.mutants import rules, tries
 from planted.mutants.rules import Mutant
-from shardproof.harness.plugin import changed
+from shardproof.harness.plugin import changed, hooks
 from shardproof.harness.worlds import instruments
 
 TORCH = importlib.metadata.version("torch")
@@ -289,13 +289,14 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
     with tempfile.TemporaryDirectory(prefix="m") as name:
         folder = pathlib.Path(name)
         (folder / "claims").mkdir()
+        terminal = os.dup(sys.stdout.fileno())
         plan = tries.Plan(
             results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
             items=options.items, until=until, torch=TORCH, mutants=todo, unsound=unsound,
-            implementations={name: list(one.implementations) for name, one in GROUPS.items()},
+            implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
         )  # fmt: skip
         (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
-        processes = [_started(command, folder, job) for job in range(min(options.jobs, len(todo)))]
+        processes = [_started(command, folder, job, terminal) for job in range(min(options.jobs, len(todo)))]
         try:
             for process in processes:
                 process.wait(max(1.0, until + _GRACE - time.time()))
@@ -306,11 +307,12 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-                if process.returncode > 0:
-                    print((folder / f"{job}.err").read_text()[-2000:], flush=True)
+                if process.returncode > 0 and process.returncode != hooks.INCOMPLETE:  # no item has a record
+                    print(f"process {job} failed:\n{(folder / f'{job}.out').read_text()[-2000:]}", flush=True)
+            os.close(terminal)
 
 
-def _started(command: Sequence[str], folder: pathlib.Path, job: int) -> subprocess.Popen[bytes]:
+def _started(command: Sequence[str], folder: pathlib.Path, job: int, terminal: int) -> subprocess.Popen[bytes]:
     """Start one process, with temporary files and leases of its own: several worlds may share a core."""
     own = folder / str(job)
     own.mkdir()
@@ -318,9 +320,12 @@ def _started(command: Sequence[str], folder: pathlib.Path, job: int) -> subproce
         **os.environ, "PYTHONPATH": run.search_path(), "OMP_NUM_THREADS": "1", "TMPDIR": str(own),
         tries.VARIABLE: str(folder / "plan"), **instruments.environment(own, "planted.mutants.plant:planted"),
     }  # fmt: skip
-    with (folder / f"{job}.err").open("wb") as errors:
+    with (folder / f"{job}.out").open("wb") as output:
         # A session of its own, so that its ranks end with it.
-        return subprocess.Popen(command, cwd=run.ROOT, env=environment, stderr=errors, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=run.ROOT, env=environment, stdout=output, stderr=output, start_new_session=True,
+            pass_fds=(terminal,),
+        )  # fmt: skip
 
 
 def reported(options: argparse.Namespace) -> int:

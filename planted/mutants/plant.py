@@ -75,9 +75,10 @@ def function_of(module: str, name: str, first: int) -> types.FunctionType | None
         owner = getattr(owner, part, None)
     found = [inspect.getattr_static(owner, last, None)]
     for value in found:  # which grows by what is inside
-        code = getattr(value, "__code__", None)
-        if isinstance(value, types.FunctionType) and (code.co_qualname, code.co_firstlineno) == (name, first):
-            return value
+        if isinstance(value, types.FunctionType):
+            code = value.__code__
+            if (code.co_qualname, code.co_firstlineno) == (name, first):
+                return value
         inner = [getattr(value, key, None) for key in ("__wrapped__", "__func__", "fget", "fset", "fdel", "func")]
         inner += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell != types.CellType()]
         found += [one for one in inner if callable(one) or isinstance(one, property | staticmethod | classmethod)]
@@ -147,8 +148,8 @@ def _default(old: Any, new: Any) -> tuple[int, str, str]:
 
 def _mark(node: ast.AST, line: int) -> bool:
     """Put the mark before the innermost statement of a function that has a line, or first into the function."""
-    for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
-        for index, statement in enumerate(block if isinstance(block, list) else ()):
+    for block in (getattr(node, field, []) for field in ("body", "orelse", "finalbody")):
+        for index, statement in enumerate(block):
             if statement.lineno <= line <= statement.end_lineno:
                 if not _mark(statement, line):
                     _insert(block, index, statement)

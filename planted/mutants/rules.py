@@ -323,7 +323,7 @@ def mutants_of(source: Source, module: str, name: str, reasons: Sequence[coverag
     function = definitions(source).get(name, (None, ()))[0]
     if function is None or function.name in _WITHOUT:
         return []
-    rules = {**RULES, GROUPS_RULE: functools.partial(_exchange, known=_names(source))}
+    rules: dict[str, Rule] = {**RULES, GROUPS_RULE: functools.partial(_exchange, known=_names(source))}
     left_out = [*_unreached(source, f"{module}:{name}", function, reasons)]
     found, counts = dict[tuple[int, str, str], Mutant](), collections.Counter[tuple[str, ...]]()
     for node in [function, *_nodes(function)]:
@@ -357,8 +357,10 @@ def _unreached(source: Source, place: str, function: Function, reasons: Sequence
         return any(reason.covers(branch) for reason in reasons)
 
     for outer in ast.walk(function):
-        for block in (getattr(outer, field, None) for field in ("body", "orelse", "finalbody")):
-            for node, following in itertools.pairwise([*block, None]) if isinstance(block, list) else ():
+        if not isinstance(outer, ast.stmt | ast.ExceptHandler | ast.match_case):
+            continue
+        for block in (getattr(outer, field, []) for field in ("body", "orelse", "finalbody")):
+            for node, following in itertools.pairwise([*block, None]):
                 if not isinstance(node, ast.If):
                     continue
                 for branch in filter(None, (node.body, node.orelse)):

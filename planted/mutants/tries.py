@@ -53,6 +53,7 @@ class Plan:
         torch: its version.
         mutants: of each, its group, the mutant, the items that ran before, and how many of these came to it.
         unsound: items that do not pass without a mutant.
+        terminal: the file descriptor to which each writes its results.
     """
 
     results: str
@@ -64,6 +65,7 @@ class Plan:
     torch: str
     mutants: list[tuple[str, dict[str, Any], list[str], int]]
     unsound: list[str]
+    terminal: int
 
 
 def is_enough(ran: int, reached: int, *, items: int, covering: int) -> bool:
@@ -185,7 +187,7 @@ class Tries:
                     os.close(os.open(pathlib.Path(self._plan.claims, mutant.id), os.O_CREAT | os.O_EXCL))
                     line = self._line(group, mutant, ran, reached)
                     append(self._results, line)
-                    print(said(line), flush=True)
+                    os.write(self._plan.terminal, f"{said(line)}\n".encode())
         finally:
             self._worlds.close()
 
@@ -239,6 +241,7 @@ def _reason(text: str) -> str:
 def packed_of(mutant: Mutant) -> bytes:
     """What ranks plant; ValueError if they cannot."""
     path = rules.path_of(mutant.module)
+    assert path is not None, f"{mutant.module} has no file"
     source = rules.source_of(path)
     return plant.compiled(source, rules.definitions(source)[mutant.place.partition(":")[2]], mutant, path)
 
