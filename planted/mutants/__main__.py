@@ -261,6 +261,7 @@ def listed(options: argparse.Namespace) -> int:
 
 def ran(options: argparse.Namespace) -> int:
     """Run what is left of the draw, for the time that there is."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes end with this one
     until = time.time() + options.seconds
     lines = [one for one in read(options.file) if one["torch"] == TORCH]
     known, todo = results(lines), []
