@@ -291,6 +291,19 @@ def test_a_later_call_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     assert counts == [("m:g", 20, 19), ("m:h", 0, 0)]
 
 
+def test_a_marked_mutant_does_not_run_until_its_mark_is_gone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    file, given, marks = tmp_path / "r.jsonl", list[Any](), [mutants.Mark("gpu", "w", ("m:f",))]
+    monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", ONE)])
+    monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
+    monkeypatch.setattr(mutants, "marks", lambda: marks)
+    for _ in range(2):
+        assert mutants.main(["run", str(file)]) == 0
+        assert not given and [one["is_marked"] for one in mutants.read(file)] == [True]
+    marks.clear()
+    mutants.main(["run", str(file)])
+    assert [fields["place"] for _, fields, *_ in given] == ["m:f"]
+
+
 @pytest.mark.parametrize(
     ("ran", "reached", "covering", "expected"),
     [(20, 20, 99, True), (59, 19, 99, False), (60, 0, 99, True), (30, 0, 30, True), (29, 19, 30, False)],

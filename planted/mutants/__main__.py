@@ -41,9 +41,6 @@ MARKS = pathlib.Path(__file__).parents[1] / "reasons/mutants.toml"
 #: Why no case can find a mutant, by kind.
 KINDS = {"equivalent": "user code sees no difference", "gpu": "only a GPU shows the difference"}
 
-#: Seconds after the last item may begin in which a process has to end: those of an item with its sound run, and more.
-_GRACE = 50.0
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:
@@ -170,7 +167,9 @@ class Result:
     found_by: str = ""
 
     def is_done(self, items: int) -> bool:
-        """Whether no item is left of as many as may run."""
+        """Whether no item is left of as many as may run; of one that was marked, and is no more, all are."""
+        if self.line.get("is_marked"):
+            return False
         counts = len(self.ran), self.reached
         return bool(self.found_by) or tries.is_enough(*counts, items=items, covering=self.line["covering"])
 
@@ -219,7 +218,7 @@ def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
         lines.append(place)
         for one in sorted(survivors, key=lambda one: int(one.line["line"])):
             line, mark = one.line, next((row for row in rows if row.covers(one.line)), None)
-            ran = f"{len(one.ran)} of {line['covering']} items ran, {one.reached} came to it"
+            ran = f"{len(one.ran)} of {line['covering']} items ran, {one.reached} came to it" if one.ran else "not run"
             lines.append(f"  {line['line']}: {line['rule']}: {_short(line['old'])} -> {_short(line['new'])}; {ran}")
             lines += [f"      {mark.kind}: {mark.why}"] if mark else []
     for row in rows:
@@ -247,6 +246,10 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
     """The mutants that the options draw, the first of each group before the second of any."""
     known = changed.read(options.map)
     names = options.group or list(GROUPS)
+    for name in names:
+        if not any(known.items.get(one) for one in GROUPS[name].implementations):
+            lacks = " and ".join(GROUPS[name].implementations)
+            print(f"{name}: the map has no item of {lacks}; docs/coverage.md says how to add them", file=sys.stderr)
     draw = functools.partial(drawn, known=known, count=options.count, seed=options.seed, inside=options.inside)
     for turn in itertools.zip_longest(*([(name, one) for one in draw(GROUPS[name])] for name in names)):
         yield from filter(None, turn)
@@ -261,7 +264,6 @@ def listed(options: argparse.Namespace) -> int:
 
 def ran(options: argparse.Namespace) -> int:
     """Run what is left of the draw, for the time that there is."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the processes end with this one
     until = time.time() + options.seconds
     lines = [one for one in read(options.file) if one["torch"] == TORCH]
     known, todo = results(lines), []
@@ -271,8 +273,8 @@ def ran(options: argparse.Namespace) -> int:
         if not any(row.covers(fields) for row in marks()) and (before is None or not before.is_done(options.items)):
             todo.append((group, fields, *((before.ran, before.reached) if before else ([], 0))))
         elif before is None:
-            line = {"id": mutant.id, "group": group, "torch": TORCH, **fields}
-            tries.append(options.file, line | {"ran": [], "reached": 0, "covering": 0, "seconds": 0.0})
+            line = {"id": mutant.id, "group": group, "torch": TORCH, **fields, "ran": [], "reached": 0, "covering": 0}
+            tries.append(options.file, {**line, "is_marked": True})
     if todo:
         _run(options, todo, until, [one["unsound"] for one in lines if "unsound" in one])
     after = results(one for one in read(options.file) if one["torch"] == TORCH)
@@ -297,10 +299,12 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
             implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
         )  # fmt: skip
         (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
+        # A call that is terminated ends its processes.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         processes = [_started(command, folder, job, terminal) for job in range(min(options.jobs, len(todo)))]
         try:
             for process in processes:
-                process.wait(max(1.0, until + _GRACE - time.time()))
+                process.wait(max(1.0, until + tries.GRACE - time.time()))
         except subprocess.TimeoutExpired:
             print("a process did not end in time, and is killed", flush=True)
         finally:
@@ -311,6 +315,7 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
                 if process.returncode > 0 and process.returncode != hooks.INCOMPLETE:  # no item has a record
                     print(f"process {job} failed:\n{(folder / f'{job}.out').read_text()[-2000:]}", flush=True)
             os.close(terminal)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _started(command: Sequence[str], folder: pathlib.Path, job: int, terminal: int) -> subprocess.Popen[bytes]:

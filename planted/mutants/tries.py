@@ -33,8 +33,10 @@ from shardproof.runfile import Verdict
 #: The environment variable with the file of a :class:`Plan`.
 VARIABLE = "SHARDPROOF_MUTANTS"
 
-#: A case that may take longer does not run: a piece must end.
+#: A case that may take longer does not run: a call must end.
 _LONGEST = 60.0
+#: Seconds after the time of a plan in which each process ends, or is killed.
+GRACE = 50.0
 
 _PASSING = (Verdict.PASS, Verdict.EXPECTED_FAIL)
 
@@ -109,9 +111,13 @@ def may_run(item: pytest.Item, state: State) -> TypeGuard[pytest.Function]:
     """Whether an item is a case that runs here, for a bounded time, beside others, and always the same."""
     if not cases.is_case(item) or cases.missing(item, state.selection) is not None:
         return False
-    deadline = item.get_closest_marker("deadline")
-    is_short = deadline is None or deadline.args[0] <= _LONGEST
+    is_short = _deadline(item, state) <= _LONGEST
     return is_short and drawing.drawn_parameter(item) is None and item.get_closest_marker("alone") is None
+
+
+def _deadline(item: pytest.Item, state: State) -> float:
+    mark = item.get_closest_marker("deadline")
+    return float(mark.args[0]) if mark is not None else state.selection.deadline
 
 
 class _Worlds:
@@ -176,6 +182,11 @@ class Tries:
     def _is_over(self) -> bool:
         return time.time() >= self._plan.until
 
+    def _is_late(self, item: pytest.Function) -> bool:
+        """Whether a run of an item, with a mutant and without, may not end in time."""
+        longest = 2 * _deadline(item, self._state)
+        return self._is_over or time.time() + longest > self._plan.until + GRACE
+
     def run(self) -> None:
         """Run each mutant that no other process has claimed."""
         try:
@@ -202,7 +213,7 @@ class Tries:
                 if item.nodeid in before:
                     continue
                 counts = len(before) + len(ran), reached_before + reached
-                if self._is_over or is_enough(*counts, items=self._plan.items, covering=len(todo)):
+                if self._is_late(item) or is_enough(*counts, items=self._plan.items, covering=len(todo)):
                     break
                 made, has_reached = self._worlds.with_mutant(item)
                 if made.verdict == Verdict.HARNESS_ERROR:  # of the machine, perhaps
@@ -248,7 +259,7 @@ def packed_of(mutant: Mutant) -> bytes:
 
 def said(line: dict[str, Any]) -> str:
     """A result in one line."""
-    what = "found by " + line["found_by"].partition("::")[2] if "found_by" in line else "survived"
+    what = "found by " + line["found_by"].partition("::")[2] if "found_by" in line else "not found"
     name = line["place"].partition(":")[2]
     return f"{line['group']} {name} {line['rule']}: {what} ({len(line['ran'])} items, {line['seconds']} s)"
 
