@@ -238,7 +238,8 @@ def test_the_report(
     finally:
         mutants.marks.cache_clear()
     out = capsys.readouterr().out
-    assert "fsdp2              3       1         1       1  50.0% found" in out
+    assert "fsdp2              3       1         1       1  50.0% of those" in out
+    assert "33.3% are marked" in out
     assert "m:g\n  3: bound: `0` -> `1`; 30 of 30 items ran, 28 came to it" in out
     assert "equivalent: nobody reads it" in out
     assert "A row of marks.toml covers a mutant that is found" in out

@@ -202,11 +202,12 @@ def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
     """The counts by group and by rule, and the survivors by function."""
     lines = []
     for key in ("group", "rule"):
-        lines += [f"{key:<12}{'mutants':>8}{'found':>8}{'survived':>10}{'marked':>8}  of those not marked"]
+        lines += [f"{key:<12}{'mutants':>8}{'found':>8}{'survived':>10}{'marked':>8}"]
         for name in dict.fromkeys(one.line[key] for one in found.values()):
             mine = [one for one in found.values() if one.line[key] == name]
             kinds = collections.Counter(_kind(one, rows) for one in mine)
-            share = f"{kinds['found'] / max(1, len(mine) - kinds['marked']):.1%} found"
+            share = f"{kinds['found'] / max(1, len(mine) - kinds['marked']):.1%} of those not marked are found"
+            share += f", {kinds['marked'] / len(mine):.1%} are marked"
             counts = f"{len(mine):>8}{kinds['found']:>8}{kinds['survived']:>10}{kinds['marked']:>8}"
             lines.append(f"{name:<12}{counts}  {share}")
         lines.append("")
