@@ -1,13 +1,14 @@
 """Measures which branches of an implementation's Python the suites take, and which items call which of its functions.
 
     python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
-    python -m planted.coverage page FOLDER                       branches.md and functions.json.gz there, of these runs
+    python -m planted.coverage page FOLDER [--onto MAP]          branches.md and functions.json.gz there, of these runs
 
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
 its reason from ``reasons/branches.toml``, or "open"; ``functions.json.gz`` has the functions that each item calls, for
-``--changed`` (``harness/plugin/changed.py``). Both belong to the installed version of torch.
+``--changed`` (``harness/plugin/changed.py``) and for mutants (``mutants/``), with ``--onto`` after the items of another
+map, of implementations that were not run again. Both belong to the installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
 """
@@ -50,15 +51,17 @@ MEASURED = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed._state_dict_utils",
 )
+#: Those whose functions alone the map has: the reference implementation.
+MAPPED = ("fsdp_impl",)
 
 Arc = tuple[int, int]
 
 
 @functools.cache
 def measured() -> dict[str, pathlib.Path]:
-    """The files that are measured, by the names of their modules."""
+    """The files that are measured or mapped, by the names of their modules."""
     found = {}
-    for name in MEASURED:
+    for name in (*MEASURED, *MAPPED):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.origin is not None, f"{name} is no module of this torch"
         if not spec.submodule_search_locations:
@@ -199,10 +202,10 @@ def branches_of(arcs: dict[str, set[Arc]]) -> list[Branch]:
     """All branches of the functions of the measured modules, as coverage finds them in the source."""
     import coverage
 
-    paths = measured()
+    paths = {name: path for name, path in measured().items() if name.startswith(MEASURED)}
     with tempfile.TemporaryDirectory() as folder:
         data = coverage.CoverageData(f"{folder}/data")
-        data.add_arcs({str(paths[name]): sorted(found) for name, found in arcs.items()})
+        data.add_arcs({str(paths[name]): sorted(found) for name, found in arcs.items() if name in paths})
         data.touch_files(map(str, paths.values()))
         data.write()
         reader = coverage.Coverage(data_file=f"{folder}/data", branch=True, config_file=False, messages=False)
@@ -329,11 +332,28 @@ def mapped(items: Mapping[str, Iterable[str]]) -> str:
     return json.dumps(content, separators=(",", ":")) + "\n"
 
 
+def onto(path: pathlib.Path, items: Mapping[str, Iterable[str]]) -> dict[str, Iterable[str]]:
+    """Items, after those of a map of the same torch whose implementations have none here.
+
+    Raises:
+        ValueError: the map cannot be read, or is of another torch; one line.
+    """
+    known, installed = changed.read(path), importlib.metadata.version("torch").partition("+")[0]
+    if known.torch != installed:
+        raise ValueError(f"--onto {path}: it is of torch {known.torch}, and this is {installed}")
+    earlier: dict[str, Iterable[str]] = {}
+    for implementation, cases in known.items.items():
+        if not any(f"[{implementation}-w" in item for item in items):
+            earlier |= {case.replace("[", f"[{implementation}-", 1): names for case, names in cases.items()}
+    return {**earlier, **items}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites, or write what earlier runs have seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "page"))
     parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER")
+    parser.add_argument("--onto", type=pathlib.Path, metavar="MAP", help="another map, whose items come before")
     options, others = parser.parse_known_args(arguments)
     if options.command == "run":
         return watched(options.folder, others)
@@ -344,8 +364,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}")
     text = page(branches_of(saw.arcs), reasons())
     (options.folder / "branches.md").write_text(text)
+    try:
+        items = onto(options.onto, saw.items) if options.onto else saw.items
+    except ValueError as error:
+        parser.error(str(error))
     # Without the time of writing, so that equal maps are equal files.
-    packed = gzip.compress(mapped(saw.items).encode(), mtime=0)
+    packed = gzip.compress(mapped(items).encode(), mtime=0)
     (options.folder / changed.PACKED.name).write_bytes(packed)
     print(text.splitlines()[2])
     return 0

@@ -1,0 +1,379 @@
+"""Mutants of what is tested: changes its source by rules, and runs the items that cover the place.
+
+    python -m planted.mutants run FILE [--group NAME] [--jobs 2]    appends results to FILE until --seconds are over
+    python -m planted.mutants report FILE                           what was found, and the survivors by function
+    python -m planted.mutants list [--group NAME]                   the mutants that are drawn
+
+Of each group of functions ``--count`` mutants are drawn with ``--seed``, among the functions that items call by the map
+(``coverage.py``): evenly over functions, and in a function over the rules of ``rules.py``. ``run`` begins where an
+earlier call ended, however that one did; a later call with more ``--items`` goes on with the survivors. An item finds a
+mutant that fails with it, and passes without it.
+
+``reasons/mutants.toml`` marks mutants that no case can find. They do not run.
+"""
+
+import argparse
+import collections
+import dataclasses
+import fnmatch
+import functools
+import importlib.metadata
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from planted import coverage, run
+from planted.mutants import rules, tries
+from planted.mutants.rules import Mutant
+from shardproof.harness.plugin import changed, hooks
+from shardproof.harness.worlds import instruments
+
+TORCH = importlib.metadata.version("torch")
+MARKS = pathlib.Path(__file__).parents[1] / "reasons/mutants.toml"
+#: Why no case can find a mutant, by kind.
+KINDS = {"equivalent": "user code sees no difference", "gpu": "only a GPU shows the difference"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Functions, and the implementations whose items cover them."""
+
+    modules: tuple[str, ...]  # modules or packages
+    without: tuple[str, ...]  # those of them that are left out
+    implementations: tuple[str, ...]
+
+    def has(self, place: str) -> bool:
+        """Whether a function belongs to the group."""
+        return _is_in(place, self.modules) and not _is_in(place, self.without)
+
+
+def _is_in(place: str, names: Iterable[str]) -> bool:
+    return any(place == one or place.startswith((f"{one}.", f"{one}:")) for one in names)
+
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard"
+GROUPS = {
+    "fsdp1": Group(("torch.distributed.fsdp",), (_FSDP2,), ("torch.fsdp",)),
+    "fsdp2": Group((_FSDP2,), (), ("torch.fully_shard",)),
+    "helpers": Group(
+        ("torch.distributed.checkpoint.state_dict", "torch.distributed._state_dict_utils"),
+        (),
+        ("torch.fully_shard", "torch.fsdp"),
+    ),
+    "reference": Group(("fsdp_impl",), (), ("reference", "reference.flat")),
+}
+
+
+# The draw.
+
+
+def drawn(group: Group, known: changed.Map, *, count: int, seed: int, inside: str = "") -> list[Mutant]:
+    """The first mutants of a group that can be planted, in the order of the draw.
+
+    Args:
+        group: the group.
+        known: the map.
+        count: how many at most.
+        seed: of the draw.
+        inside: only mutants of this module, class or function.
+    """
+    called = {name for one in group.implementations for names in known.items.get(one, {}).values() for name in names}
+    reasons, found = coverage.reasons(), {}
+    for place in sorted(called):
+        if group.has(place) and (not inside or _is_in(place, [inside])):
+            module, _, name = place.partition(":")
+            if (path := rules.path_of(module)) is not None:
+                found[place] = rules.mutants_of(rules.source_of(path), module, name, reasons)
+    return list(itertools.islice(filter(_can_be_planted, rules.in_order(found, seed)), count))
+
+
+def _can_be_planted(mutant: Mutant) -> bool:
+    try:
+        return bool(tries.packed_of(mutant))
+    except ValueError:
+        return False
+
+
+# The marks.
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Why no case can find some mutants: a row of ``reasons/mutants.toml``.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        why: the reason, in one sentence.
+        place: the key ``in``: functions, classes, modules or packages.
+        rules: the rules; all without it.
+        old: patterns of the old texts, in which white space is one blank and brackets are literal; any without it.
+        new: patterns of the new texts; any without it.
+    """
+
+    kind: str
+    why: str
+    place: tuple[str, ...]
+    rules: tuple[str, ...] = ()
+    old: tuple[str, ...] = ("*",)
+    new: tuple[str, ...] = ("*",)
+
+    def covers(self, one: Mapping[str, Any]) -> bool:
+        """Whether the mutant of a result is meant."""
+        is_there = _is_in(one["place"], self.place) and (not self.rules or one["rule"] in self.rules)
+        return is_there and _is_one_of(one["old"], self.old) and _is_one_of(one["new"], self.new)
+
+
+def _is_one_of(text: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(" ".join(text.split()), one.replace("[", "[[]")) for one in patterns)
+
+
+@functools.cache
+def marks() -> list[Mark]:
+    """The rows of ``reasons/mutants.toml``; ValueError for a kind that there is not."""
+    return [
+        Mark(
+            row["kind"], row["why"], coverage.several(row["in"]), coverage.several(row.get("rule", [])),
+            coverage.several(row.get("old", "*")), coverage.several(row.get("new", "*")),
+        )
+        for row in coverage.rows_of(MARKS, "mutant", KINDS, "in")
+    ]  # fmt: skip
+
+
+# The results.
+
+
+@dataclasses.dataclass
+class Result:
+    """What all calls have seen of one mutant.
+
+    Attributes:
+        line: the newest line of the mutant.
+        ran: the items that ran.
+        reached: with how many of them a rank came to the changed statement.
+        found_by: the item that found it; empty for a survivor.
+    """
+
+    line: dict[str, Any]
+    ran: list[str] = dataclasses.field(default_factory=list)
+    reached: int = 0
+    found_by: str = ""
+
+    def is_done(self, items: int) -> bool:
+        """Whether no item is left of as many as may run; of one that was marked, and is no more, all are."""
+        if self.line.get("is_marked"):
+            return False
+        counts = len(self.ran), self.reached
+        return bool(self.found_by) or tries.is_enough(*counts, items=items, covering=self.line["covering"])
+
+
+def results(lines: Iterable[dict[str, Any]]) -> dict[str, Result]:
+    """The results of a version of torch, by the ids of mutants."""
+    found: dict[str, Result] = {}
+    for line in lines:
+        if "id" in line:
+            one = found.setdefault(line["id"], Result(line))
+            one.line = line
+            one.ran += line["ran"]
+            one.reached += line["reached"]
+            one.found_by = line.get("found_by", one.found_by)
+    return found
+
+
+def read(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The lines of a file of results, without one that a killed process began."""
+    found = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
+    """The counts by group and by rule, and the survivors by function."""
+    lines = []
+    for key in ("group", "rule"):
+        lines += [f"{key:<12}{'mutants':>8}{'found':>8}{'survived':>10}{'marked':>8}"]
+        for name in dict.fromkeys(one.line[key] for one in found.values()):
+            mine = [one for one in found.values() if one.line[key] == name]
+            kinds = collections.Counter(_kind(one, rows) for one in mine)
+            share = f"{kinds['found'] / max(1, len(mine) - kinds['marked']):.1%} of those not marked are found"
+            share += f", {kinds['marked'] / len(mine):.1%} are marked"
+            counts = f"{len(mine):>8}{kinds['found']:>8}{kinds['survived']:>10}{kinds['marked']:>8}"
+            lines.append(f"{name:<12}{counts}  {share}")
+        lines.append("")
+    by_place = collections.defaultdict(list)
+    for one in found.values():
+        if not one.found_by:
+            by_place[one.line["place"]].append(one)
+    for place, survivors in sorted(by_place.items()):
+        lines.append(place)
+        for one in sorted(survivors, key=lambda one: int(one.line["line"])):
+            line, mark = one.line, next((row for row in rows if row.covers(one.line)), None)
+            ran = f"{len(one.ran)} of {line['covering']} items ran, {one.reached} came to it" if one.ran else "not run"
+            lines.append(f"  {line['line']}: {line['rule']}: {_short(line['old'])} -> {_short(line['new'])}; {ran}")
+            lines += [f"      {mark.kind}: {mark.why}"] if mark else []
+    for row in rows:
+        covered = [one for one in found.values() if row.covers(one.line)]
+        if any(one.found_by for one in covered):
+            lines.append(f"A row of {MARKS.name} covers a mutant that is found: {row}")
+    return "\n".join(lines)
+
+
+def _kind(one: Result, rows: Sequence[Mark]) -> str:
+    if one.found_by:
+        return "found"
+    return "marked" if any(row.covers(one.line) for row in rows) else "survived"
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return f"`{text}`" if len(text) <= 100 else f"`{text[:60]} ... {text[-36:]}`"
+
+
+# A call.
+
+
+def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
+    """The mutants that the options draw, the first of each group before the second of any."""
+    known = changed.read(options.map)
+    names = options.group or list(GROUPS)
+    for name in names:
+        if not any(known.items.get(one) for one in GROUPS[name].implementations):
+            lacks = " and ".join(GROUPS[name].implementations)
+            print(f"{name}: the map has no item of {lacks}; docs/coverage.md says how to add them", file=sys.stderr)
+    draw = functools.partial(drawn, known=known, count=options.count, seed=options.seed, inside=options.inside)
+    for turn in itertools.zip_longest(*([(name, one) for one in draw(GROUPS[name])] for name in names)):
+        yield from filter(None, turn)
+
+
+def listed(options: argparse.Namespace) -> int:
+    """Print the draw."""
+    for name, one in chosen(options):
+        print(f"{one.id} {name} {one.place} line {one.line} {one.rule}: {_short(one.old)} -> {_short(one.new)}")
+    return 0
+
+
+def ran(options: argparse.Namespace) -> int:
+    """Run what is left of the draw, for the time that there is."""
+    until = time.time() + options.seconds
+    lines = [one for one in read(options.file) if one["torch"] == TORCH]
+    known, todo = results(lines), []
+    for group, mutant in chosen(options):
+        fields = dataclasses.asdict(mutant)
+        before = known.get(mutant.id)
+        if not any(row.covers(fields) for row in marks()) and (before is None or not before.is_done(options.items)):
+            todo.append((group, fields, *((before.ran, before.reached) if before else ([], 0))))
+        elif before is None:
+            line = {"id": mutant.id, "group": group, "torch": TORCH, **fields, "ran": [], "reached": 0, "covering": 0}
+            tries.append(options.file, {**line, "is_marked": True})
+    if todo:
+        _run(options, todo, until, [one["unsound"] for one in lines if "unsound" in one])
+    after = results(one for one in read(options.file) if one["torch"] == TORCH)
+    left = [one for one in todo if (now := after.get(Mutant(**one[1]).id)) is None or not now.is_done(options.items)]
+    found = sum(bool(one.found_by) for one in after.values())
+    print(f"{found} of {len(after)} are found; {len(left)} mutants are left for a later call")
+    return 0
+
+
+def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: list[str]) -> None:
+    names = dict.fromkeys(name for group, *_ in todo for name in GROUPS[group].implementations)
+    command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += ["-p", "planted.mutants.tries", "--impl", ",".join(names), "--device", "cpu", "--effort", "standard"]
+    command += ["--deadline", str(options.deadline), "-n", "0"]
+    with tempfile.TemporaryDirectory(prefix="m") as name:
+        folder = pathlib.Path(name)
+        (folder / "claims").mkdir()
+        terminal = os.dup(sys.stdout.fileno())
+        plan = tries.Plan(
+            results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
+            items=options.items, until=until, torch=TORCH, mutants=todo, unsound=unsound,
+            implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
+        )  # fmt: skip
+        (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
+        # A call that is terminated ends its processes.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        processes = [_started(command, folder, job, terminal) for job in range(min(options.jobs, len(todo)))]
+        try:
+            for process in processes:
+                process.wait(max(1.0, until + tries.GRACE - time.time()))
+        except subprocess.TimeoutExpired:
+            print("a process did not end in time, and is killed", flush=True)
+        finally:
+            for job, process in enumerate(processes):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                if process.returncode > 0 and process.returncode != hooks.INCOMPLETE:  # no item has a record
+                    print(f"process {job} failed:\n{(folder / f'{job}.out').read_text()[-2000:]}", flush=True)
+            os.close(terminal)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _started(command: Sequence[str], folder: pathlib.Path, job: int, terminal: int) -> subprocess.Popen[bytes]:
+    """Start one process, with temporary files and leases of its own: several worlds may share a core."""
+    own = folder / str(job)
+    own.mkdir()
+    environment = {
+        **os.environ, "PYTHONPATH": run.search_path(), "OMP_NUM_THREADS": "1", "TMPDIR": str(own),
+        tries.VARIABLE: str(folder / "plan"), **instruments.environment(own, "planted.mutants.plant:planted"),
+    }  # fmt: skip
+    with (folder / f"{job}.out").open("wb") as output:
+        # A session of its own, so that its ranks end with it.
+        return subprocess.Popen(
+            command, cwd=run.ROOT, env=environment, stdout=output, stderr=output, start_new_session=True,
+            pass_fds=(terminal,),
+        )  # fmt: skip
+
+
+def reported(options: argparse.Namespace) -> int:
+    """Print the report of a file, for each version of torch that it has."""
+    lines = read(options.file)
+    for version in dict.fromkeys(one["torch"] for one in lines):
+        print(f"torch {version}")
+        print(report(results(one for one in lines if one["torch"] == version), marks()))
+        unsound = [one["unsound"] for one in lines if "unsound" in one and one["torch"] == version]
+        print(f"{len(unsound)} items do not pass without a mutant", *unsound, sep="\n  ")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw mutants, run them, or print what earlier calls have seen."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    draw = argparse.ArgumentParser(add_help=False)
+    draw.add_argument("--group", action="append", choices=GROUPS, help="may be given several times (default: all)")
+    draw.add_argument("--count", type=int, default=400, help="mutants of each group (default: 400)")
+    draw.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
+    draw.add_argument("--in", dest="inside", default="", metavar="PLACE", help="a module, or MODULE:CLASS.FUNCTION")
+    draw.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
+    one = commands.add_parser("run", parents=[draw])
+    one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
+    one.add_argument("--items", type=int, default=20, help="that come to a mutant (default: 20); thrice as many run")
+    one.add_argument("--seconds", type=float, default=540, help="after which no item begins (default: 540)")
+    one.add_argument("--jobs", type=int, default=2, help="processes, each with worlds of its own (default: 2)")
+    one.add_argument("--deadline", type=float, default=15, help="seconds of an item (default: 15)")
+    one.set_defaults(run=ran)
+    other = commands.add_parser("list", parents=[draw])
+    other.set_defaults(run=listed)
+    other = commands.add_parser("report")
+    other.add_argument("file", type=pathlib.Path, metavar="FILE")
+    other.set_defaults(run=reported)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

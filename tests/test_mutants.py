@@ -1,0 +1,363 @@
+"""Mutants of what is tested: the rules, the draw, how one is planted, and what calls make of the results."""
+
+import dataclasses
+import gzip
+import importlib
+import importlib.metadata
+import json
+import pathlib
+import sys
+import textwrap
+import types
+from typing import Any
+
+import pytest
+
+from planted import coverage
+from planted.mutants import __main__ as mutants
+from planted.mutants import plant, rules, tries
+from planted.mutants.rules import Mutant, Source
+from shardproof.harness.plugin import changed
+
+GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+
+
+def _edits(text: str, rule: str = "") -> list[tuple[str, str]]:
+    """The old and new texts of all mutants of a rule of the function ``f``."""
+    source = Source(textwrap.dedent(text).encode())
+    return [(one.old, one.new) for one in rules.mutants_of(source, "m", "f") if rule in ("", one.rule)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "body", "expected"),
+    [
+        ("condition", "if a: pass", [("a", "(not (a))")]),
+        ("condition", "while not a: pass", [("not a", "(a)")]),
+        ("condition", "if a and b: pass", [("a and b", "(not (a and b))"), ("a", "(not (a))"), ("b", "(not (b))")]),
+        ("condition", "return a == b", [("a == b", "(not (a == b))")]),
+        ("condition", "return [x for x in a if x]", [("x", "(not (x))")]),
+        ("bound", "a(b < c)", [(" < ", " <= ")]),
+        ("bound", "a((b) >= 0)", [(") >= ", ") > "), ("0", "1")]),
+        ("bound", "a = b[1:-1]", [("1", "2"), ("-1", "0")]),
+        ("bound", "a = b[0]", [("0", "1")]),
+        ("bound", "a = b - 1", [("b - 1", "b")]),
+        ("bound", "a = max(b, c)", [("max", "min")]),
+        ("bound", "a = range(b)", [("b", "(b) - 1")]),
+        ("statement", "a.b = c", [("a.b = c", "pass")]),
+        ("statement", "a = b", []),
+        ("statement", "raise ValueError(a if b else c[0])", [("raise ValueError(a if b else c[0])", "pass")]),
+        ("argument", "a(b, c=1)", [(", c=1", "")]),
+        ("argument", "a(b=1, c=1)", [("b=1, ", ""), (", c=1", "")]),
+        ("argument", "a(b=1)", [("b=1", "")]),
+        ("dtype", "a = b.to(b.dtype)", [("b.to(b.dtype)", "b")]),
+        ("dtype", "a = b.to(device)", []),
+        ("dtype", "a = b.new_empty(c, dtype=d)", [(", dtype=d", "")]),
+        ("dtype", "a = _cast_fp_tensor(d, b)", [("_cast_fp_tensor(d, b)", "b")]),
+        ("groups", "a(shard_group, other_mesh.mesh)", [
+            ("shard_group, other_mesh.mesh", "other_mesh.mesh, shard_group")
+        ]),
+        ("groups", "self.shard_pg = self.replicate_pg", [("replicate_pg", "shard_pg")]),
+        ("groups", "a = self.shard_pg", []),  # the module has no other
+    ],
+)  # fmt: skip
+def test_a_rule(rule: str, body: str, expected: list[tuple[str, str]]) -> None:
+    assert _edits(f"def f(a, b):\n    {body}\n", rule) == expected
+
+
+def test_defaults() -> None:
+    assert _edits("def f(a, b=True, *, c=1, d=None): return a", "default") == [("True", "False"), ("1", "2")]
+
+
+def test_what_is_left_alone() -> None:
+    text = '''
+    @decorated(a[0])
+    def f(a: b[0]) -> c[0]:
+        """A docstring."""
+        x: d[0] = a
+        logger.warning("%s", a[0])
+        self._logger.info(a[0])
+        warnings.warn(a[0])
+        assert a[0], b[0]
+        if a < 1:
+            raise AssertionError("text")
+        if TYPE_CHECKING:
+            a.b()
+        text = f"{a[0]}"
+
+        def inner():
+            a.b()
+    '''
+    assert _edits(text) == []
+    assert _edits("class f:\n    pass") == []
+    assert rules.mutants_of(Source(b"def __repr__(self): return self.a[0]"), "m", "__repr__") == []
+
+
+def test_equal_edits_have_ids_of_their_own() -> None:
+    one, other = rules.mutants_of(Source(b"def f(a):\n    a.b()\n    a.b()\n"), "m", "f")
+    assert (one.old, one.line, one.nth, other.line, other.nth) == ("a.b()", 2, 0, 3, 1)
+    assert one.id != other.id
+    assert dataclasses.replace(one, line=9, start=0).id == one.id
+
+
+def test_branches_with_a_reason_are_left_out() -> None:
+    text = textwrap.dedent("""
+    def f(a):
+        if is_cuda:
+            a.b()
+        else:
+            a.c()
+        if a is None:
+            return 1
+        a.d()
+    """)
+    reasons = [
+        coverage.Reason("gpu", "w", ("m:f",), ("if is_cuda",), ("a.b()",)),
+        coverage.Reason("dead", "w", ("m:f",), ("if a is None",), ("a.d()",)),
+    ]
+    found = rules.mutants_of(Source(text.encode()), "m", "f", reasons)
+    assert [one.old for one in found if one.rule == "statement"] == ["a.c()"]
+
+
+def _of(place: str, *names: str) -> list[Mutant]:
+    return [Mutant(place, name[0], number, 0, name, "") for number, name in enumerate(names)]
+
+
+def test_the_draw_is_even_and_stable() -> None:
+    found = {"m:f": _of("m:f", "a1", "a2", "a3", "b1"), "m:g": _of("m:g", "a1")}
+    drawn = [*rules.in_order(found, 1)]
+    assert sorted(one.place for one in drawn[:2]) == ["m:f", "m:g"]
+    of_f = [one for one in drawn if one.place == "m:f"]
+    assert len(drawn) == 5 and sorted(one.rule for one in of_f[:2]) == ["a", "b"]
+    assert of_f == [*rules.in_order({"m:f": found["m:f"]}, 1)]
+    orders = {tuple(one.old for one in rules.in_order({"m:f": found["m:f"]}, seed)) for seed in range(20)}
+    assert len(orders) > 4
+
+
+MODULE = '''
+import functools
+
+def wrapping(function):
+    @functools.wraps(function)
+    def inner(*args, **options):
+        return function(*args, **options)
+    return inner
+
+class Base:
+    def method(self):
+        return 1
+
+class Middle(Base):
+    def method(self):
+        value = super().method()
+        return value + 1
+
+    @property
+    def size(self):
+        return len("ab") + 1
+
+    @staticmethod
+    @wrapping
+    def made(a, *, b=False):
+        """Return its arguments."""
+        return a, b
+
+def outer():
+    def inner(a):
+        if a:
+            return 1
+        return 2
+    return inner
+'''
+
+
+@pytest.fixture
+def module(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "mutated_module.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mutated_module", raising=False)
+    return importlib.import_module("mutated_module")
+
+
+def _plant(module: Any, name: str, rule: str, new: str | None = None) -> None:
+    path = pathlib.Path(module.__file__)
+    source = Source(path.read_bytes())
+    one = next(one for one in rules.mutants_of(source, module.__name__, name) if one.rule == rule)
+    one = one if new is None else dataclasses.replace(one, new=new)
+    plant.plant(plant.compiled(source, rules.definitions(source)[name], one, path))
+
+
+def test_a_mutant_is_there_wherever_the_function_is(module: Any) -> None:
+    method, made, outer = module.Middle.method, module.Middle.made, module.outer
+    _plant(module, "Middle.method", "bound")
+    plant._reached[0] = False
+    assert (method(module.Middle()), plant._reached) == (1, [True])
+    _plant(module, "Middle.size", "bound")
+    assert module.Middle().size == 2
+    assert made(1) == (1, False)
+    _plant(module, "Middle.made", "default")
+    assert (made(1), made(1, b=False)) == ((1, True), (1, False))
+    _plant(module, "outer.inner", "condition")
+    plant._reached[0] = False
+    inner = outer()
+    assert plant._reached == [False]
+    assert (inner(True), inner(False), plant._reached) == (2, 1, [True])
+
+
+def test_a_mutant_that_cannot_be_planted(module: Any) -> None:
+    with pytest.raises(ValueError, match="it is no Python"):
+        _plant(module, "Middle.method", "bound", new="(")
+    source = Source(MODULE.encode())
+    definition = rules.definitions(source)["Middle.method"]
+    lost = Mutant("mutated_module:Middle.method", "x", 16, MODULE.index("super()"), "super().method()", "0")
+    with pytest.raises(ValueError, match="variable of the surrounding scope"):
+        plant.compiled(source, definition, lost, pathlib.Path("m.py"))
+    with pytest.raises(ValueError, match=r"has no Middle\.method in line"):
+        plant.compiled(source, definition, dataclasses.replace(lost, place="json:Middle.method"), pathlib.Path("m.py"))
+
+
+def _line(one: Mutant, ran: int, **more: Any) -> dict[str, Any]:
+    line = {"id": one.id, "group": "fsdp2", "torch": mutants.TORCH, **dataclasses.asdict(one), "covering": 30}
+    return line | {"ran": [f"item{number}" for number in range(ran)], "reached": ran - 1, "seconds": 1.0} | more
+
+
+ONE, TWO, THREE = (Mutant(f"m:{name}", "bound", 3, 0, "0", "1") for name in ("f", "g", "h"))
+
+
+def test_the_report(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "MARKS", marks := tmp_path / "marks.toml")
+    mutants.marks.cache_clear()
+    row = '[[mutant]]\nkind = "equivalent"\nwhy = "nobody reads it"\nin = "m:{}"\nrule = "bound"\n'
+    marks.write_text(row.format("h") + row.format("f"))
+    lines = [_line(ONE, 3, found_by="item2"), _line(TWO, 20), _line(TWO, 10), _line(THREE, 0)]
+    lines.append({"unsound": "item9", "torch": mutants.TORCH, "verdict": "fail"})
+    (file := tmp_path / "r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"id"')
+    try:
+        assert mutants.main(["report", str(file)]) == 0
+    finally:
+        mutants.marks.cache_clear()
+    out = capsys.readouterr().out
+    assert "fsdp2              3       1         1       1  50.0% of those" in out
+    assert "33.3% are marked" in out
+    assert "m:g\n  3: bound: `0` -> `1`; 30 of 30 items ran, 28 came to it" in out
+    assert "equivalent: nobody reads it" in out
+    assert "A row of marks.toml covers a mutant that is found" in out
+    assert "1 items do not pass without a mutant\n  item9" in out
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_covered"),
+    [
+        ({}, True),
+        ({"place": ("m",)}, True),
+        ({"place": ("m:C.g", "m:C")}, True),
+        ({"place": ("m:C.fg",)}, False),
+        ({"rules": ("bound",)}, False),
+        ({"old": ("a[0].wait(*)",)}, True),
+        ({"old": ("a[0]",)}, False),
+        ({"new": ("x", "p*")}, True),
+    ],
+)
+def test_what_a_mark_covers(mark: dict[str, Any], is_covered: bool) -> None:
+    given = {"place": ("m:C.f",), **mark}
+    one = {"place": "m:C.f", "rule": "statement", "old": "a[0].wait(\n    b)", "new": "pass"}
+    assert mutants.Mark("gpu", "w", **given).covers(one) is is_covered
+
+
+def test_the_marks_are_read() -> None:
+    mutants.marks.cache_clear()
+    assert mutants.marks()
+
+
+def test_a_mark_is_of_a_kind(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "MARKS", marks := tmp_path / "marks.toml")
+    marks.write_text('[[mutant]]\nkind = "luck"\nwhy = "w"\nin = "m"\n')
+    mutants.marks.cache_clear()
+    with pytest.raises(ValueError, match="kind 'luck' of m is none of equivalent, gpu"):
+        mutants.marks()
+
+
+def test_a_later_call_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, given = tmp_path / "r.jsonl", list[Any]()
+    lines = [_line(ONE, 3, found_by="item2"), _line(TWO, 20)]  # of which 19 came to it
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (ONE, TWO, THREE)])
+    monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
+    mutants.main(["run", str(file), "--items", "19"])
+    assert [fields["place"] for _, fields, *_ in given] == ["m:h"]
+    given.clear()
+    mutants.main(["run", str(file), "--items", "25"])
+    counts = [(fields["place"], len(ran), reached) for _, fields, ran, reached in given]
+    assert counts == [("m:g", 20, 19), ("m:h", 0, 0)]
+
+
+def test_a_marked_mutant_does_not_run_until_its_mark_is_gone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    file, given, marks = tmp_path / "r.jsonl", list[Any](), [mutants.Mark("gpu", "w", ("m:f",))]
+    monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", ONE)])
+    monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
+    monkeypatch.setattr(mutants, "marks", lambda: marks)
+    for _ in range(2):
+        assert mutants.main(["run", str(file)]) == 0
+        assert not given and [one["is_marked"] for one in mutants.read(file)] == [True]
+    marks.clear()
+    mutants.main(["run", str(file)])
+    assert [fields["place"] for _, fields, *_ in given] == ["m:f"]
+
+
+@pytest.mark.parametrize(
+    ("ran", "reached", "covering", "expected"),
+    [(20, 20, 99, True), (59, 19, 99, False), (60, 0, 99, True), (30, 0, 30, True), (29, 19, 30, False)],
+)
+def test_enough_items(ran: int, reached: int, covering: int, expected: bool) -> None:
+    assert tries.is_enough(ran, reached, items=20, covering=covering) is expected
+
+
+def test_groups_are_drawn_from_the_map() -> None:
+    known = changed.read(changed.PACKED)
+    for group, module in (("fsdp1", "_limiter_utils"), ("fsdp2", "_fully_shard._fsdp_common")):
+        inside = f"torch.distributed.fsdp.{module}"
+        drawn = mutants.drawn(mutants.GROUPS[group], known, count=3, seed=1, inside=inside)
+        assert len({one.place for one in drawn}) == 3
+        assert [name for name, one in mutants.GROUPS.items() if one.has(drawn[0].place)] == [group]
+        assert mutants.drawn(mutants.GROUPS["helpers"], known, count=3, seed=1, inside=inside) == []
+
+
+def test_a_map_onto_another(tmp_path: pathlib.Path) -> None:
+    version = importlib.metadata.version("torch").partition("+")[0]
+    content = {"torch": version, "functions": ["m:f"], "items": {"a::t[one-w2-x]": [0], "a::t[two-w2]": [0]}}
+    (path := tmp_path / "map.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
+    new = {"a::t[two-w4]": {"m:g"}}
+    assert coverage.onto(path, new) == {"a::t[one-w2-x]": {"m:f"}, **new}
+    path.write_bytes(gzip.compress(json.dumps(content | {"torch": "2.0"}).encode()))
+    with pytest.raises(ValueError, match=r"it is of torch 2\.0, and this is"):
+        coverage.onto(path, new)
+
+
+@pytest.mark.nightly
+def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes nothing survives all items that run; what is wrong is found, and not by what runs after it."""
+    name = "FSDPParamGroup.unshard"
+    path = rules.path_of(GROUP)
+    assert path is not None
+    found = rules.mutants_of(rules.source_of(path), GROUP, name)
+    same = next(dataclasses.replace(one, new=f"({one.old})") for one in found if one.rule == "condition")
+    wrong = next(one for one in found if one.rule == "statement" and "foreach_all_gather(" in one.old)
+    monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (same, wrong)])
+    assert mutants.main(["run", str(tmp_path / "r"), "--items", "4", "--jobs", "1", "--deadline", "30"]) == 0
+    known = mutants.results(mutants.read(tmp_path / "r"))
+    assert (known[same.id].found_by, len(known[same.id].ran), known[same.id].reached) == ("", 4, 4)
+    assert known[wrong.id].found_by
+
+
+def test_the_order_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    def item(chapter: str, name: str, **world: Any) -> Any:
+        mark = types.SimpleNamespace(kwargs=world)
+        path, function = pathlib.Path(f"test_{chapter}.py"), types.SimpleNamespace(__name__=f"test_{name}")
+        return types.SimpleNamespace(path=path, function=function, iter_markers=lambda _: [mark])
+
+    a1, a2, a3, b1 = item("a", "one"), item("a", "two"), item("a", "three"), item("b", "one")
+    named, slow = item("prefetching", "c"), item("a", "prefetch", own_hash_seeds=True)
+    monkeypatch.setattr(changed, "ordered", lambda items, *_: items)
+    order = tries.turns([a1, a2, slow, a3, b1, named], "m:C._backward_prefetch", changed.Map("", {}))
+    assert order == [a1, named, b1, a2, a3, slow]
