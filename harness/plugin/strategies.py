@@ -8,12 +8,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
+import torch
 from hypothesis import strategies as st
 
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.models.drawn import Block, Kind, Part, Plan, has_trained
 from shardproof.harness.models.plain import Container
+from shardproof.harness.models.programs import KINDS, Call, Program, playable
 from shardproof.harness.models.recomputation import Means
 from shardproof.harness.models.trainings import Step, Training, needs_of
 
@@ -28,14 +30,18 @@ _CONTAINERS: tuple[Container, ...] = get_args(Container)
 _MEANS: tuple[Means, ...] = get_args(Means)
 
 
-def strategy_of(kind: type, *, capabilities: frozenset[Capability], world_size: int) -> st.SearchStrategy[Any]:
-    """Return the strategy of a kind of parameter, of which :class:`Training` is the only one."""
+def strategy_of(
+    kind: type, *, implementation: str, capabilities: frozenset[Capability], world_size: int
+) -> st.SearchStrategy[Any]:
+    """Return the strategy of a kind of parameter: :class:`Training` or :class:`Program`."""
+    if kind is Program:
+        return _Programs(capabilities, world_size, implementation).program()
     assert kind is Training, f"no strategy draws a {kind.__name__}"
     return _Trainings(capabilities, world_size).training()
 
 
-class _Trainings:
-    """Strategies of the parts of a training that one implementation claims on so many ranks."""
+class _Claimed:
+    """What one implementation claims on so many ranks."""
 
     def __init__(self, capabilities: frozenset[Capability], world_size: int) -> None:
         self._capabilities = capabilities
@@ -45,6 +51,10 @@ class _Trainings:
         """Return the choices if the implementation has these capabilities, and none otherwise."""
         names = {needed} if isinstance(needed, Capability) else set(needed)
         return list(choices) if names <= self._capabilities else []
+
+
+class _Trainings(_Claimed):
+    """Strategies of the parts of a training."""
 
     def training(self) -> st.SearchStrategy[Training]:
         return st.composite(lambda draw: self._training(draw))()
@@ -226,3 +236,78 @@ def _skips(plan: Plan) -> bool:
 def _needs_inputs(plan: Plan) -> bool:
     # A re-entrant recomputation has gradients only if its input requires some.
     return any(block.recomputed == "reentrant-call" for _, block in plan.blocks())
+
+
+# Programs of calls
+
+#: What parts of a program's model compute with: nothing that runs seldom, and nothing without elements.
+_CALLED: tuple[Kind, ...] = (
+    "linear", "shift", "bias-free", "wide", "norm", "listed", "embedding", "row", "cube", "tied", "buffer",
+)  # fmt: skip
+
+#: How many calls are drawn, of which those that are not legal where they stand are left out: about half.
+_DRAWN_CALLS = 50
+
+
+class _Programs(_Claimed):
+    """Strategies of the parts of a program of calls."""
+
+    def __init__(self, capabilities: frozenset[Capability], world_size: int, implementation: str) -> None:
+        super().__init__(capabilities, world_size)
+        self._implementation = implementation
+
+    def program(self) -> st.SearchStrategy[Program]:
+        made = st.builds(
+            Program,
+            plan=self._plan(),
+            calls=st.lists(self._call(), min_size=_DRAWN_CALLS, max_size=_DRAWN_CALLS).map(_called),
+            rows=st.integers(1, 3),
+            # A world of two has one order of sums; a larger one has it as two replicas of two shards.
+            replicas=st.just(0 if self._size == 2 else self._size // 2),
+            reshard_after_forward=st.sampled_from([None, *self._if(Capability.RESHARD_AFTER_FORWARD, True, False)]),
+            optimizer=st.sampled_from(["momentum", "sgd", *self._if(Capability.ADAM, "adam")]),
+            seed=st.integers(0, 9),
+        )
+        return made.flatmap(self._keeping).map(self._playable)
+
+    def _keeping(self, program: Program) -> st.SearchStrategy[Program]:
+        """Let some programs without resharding after forward keep parameters after a deferred backward too."""
+        able = program.reshard_after_forward is False and self._if(
+            (Capability.KEEP_AFTER_BACKWARD, Capability.DEFERRED_REDUCTION), True
+        )
+        choices = st.sampled_from([False, True]) if able else st.just(False)
+        return choices.map(lambda keeps: dataclasses.replace(program, keeps_gathered=keeps))
+
+    def _playable(self, program: Program) -> Program:
+        return playable(program, self._implementation, torch_version=torch.__version__)
+
+    def _plan(self) -> st.SearchStrategy[Plan]:
+        kinds = [kind for kind in _CALLED if kind != "tied" or self._if(Capability.TIED_PARAMETERS, True)]
+        part = st.builds(Part, st.sampled_from(kinds), width=st.integers(1, 5))
+        parts = st.lists(part, max_size=1).map(lambda several: (Part("linear"), *several))
+        # Once each: of a module that is called twice the sums of gradients have no order that implementations share.
+        block = st.builds(Block, parts, unit=st.just("own"))
+        blocks = st.lists(block, min_size=1, max_size=3).map(tuple)
+        return st.builds(Plan, root=st.builds(Block, parts, blocks), dim=st.integers(2, 5))
+
+    def _call(self) -> st.SearchStrategy[Call | None]:
+        """A call that is claimed, or seldom none, to which all shrink: a list of fixed length is not short at first.
+
+        What most others need before or after them comes more often than those.
+        """
+        every: list[Call | None] = [None]
+        for kind, row in KINDS.items():
+            for how in [how for how in row.choices if row.needs_of(how) <= self._capabilities]:
+                about = range(4) if row.has_places else range(1)
+                every += [Call(kind, how, place) for place in about] * (_OFTEN.get((kind, how), 4) // len(about))
+        return st.sampled_from(every)
+
+
+#: How often calls are drawn; all others four times.
+_OFTEN = {
+    ("forward", "reduced"): 20, ("forward", "deferred"): 6, ("backward", ""): 40, ("step", ""): 16, ("load", ""): 12,
+}  # fmt: skip
+
+
+def _called(drawn: list[Call | None]) -> tuple[Call, ...]:
+    return tuple(call for call in drawn if call is not None)
