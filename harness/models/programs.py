@@ -87,9 +87,10 @@ class Situation:
         saved: the call that saved what a load takes; None before.
         saved_states: whether the optimizer had states then.
         has_run: whether a forward has run.
+        has_gathered: whether a call has gathered parameters.
         left: whether a forward without a backward, or a backward that defers, may have left parameters gathered.
         dropped: whether the output of a forward with autograd has been dropped since the last backward.
-        was_set: whether user code has set a gradient where there may be none, since gradients were set to None.
+        replaced: in which ways user code has replaced one gradient, since all were set to None.
         asked: whether a call has begun to gather parameters, which no forward has used yet.
         frozen: the number of the unit that is frozen.
         is_double: whether the model has been cast to float64.
@@ -103,9 +104,10 @@ class Situation:
     saved: Call | None = None
     saved_states: bool = False
     has_run: bool = False
+    has_gathered: bool = False
     left: bool = False
     dropped: bool = False
-    was_set: bool = False
+    replaced: frozenset[str] = frozenset()
     asked: bool = False
     frozen: int | None = None
     is_double: bool = False
@@ -147,6 +149,10 @@ class Kind:
         return Capability.of(f"{self.needs} {self.choices[how]}")
 
 
+def _always(situation: Situation, call: Call) -> bool:
+    return True
+
+
 def _at_rest(situation: Situation, call: Call) -> bool:
     return situation.is_at_rest
 
@@ -183,11 +189,11 @@ def _stepped(situation: Situation, call: Call) -> None:
 
 def _zeroed(situation: Situation, call: Call) -> None:
     situation.has_gradients &= call.how == "zeros"
-    situation.was_set &= call.how == "zeros"
+    situation.replaced = situation.replaced if call.how == "zeros" else frozenset()
 
 
 def _replaced(situation: Situation, call: Call) -> None:
-    situation.was_set |= call.how == "set"
+    situation.replaced |= {call.how}
 
 
 def _saved(situation: Situation, call: Call) -> None:
@@ -205,7 +211,12 @@ def _resharded(situation: Situation, call: Call) -> None:
 
 
 def _asked(situation: Situation, call: Call) -> None:
-    situation.asked = True
+    situation.asked = situation.has_gathered = True
+
+
+def _gathered_and_resharded(situation: Situation, call: Call) -> None:
+    situation.has_gathered = True
+    _resharded(situation, call)
 
 
 def _froze(situation: Situation, call: Call) -> None:
@@ -244,7 +255,7 @@ _FORMS = {"sharded": "", "full": "full-state-dict", "first-rank": "full-state-di
 KINDS: dict[str, Kind] = {
     # A step and its parts.
     "evaluate": Kind(
-        _not_waiting, choices={"no_grad": "", "inference_mode": "", "dropped": ""}, leads=_evaluated
+        _always, choices={"no_grad": "", "inference_mode": "", "dropped": ""}, leads=_evaluated
     ),
     "forward": Kind(_not_waiting, choices={"reduced": "", "deferred": "deferred-reduction"}, leads=_forward),
     "backward": Kind(lambda situation, call: bool(situation.waiting), leads=_backward),
@@ -269,7 +280,7 @@ KINDS: dict[str, Kind] = {
     # Full parameters.
     "unshard": Kind(_at_rest, _UNITS, leads=_asked),
     "reshard": Kind(_not_waiting, _UNITS, leads=_resharded),
-    "read_units": Kind(_at_rest, _UNITS, leads=_resharded),
+    "read_units": Kind(_at_rest, _UNITS, leads=_gathered_and_resharded),
     "read": Kind(_at_rest, _WRAPPERS, {"": "", "first-rank": ""}),
     "read_gradients": Kind(_has_gradients, _WRAPPERS),
     "write": Kind(_at_rest, _WRAPPERS, {"kept": "", "dropped": ""}),
@@ -386,10 +397,13 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("F-39", _FULLY_SHARD, lambda situation, call: call.kind == "divide"),
     Wrong("F-45", _FSDP1, lambda situation, call: call == Call("write", "dropped") and situation.left),
     Wrong("F-46", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind in _WRITES),
+    Wrong("F-180", _FULLY_SHARD, lambda situation, call: call.kind == "cast" and situation.has_gathered),
     Wrong("F-201", _FULLY_SHARD, lambda situation, call: situation.left and call.kind in ("freeze", "thaw")),
     Wrong("F-243", _FULLY_SHARD, lambda situation, call: call.kind == "recover" and not situation.has_run),
     Wrong("F-422", _FSDP1, lambda situation, call: situation.dropped and call.kind in ("freeze", "thaw")),
-    Wrong("F-423", _FSDP1, lambda situation, call: situation.was_set and call.kind == "clip"),
+    Wrong("F-423", _FSDP1, lambda situation, call: "set" in situation.replaced and call.kind == "clip"),
+    Wrong("F-424", _FSDP1, lambda situation, call: "drop" in situation.replaced and call.kind == "read_gradients"),
+    Wrong("F-425", _FSDP1, lambda situation, call: bool(situation.replaced) and call.kind == "convert"),
     Wrong("F-405", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind == "reshard"),
 )  # fmt: skip
 

@@ -133,8 +133,10 @@ class _Both:
         self, plain: dict[str, nn.Parameter], held: dict[str, Piece]
     ) -> Iterator[tuple[Stage, str, str]]:
         for name, state in (self._adapter.optimizer_state() or {}).items():
+            if not held[name].tensor.numel():
+                continue  # of what a rank holds nothing of it may have no state, or have made fewer steps
             others = tensors_of_state(self._optimizer.state.get(plain[name], {}))
-            if held[name].tensor.numel() and state.keys() != others.keys():
+            if state.keys() != others.keys():
                 yield Stage.OPTIMIZER_STATE, name, f"has {sorted(state)}; that of the copies has {sorted(others)}"
             for key, piece in state.items():
                 yield from _difference(Stage.OPTIMIZER_STATE, f"{name}: {key}", piece, others.get(key))
@@ -266,7 +268,7 @@ class _Both:
     def _save(self, call: Call) -> None:
         state = self._adapter.checkpoint(form=cast(StateForm, call.how))
         # Later steps write to what a sharded state dict has.
-        self._saved = call, *map(copy.deepcopy, (state, self._plain_state()))
+        self._saved = call, copy.deepcopy(state), copy.deepcopy(self._plain_state())
 
     def _save_model(self, call: Call) -> None:
         with self._without_optimizer():
@@ -418,7 +420,7 @@ def _difference(
     stage: Stage, name: str, piece: Piece | None, full: torch.Tensor | None
 ) -> Iterator[tuple[Stage, str, str]]:
     if piece is None or full is None:
-        if piece is not full:
+        if piece is not None or full is not None:
             yield stage, name, f"only {'the copies have' if piece is None else 'the sharded run has'} one"
         return
     yield from _bits(stage, name, piece.tensor, piece.cut(full))
