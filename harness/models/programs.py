@@ -53,7 +53,7 @@ class Program(Described):
     """
 
     #: How many are drawn by an item of a run without ``--fuzz``, by effort.
-    EXAMPLES: ClassVar[dict[str, int]] = {"quick": 12, "standard": 25, "full": 120}
+    EXAMPLES: ClassVar[dict[str, int]] = {"quick": 8, "standard": 20, "full": 100}
 
     plan: Plan = _PLAIN
     calls: tuple[Call, ...] = ()
@@ -237,8 +237,8 @@ def _is_sent(situation: Situation, call: Call) -> bool:
 
 
 def _recovered(situation: Situation, call: Call) -> None:
-    situation.dropped |= bool(situation.waiting)
-    situation.waiting = ""
+    situation.waiting, situation.defers = "", False
+    _resharded(situation, call)
 
 
 def _cast(situation: Situation, call: Call) -> None:
@@ -312,9 +312,7 @@ KINDS: dict[str, Kind] = {
     "prefetch": Kind(_not_waiting, "explicit-prefetch", {"next": "", "previous": "", "none": ""}),
     "reshard_after_forward": Kind(_at_rest, "unit-settings", {"yes": "", "no": ""}),
     "divide": Kind(_at_rest, "unit-settings divide-factor", {"2": "", "4": ""}),
-    "recover": Kind(
-        lambda situation, call: not situation.defers, "recovery fsdp2-api", leads=_recovered
-    ),
+    "recover": Kind(_always, "recovery fsdp2-api", leads=_recovered),
 }  # fmt: skip
 
 
@@ -374,6 +372,8 @@ class Wrong:
 _FULLY_SHARD, _FSDP1 = ("torch.fully_shard",), ("torch.fsdp",)
 #: Calls that write to parameters.
 _WRITES = frozenset({"step", "load", "write", "scale_parameters", "cast"})
+#: Calls that change gradients.
+_OF_GRADIENTS = frozenset({"zero_grad", "clip", "scale_gradients", "replace_gradient"})
 
 
 @functools.cache
@@ -397,6 +397,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("F-39", _FULLY_SHARD, lambda situation, call: call.kind == "divide"),
     Wrong("F-45", _FSDP1, lambda situation, call: call == Call("write", "dropped") and situation.left),
     Wrong("F-46", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind in _WRITES),
+    Wrong("F-70", _FULLY_SHARD, lambda situation, call: call.kind == "recover" and situation.defers, "2.15"),
     Wrong("F-180", _FULLY_SHARD, lambda situation, call: call.kind == "cast" and situation.has_gathered),
     Wrong("F-201", _FULLY_SHARD, lambda situation, call: situation.left and call.kind in ("freeze", "thaw")),
     Wrong("F-243", _FULLY_SHARD, lambda situation, call: call.kind == "recover" and not situation.has_run),
@@ -404,6 +405,11 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("F-423", _FSDP1, lambda situation, call: "set" in situation.replaced and call.kind == "clip"),
     Wrong("F-424", _FSDP1, lambda situation, call: "drop" in situation.replaced and call.kind == "read_gradients"),
     Wrong("F-425", _FSDP1, lambda situation, call: bool(situation.replaced) and call.kind == "convert"),
+    Wrong(
+        "F-396", _FSDP1,
+        lambda situation, call: call.kind in _OF_GRADIENTS and situation.program.reshard_after_forward is False
+        and (situation.left or bool(situation.waiting)),
+    ),
     Wrong("F-405", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind == "reshard"),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ list of choices is what a failing example shrinks to.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
@@ -246,7 +247,7 @@ _CALLED: tuple[Kind, ...] = (
 )  # fmt: skip
 
 #: How many calls are drawn, of which those that are not legal where they stand are left out: about half.
-_DRAWN_CALLS = 50
+_DRAWN_CALLS = 90
 
 
 class _Programs(_Claimed):
@@ -260,7 +261,7 @@ class _Programs(_Claimed):
         made = st.builds(
             Program,
             plan=self._plan(),
-            calls=st.lists(self._call(), min_size=_DRAWN_CALLS, max_size=_DRAWN_CALLS).map(_called),
+            calls=self._calls(),
             rows=st.integers(1, 3),
             # A world of two has one order of sums; a larger one has it as two replicas of two shards.
             replicas=st.just(0 if self._size == 2 else self._size // 2),
@@ -290,24 +291,39 @@ class _Programs(_Claimed):
         blocks = st.lists(block, min_size=1, max_size=3).map(tuple)
         return st.builds(Plan, root=st.builds(Block, parts, blocks), dim=st.integers(2, 5))
 
-    def _call(self) -> st.SearchStrategy[Call | None]:
-        """A call that is claimed, or seldom none, to which all shrink: a list of fixed length is not short at first.
+    def _calls(self) -> st.SearchStrategy[tuple[Call, ...]]:
+        """Calls of a few kinds besides those of a step, others in each program: so they come close to each other."""
+        able = [kind for kind in KINDS if self._ways(kind)]
+        first = [kind for kind in able if kind not in _STEP and kind not in _AFTER.values()]
+        some = st.lists(st.sampled_from(first), min_size=_FEW, max_size=_FEW, unique=True)
+        # What follows some of them would rarely be chosen with them.
+        with_others = some.map(
+            lambda kinds: list(dict.fromkeys([*kinds, *(_AFTER[one] for one in kinds if one in _AFTER)]))
+        )
+        return with_others.flatmap(lambda kinds: self._calls_of([*_STEP, *kinds]))
 
-        What most others need before or after them comes more often than those.
-        """
+    def _ways(self, kind: str) -> list[str]:
+        return [how for how in KINDS[kind].choices if KINDS[kind].needs_of(how) <= self._capabilities]
+
+    def _calls_of(self, kinds: list[str]) -> st.SearchStrategy[tuple[Call, ...]]:
+        """Calls of these kinds; seldom one is left out, to which all shrink: a list of fixed length starts long."""
         every: list[Call | None] = [None]
-        for kind, row in KINDS.items():
-            for how in [how for how in row.choices if row.needs_of(how) <= self._capabilities]:
-                about = range(4) if row.has_places else range(1)
-                every += [Call(kind, how, place) for place in about] * (_OFTEN.get((kind, how), 4) // len(about))
-        return st.sampled_from(every)
+        for kind in kinds:
+            places = range(4) if KINDS[kind].has_places else range(1)
+            ways = self._ways(kind)
+            if kind == "forward":
+                ways = ["reduced", *ways]  # more often: little is legal between a deferred backward and the next one
+            made = [Call(kind, how, place) for how in ways for place in places]
+            every += [call for _, call in zip(range(_STEP.get(kind, 12)), itertools.cycle(made), strict=False)]
+        calls = st.lists(st.sampled_from(every), min_size=_DRAWN_CALLS, max_size=_DRAWN_CALLS)
+        return calls.map(lambda drawn: tuple(call for call in drawn if call is not None))
 
 
-#: How often calls are drawn; all others four times.
-_OFTEN = {
-    ("forward", "reduced"): 20, ("forward", "deferred"): 6, ("backward", ""): 40, ("step", ""): 16, ("load", ""): 12,
-}  # fmt: skip
+#: How many kinds of calls a program has besides those of a step.
+_FEW = 5
 
+#: Kinds that undo or use what others do, which come with them.
+_AFTER = {"freeze": "thaw", "save": "load", "save_model": "load", "unshard": "reshard"}
 
-def _called(drawn: list[Call | None]) -> tuple[Call, ...]:
-    return tuple(call for call in drawn if call is not None)
+#: The kinds of a step, and how often each is drawn; each other kind twelve times.
+_STEP = {"evaluate": 6, "forward": 18, "backward": 30, "step": 12, "zero_grad": 6}

@@ -201,7 +201,8 @@ class _Both:
         return found
 
     def _recover(self, call: Call) -> None:
-        self._waiting = None
+        """Begin anew, as after an exception: what is not reduced yet is lost."""
+        self._waiting, self._deferred = None, {}
         self._microbatch.close()
         self._adapter.recover()
 
