@@ -2,12 +2,12 @@
 
 The third kind of drawn case. ``test_drawn.py`` draws models, meshes and schedules of whole steps, and
 ``test_drawn_crossed.py`` has features three at a time; in both a training makes its calls in the usual order. Here the
-order is drawn: what a call leaves behind for another that follows much later. The chapter CALLS is about each call:
-``test_calls_anytime.py`` makes calls that are to change nothing in each moment of one training, all those of a family at
-once, and has the calls that return something to compare.
+order is drawn: what a call leaves behind shows in another that follows much later. The chapter CALLS is about each
+call by itself: ``test_calls_anytime.py`` makes calls that are to change nothing, all of a family, in each moment of one
+training.
 
 Which calls there are, when each is legal and which a finding says are wrong are the tables of
-``harness/models/programs.py``; what each does to the sharded run and to plain copies is in ``shardproof/testing/calls.py``.
+``harness/models/programs.py``; what each does to the run and to the copies is in ``shardproof/testing/calls.py``.
 """
 
 from shardproof.testing import Capability, Rank, contract, deadline, drawn, needs, world

@@ -1,8 +1,8 @@
 """Programs of public calls as plain data: which there are, when each is legal, and which a finding says are wrong.
 
-A program is a model, how it is sharded, and calls in an order that nobody wrote down; hypothesis draws it and a case runs
-it (``shardproof/testing/calls.py``). A :class:`Situation` follows a program call by call, so that what is drawn is legal
-from the first call to the last: no backward without its forward, no step between forward and backward.
+A program is a model, how it is sharded, and calls in an order that nobody wrote down; hypothesis draws it and a case
+runs it (``shardproof/testing/calls.py``). A :class:`Situation` follows a program call by call, so that what is drawn is
+legal from the first call to the last: no backward without its forward, no step between forward and backward.
 """
 
 import dataclasses
