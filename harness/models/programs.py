@@ -87,7 +87,7 @@ class Situation:
         saved: the call that saved what a load takes; None before.
         saved_states: whether the optimizer had states then.
         has_run: whether a forward has run.
-        has_gathered: whether a call has gathered parameters.
+        has_gathered: whether a call has gathered parameters, a state dict's excepted.
         left: whether a forward without a backward, or a backward that defers, may have left parameters gathered.
         dropped: whether the output of a forward with autograd has been dropped since the last backward.
         replaced: in which ways user code has replaced one gradient, since all were set to None.
@@ -200,6 +200,10 @@ def _saved(situation: Situation, call: Call) -> None:
     situation.saved, situation.saved_states = call, situation.has_states
 
 
+def _read(situation: Situation, call: Call) -> None:
+    situation.has_gathered = True
+
+
 def _loaded(situation: Situation, call: Call) -> None:
     assert situation.saved is not None
     if situation.saved.kind == "save":
@@ -281,9 +285,9 @@ KINDS: dict[str, Kind] = {
     "unshard": Kind(_at_rest, _UNITS, leads=_asked),
     "reshard": Kind(_not_waiting, _UNITS, leads=_resharded),
     "read_units": Kind(_at_rest, _UNITS, leads=_gathered_and_resharded),
-    "read": Kind(_at_rest, _WRAPPERS, {"": "", "first-rank": ""}),
+    "read": Kind(_at_rest, _WRAPPERS, {"": "", "first-rank": ""}, _read),
     "read_gradients": Kind(_has_gradients, _WRAPPERS),
-    "write": Kind(_at_rest, _WRAPPERS, {"kept": "", "dropped": ""}),
+    "write": Kind(_at_rest, _WRAPPERS, {"kept": "", "dropped": ""}, _read),
     # What user code does to parameters and gradients.
     "scale_parameters": Kind(_not_waiting),
     "scale_gradients": Kind(_has_gradients),
@@ -369,7 +373,7 @@ class Wrong:
         return implementation in self.implementations and not is_mended
 
 
-_FULLY_SHARD, _FSDP1 = ("torch.fully_shard",), ("torch.fsdp",)
+_FULLY_SHARD, _FSDP1 = ("torch.fully_shard", "lightning.fabric"), ("torch.fsdp",)
 #: Calls that write to parameters.
 _WRITES = frozenset({"step", "load", "write", "scale_parameters", "cast"})
 #: Calls that change gradients.
@@ -404,6 +408,10 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("F-422", _FSDP1, lambda situation, call: situation.dropped and call.kind in ("freeze", "thaw")),
     Wrong("F-423", _FSDP1, lambda situation, call: "set" in situation.replaced and call.kind == "clip"),
     Wrong("F-424", _FSDP1, lambda situation, call: "drop" in situation.replaced and call.kind == "read_gradients"),
+    Wrong(
+        "F-426", _FSDP1,
+        lambda situation, call: call.kind == "cast" and (situation.has_gathered or situation.saved is not None),
+    ),
     Wrong("F-425", _FSDP1, lambda situation, call: bool(situation.replaced) and call.kind == "convert"),
     Wrong(
         "F-396", _FSDP1,
