@@ -90,7 +90,8 @@ class Situation:
         has_gathered: whether a call has gathered parameters, a state dict's excepted.
         left: whether a forward without a backward, or a backward that defers, may have left parameters gathered.
         dropped: whether the output of a forward with autograd has been dropped since the last backward.
-        replaced: in which ways user code has replaced one gradient, since all were set to None.
+        replaced: in which ways user code has replaced one gradient, since all were set to None; "none" if they were so
+            since the last forward with a backward.
         asked: whether a call has begun to gather parameters, which no forward has used yet.
         frozen: the number of the unit that is frozen.
         is_double: whether the model has been cast to float64.
@@ -171,6 +172,7 @@ def _forward(situation: Situation, call: Call) -> None:
 
 
 def _backward(situation: Situation, call: Call) -> None:
+    situation.replaced -= {"none"}
     situation.defers = situation.waiting == "deferred"
     situation.has_gradients |= not situation.defers
     keeps = situation.program.keeps_gathered or situation.program.reshard_after_forward is False
@@ -189,7 +191,7 @@ def _stepped(situation: Situation, call: Call) -> None:
 
 def _zeroed(situation: Situation, call: Call) -> None:
     situation.has_gradients &= call.how == "zeros"
-    situation.replaced = situation.replaced if call.how == "zeros" else frozenset()
+    situation.replaced = situation.replaced if call.how == "zeros" else frozenset({"none"})
 
 
 def _replaced(situation: Situation, call: Call) -> None:
