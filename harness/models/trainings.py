@@ -72,36 +72,51 @@ class Training(Described):
 
     def as_case(self, *, world_size: int, requirements: Sequence[str], deadline: float | None = None) -> str:
         """Return a case that runs this training, as the source of a file; without a deadline it has that of the run."""
-        capabilities = sorted(needs_of(self, world_size=world_size))
-        body = source_of(self, indent=4, used=len("    train_drawn(rank, )"))
-        marks = [
-            *(f"contract({json.dumps(one)})" for one in requirements),
-            f"world({world_size})",
-            *([f"deadline({deadline:g})"] if deadline else []),
-            *(f"needs(Capability.{one.name})" for one in capabilities),
-        ]
-        return "\n".join(
-            [
-                *_imports(body, [mark.partition("(")[0] for mark in marks]),
-                "",
-                "",
-                *(f"@{mark}" for mark in marks),
-                "def test_found(rank: Rank) -> None:",
-                f"    train_drawn(rank, {body})",
-            ]
-        )
+        made = [name for name in ("Block", "Part", "Plan", "Step") if f"{name}(" in repr(self)]
+        return case_of(
+            self, "train_drawn", module="train", names=(*made, "Training", "train_drawn"),
+            needed=needs_of(self, world_size=world_size), world_size=world_size, requirements=requirements,
+            deadline=deadline,
+        )  # fmt: skip
 
 
-def _imports(body: str, marks: Sequence[str]) -> list[str]:
-    """Return the lines that import what the source of a training and of its marks uses."""
-    made = [name for name in ("Block", "Part", "Plan", "Step") if f"{name}(" in body]
-    # Classes before functions, as isort has them.
-    every = [*(["Capability"] if "needs" in marks else []), "Rank", *sorted(set(marks))]
-    return [
-        f"from shardproof.testing import {', '.join(every)}",
-        *(["from shardproof.testing.make import Accumulation"] if "Accumulation(" in body else []),
-        f"from shardproof.testing.train import {', '.join([*made, 'Training', 'train_drawn'])}",
+def case_of(
+    example: Described, function: str, *, module: str, names: Sequence[str], needed: frozenset[Capability],
+    world_size: int, requirements: Sequence[str], deadline: float | None,
+) -> str:  # fmt: skip
+    """Return the source of a file with one case, which calls a function with an example.
+
+    Args:
+        function: the function, of a ``module`` of ``shardproof.testing``.
+        names: what the case imports from there.
+        needed: the capabilities that the example needs.
+        deadline: that of the case; None is that of the run.
+    """
+    body = source_of(example, indent=4, used=len(f"    {function}(rank, )"))
+    marks = [
+        *(f"contract({json.dumps(one)})" for one in requirements),
+        f"world({world_size})",
+        *([f"deadline({deadline:g})"] if deadline else []),
+        *(f"needs(Capability.{one.name})" for one in sorted(needed)),
     ]
+    # Classes before functions, as isort has them.
+    marked = sorted({mark.partition("(")[0] for mark in marks})
+    every = [*(["Capability"] if "needs" in marked else []), "Rank", *marked]
+    imports = {
+        "shardproof.testing": every,
+        "shardproof.testing.make": ["Accumulation"] if "Accumulation(" in body else [],
+        f"shardproof.testing.{module}": names,
+    }
+    return "\n".join(
+        [
+            *(f"from {one} import {', '.join(several)}" for one, several in sorted(imports.items()) if several),
+            "",
+            "",
+            *(f"@{mark}" for mark in marks),
+            "def test_found(rank: Rank) -> None:",
+            f"    {function}(rank, {body})",
+        ]
+    )
 
 
 def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:

@@ -227,10 +227,13 @@ def _search(
     made, launch = _new_record(item, selection), launch_of(item)
     search = drawing.Search(run_example)
     capabilities = selection.capabilities[launch.implementation]
-    strategy = drawing.strategy_of(kind, capabilities=capabilities, world_size=launch.size)
+    strategy = drawing.strategy_of(
+        kind, implementation=launch.implementation, capabilities=capabilities, world_size=launch.size
+    )
     seed = zlib.crc32(made.id.encode()) if seconds is None else random.SystemRandom().getrandbits(32)
     started = time.monotonic()
-    found = search.find(strategy, seed=seed, seconds=seconds)
+    examples = drawing.examples_of(kind, selection.effort)
+    found = search.find(strategy, seed=seed, examples=examples, seconds=seconds)
     if found is not None:
         made = found.record
         if made.verdict.is_skip:

@@ -21,7 +21,7 @@ from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, gist
 from shardproof.runfile import Verdict
 
 EXAMPLES = 10
-"""The examples of a case in a run without ``--fuzz``."""
+"""The examples of a case in a run without ``--fuzz``, unless what is drawn has numbers of its own."""
 
 SHRINK_SECONDS = 60.0
 """How long shrinking may take, besides the example that runs when the time is over."""
@@ -58,11 +58,17 @@ def missing() -> list[str]:
     return [] if importlib.util.find_spec("hypothesis") else ["hypothesis (the extra 'fuzz')"]
 
 
-def strategy_of(kind: type, *, capabilities: frozenset[Capability], world_size: int) -> Any:
+def examples_of(kind: type, effort: str) -> int:
+    """Return how many examples of a kind an item draws in a run without ``--fuzz``."""
+    own: dict[str, int] = getattr(kind, "EXAMPLES", {})
+    return own.get(effort, EXAMPLES)
+
+
+def strategy_of(kind: type, *, implementation: str, capabilities: frozenset[Capability], world_size: int) -> Any:
     """Return the strategy that draws what an implementation with these capabilities claims on so many ranks."""
     # By name, so that a host without the extra can import this module.
     strategies = importlib.import_module("shardproof.harness.plugin.strategies")
-    return strategies.strategy_of(kind, capabilities=capabilities, world_size=world_size)
+    return strategies.strategy_of(kind, implementation=implementation, capabilities=capabilities, world_size=world_size)
 
 
 @dataclasses.dataclass

@@ -5,15 +5,18 @@ list of choices is what a failing example shrinks to.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
+import torch
 from hypothesis import strategies as st
 
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.models.drawn import Block, Kind, Part, Plan, has_trained
 from shardproof.harness.models.plain import Container
+from shardproof.harness.models.programs import KINDS, Call, Program, playable
 from shardproof.harness.models.recomputation import Means
 from shardproof.harness.models.trainings import Step, Training, needs_of
 
@@ -28,14 +31,18 @@ _CONTAINERS: tuple[Container, ...] = get_args(Container)
 _MEANS: tuple[Means, ...] = get_args(Means)
 
 
-def strategy_of(kind: type, *, capabilities: frozenset[Capability], world_size: int) -> st.SearchStrategy[Any]:
-    """Return the strategy of a kind of parameter, of which :class:`Training` is the only one."""
+def strategy_of(
+    kind: type, *, implementation: str, capabilities: frozenset[Capability], world_size: int
+) -> st.SearchStrategy[Any]:
+    """Return the strategy of a kind of parameter: :class:`Training` or :class:`Program`."""
+    if kind is Program:
+        return _Programs(capabilities, world_size, implementation).program()
     assert kind is Training, f"no strategy draws a {kind.__name__}"
     return _Trainings(capabilities, world_size).training()
 
 
-class _Trainings:
-    """Strategies of the parts of a training that one implementation claims on so many ranks."""
+class _Claimed:
+    """What one implementation claims on so many ranks."""
 
     def __init__(self, capabilities: frozenset[Capability], world_size: int) -> None:
         self._capabilities = capabilities
@@ -45,6 +52,10 @@ class _Trainings:
         """Return the choices if the implementation has these capabilities, and none otherwise."""
         names = {needed} if isinstance(needed, Capability) else set(needed)
         return list(choices) if names <= self._capabilities else []
+
+
+class _Trainings(_Claimed):
+    """Strategies of the parts of a training."""
 
     def training(self) -> st.SearchStrategy[Training]:
         return st.composite(lambda draw: self._training(draw))()
@@ -226,3 +237,93 @@ def _skips(plan: Plan) -> bool:
 def _needs_inputs(plan: Plan) -> bool:
     # A re-entrant recomputation has gradients only if its input requires some.
     return any(block.recomputed == "reentrant-call" for _, block in plan.blocks())
+
+
+# Programs of calls
+
+#: What parts of a program's model compute with: nothing that runs seldom, and nothing without elements.
+_CALLED: tuple[Kind, ...] = (
+    "linear", "shift", "bias-free", "wide", "norm", "listed", "embedding", "row", "cube", "tied", "buffer",
+)  # fmt: skip
+
+#: How many calls are drawn, of which those that are not legal where they stand are left out: about half.
+_DRAWN_CALLS = 90
+
+
+class _Programs(_Claimed):
+    """Strategies of the parts of a program of calls."""
+
+    def __init__(self, capabilities: frozenset[Capability], world_size: int, implementation: str) -> None:
+        super().__init__(capabilities, world_size)
+        self._implementation = implementation
+
+    def program(self) -> st.SearchStrategy[Program]:
+        made = st.builds(
+            Program,
+            plan=self._plan(),
+            calls=self._calls(),
+            rows=st.integers(1, 3),
+            # A world of two has one order of sums; a larger one has it as two replicas of two shards.
+            replicas=st.just(0 if self._size == 2 else self._size // 2),
+            reshard_after_forward=st.sampled_from([None, *self._if(Capability.RESHARD_AFTER_FORWARD, True, False)]),
+            optimizer=st.sampled_from(["momentum", "sgd", *self._if(Capability.ADAM, "adam")]),
+            seed=st.integers(0, 9),
+        )
+        return made.flatmap(self._keeping).map(self._playable)
+
+    def _keeping(self, program: Program) -> st.SearchStrategy[Program]:
+        """Let some programs without resharding after forward keep parameters after a deferred backward too."""
+        able = program.reshard_after_forward is False and self._if(
+            (Capability.KEEP_AFTER_BACKWARD, Capability.DEFERRED_REDUCTION), True
+        )
+        choices = st.sampled_from([False, True]) if able else st.just(False)
+        return choices.map(lambda keeps: dataclasses.replace(program, keeps_gathered=keeps))
+
+    def _playable(self, program: Program) -> Program:
+        return playable(program, self._implementation, torch_version=torch.__version__)
+
+    def _plan(self) -> st.SearchStrategy[Plan]:
+        kinds = [kind for kind in _CALLED if kind != "tied" or self._if(Capability.TIED_PARAMETERS, True)]
+        part = st.builds(Part, st.sampled_from(kinds), width=st.integers(1, 5))
+        parts = st.lists(part, max_size=1).map(lambda several: (Part("linear"), *several))
+        # Once each: of a module that is called twice the sums of gradients have no order that implementations share.
+        block = st.builds(Block, parts, unit=st.just("own"))
+        blocks = st.lists(block, min_size=1, max_size=3).map(tuple)
+        return st.builds(Plan, root=st.builds(Block, parts, blocks), dim=st.integers(2, 5))
+
+    def _calls(self) -> st.SearchStrategy[tuple[Call, ...]]:
+        """Calls of a few kinds besides those of a step, others in each program: so they come close to each other."""
+        able = [kind for kind in KINDS if self._ways(kind)]
+        first = [kind for kind in able if kind not in _STEP and kind not in _AFTER.values()]
+        some = st.lists(st.sampled_from(first), min_size=_FEW, max_size=_FEW, unique=True)
+        # What follows some of them would rarely be chosen with them.
+        with_others = some.map(
+            lambda kinds: list(dict.fromkeys([*kinds, *(_AFTER[one] for one in kinds if one in _AFTER)]))
+        )
+        return with_others.flatmap(lambda kinds: self._calls_of([*_STEP, *kinds]))
+
+    def _ways(self, kind: str) -> list[str]:
+        return [how for how in KINDS[kind].choices if KINDS[kind].needs_of(how) <= self._capabilities]
+
+    def _calls_of(self, kinds: list[str]) -> st.SearchStrategy[tuple[Call, ...]]:
+        """Calls of these kinds; seldom one is left out, to which all shrink: a list of fixed length starts long."""
+        every: list[Call | None] = [None]
+        for kind in kinds:
+            places = range(4) if KINDS[kind].has_places else range(1)
+            ways = self._ways(kind)
+            if kind == "forward":
+                ways = ["reduced", *ways]  # more often: little is legal between a deferred backward and the next one
+            made = [Call(kind, how, place) for how in ways for place in places]
+            every += [call for _, call in zip(range(_STEP.get(kind, 12)), itertools.cycle(made), strict=False)]
+        calls = st.lists(st.sampled_from(every), min_size=_DRAWN_CALLS, max_size=_DRAWN_CALLS)
+        return calls.map(lambda drawn: tuple(call for call in drawn if call is not None))
+
+
+#: How many kinds of calls a program has besides those of a step.
+_FEW = 5
+
+#: Kinds that undo or use what others do, which come with them.
+_AFTER = {"freeze": "thaw", "save": "load", "save_model": "load", "unshard": "reshard"}
+
+#: The kinds of a step, and how often each is drawn; each other kind twelve times.
+_STEP = {"evaluate": 6, "forward": 18, "backward": 30, "step": 12, "zero_grad": 6}

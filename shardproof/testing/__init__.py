@@ -7,7 +7,7 @@ The marks, what they require (``Capability``, ``Hardware``), what a rank makes (
 - ``train``: models of more kinds, optimizers, recomputation; batches and steps.
 - ``compare``: with plain copies, twins and the oracle; ``casts``, with copies that make each cast; ``states``, by state
   dicts; ``measure``, by collectives and by memory.
-- ``refuse``: what an implementation refuses.
+- ``refuse``: what an implementation refuses; ``calls``: public calls in any order, on a run and on plain copies.
 
 A module defines what it exports. The harness imports nothing of this package, so what it needs itself is defined there,
 and ``__all__`` of a module here has its name: a case, here or in another repository, imports no room of the harness.
