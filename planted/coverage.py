@@ -1,12 +1,13 @@
 """Measures which branches of an implementation's Python the suites take, and which items call which of its functions.
 
     python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
-    python -m planted.coverage page FOLDER [--onto MAP]          branches.md and functions.json.gz there, of these runs
+    python -m planted.coverage page FOLDER [--onto MAP]          what is made of these runs, in FOLDER
 
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
-its reason from ``reasons/branches.toml``, or "open"; ``functions.json.gz`` has the functions that each item calls, for
+its reason from ``reasons/branches.toml``, or "open"; ``lines.json.gz`` has by line some items that came to it, for
+mutants; ``functions.json.gz`` has the functions that each item calls, for
 ``--changed`` (``harness/plugin/changed.py``) and for mutants (``mutants/``), with ``--onto`` after the items of another
 map, of implementations that were not run again. Both belong to the installed version of torch.
 
@@ -55,6 +56,14 @@ MEASURED = (
 MAPPED = ("fsdp_impl",)
 
 Arc = tuple[int, int]
+
+LINES = "lines.json.gz"
+"""The name of the file with the items that come to a line."""
+
+
+def installed() -> str:
+    """The release of the installed torch, such as "2.13.0"."""
+    return importlib.metadata.version("torch").partition("+")[0]
 
 
 @functools.cache
@@ -175,6 +184,18 @@ def taken(folder: pathlib.Path) -> Taken:
     return found
 
 
+def comers(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:
+    """By module and line, the items with which a process came there first: as many as there were processes, at most."""
+    found: dict[str, dict[int, set[str]]] = collections.defaultdict(lambda: collections.defaultdict(set))
+    for line in lines_of(folder, "branches"):
+        for module, arcs in line["arcs"].items():
+            for number in {abs(one) for arc in arcs for one in arc}:
+                found[module][number].add(line["item"])
+    return {
+        module: {number: sorted(items) for number, items in sorted(lines.items())} for module, lines in found.items()
+    }
+
+
 def lines_of(folder: pathlib.Path, ending: str) -> Iterator[dict[str, Any]]:
     """The lines that ranks of watched runs have left in files of an ending, without one that a killed rank began."""
     for path in sorted(folder.glob(f"*.{ending}")):
@@ -262,11 +283,10 @@ def several(value: str | list[str]) -> tuple[str, ...]:
 
 def reasons() -> list[Reason]:
     """The rows of ``reasons/branches.toml`` for this torch; ValueError for a kind that there is not."""
-    installed = importlib.metadata.version("torch")
     return [
         Reason(row["kind"], row["why"], *(several(row.get(key, "")) for key in ("in", "line", "target")))
         for row in rows_of(REASONS, "branch", KINDS, "in")
-        if SpecifierSet(row.get("torch", "")).contains(installed, prereleases=True)
+        if SpecifierSet(row.get("torch", "")).contains(importlib.metadata.version("torch"), prereleases=True)
     ]
 
 
@@ -322,10 +342,8 @@ def mapped(items: Mapping[str, Iterable[str]]) -> str:
     """The map of items to functions, as JSON: names once, and by item their numbers."""
     names = sorted({name for found in items.values() for name in found})
     numbers = {name: number for number, name in enumerate(names)}
-    import torch
-
     content = {
-        "torch": torch.__version__.partition("+")[0],
+        "torch": installed(),
         "functions": names,
         "items": {item: sorted(numbers[name] for name in items[item]) for item in sorted(items)},
     }
@@ -338,9 +356,9 @@ def onto(path: pathlib.Path, items: Mapping[str, Iterable[str]]) -> dict[str, It
     Raises:
         ValueError: the map cannot be read, or is of another torch; one line.
     """
-    known, installed = changed.read(path), importlib.metadata.version("torch").partition("+")[0]
-    if known.torch != installed:
-        raise ValueError(f"--onto {path}: it is of torch {known.torch}, and this is {installed}")
+    known = changed.read(path)
+    if known.torch != installed():
+        raise ValueError(f"--onto {path}: it is of torch {known.torch}, and this is {installed()}")
     earlier: dict[str, Iterable[str]] = {}
     for implementation, cases in known.items.items():
         if not any(f"[{implementation}-w" in item for item in items):
@@ -371,6 +389,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Without the time of writing, so that equal maps are equal files.
     packed = gzip.compress(mapped(items).encode(), mtime=0)
     (options.folder / changed.PACKED.name).write_bytes(packed)
+    lines = {"torch": installed(), "lines": comers(options.folder)}
+    (options.folder / LINES).write_bytes(gzip.compress(json.dumps(lines).encode(), mtime=0))
     print(text.splitlines()[2])
     return 0
 

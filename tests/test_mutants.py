@@ -53,6 +53,9 @@ def _edits(text: str, rule: str = "") -> list[tuple[str, str]]:
         ("dtype", "a = b.to(device)", []),
         ("dtype", "a = b.new_empty(c, dtype=d)", [(", dtype=d", "")]),
         ("dtype", "a = _cast_fp_tensor(d, b)", [("_cast_fp_tensor(d, b)", "b")]),
+        ("dtype", "a = cast(list[str], b)", []),
+        ("dtype", "_broadcast_tensors(a, b)", []),
+        ("argument", "a = zip(b, c, strict=True)", []),
         ("groups", "a(shard_group, other_mesh.mesh)", [
             ("shard_group, other_mesh.mesh", "other_mesh.mesh, shard_group")
         ]),
@@ -66,6 +69,47 @@ def test_a_rule(rule: str, body: str, expected: list[tuple[str, str]]) -> None:
 
 def test_defaults() -> None:
     assert _edits("def f(a, b=True, *, c=1, d=None): return a", "default") == [("True", "False"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ("self._f(1)", [("True", "False")]),
+        ("self._f(1, b=2)", []),
+        ("self._f(1, 2)", []),
+        ("_f(1, 2)", [("True", "False")]),  # of the object and a
+        ("self._f(*c)", []),
+        ("", []),
+    ],
+)
+def test_defaults_of_a_private_function_are_those_of_calls_that_leave_them_out(
+    calls: str, expected: list[tuple[str, str]]
+) -> None:
+    source = Source(f"def _f(self, a, b=True): return a\n{calls}".encode())
+    assert [(one.old, one.new) for one in rules.mutants_of(source, "m", "_f")] == expected
+
+
+def test_functions_of_assertions_are_left_alone() -> None:
+    text = """
+    def f(self):
+        self._check(1)
+        _refuse(self)
+        self.check(1)
+
+    def _check(self, a):
+        assert a
+        self._also(a)
+
+    def _also(self, a):
+        _p_assert(a, "text")
+
+    def _refuse(self):
+        raise ValueError(self)
+
+    def check(self, a):
+        assert a
+    """
+    assert [one for one, _ in _edits(text, "statement")] == ["_refuse(self)", "self.check(1)"]
 
 
 def test_what_is_left_alone() -> None:
@@ -311,6 +355,39 @@ def test_a_marked_mutant_does_not_run_until_its_mark_is_gone(tmp_path: pathlib.P
 )
 def test_enough_items(ran: int, reached: int, covering: int, expected: bool) -> None:
     assert tries.is_enough(ran, reached, items=20, covering=covering) is expected
+
+
+def test_items_that_come_to_a_line(tmp_path: pathlib.Path) -> None:
+    """Each process notes an arc once; both of its lines count, and the way out of a function is its first line."""
+    for process, item in enumerate(["a", "b"]):
+        line = {"item": item, "entered": {}, "arcs": {"m": [[-3, 4], [4, 5 + process]]}}
+        (tmp_path / f"{process}.branches").write_text(json.dumps(line) + "\n")
+    assert coverage.comers(tmp_path) == {"m": {3: ["a", "b"], 4: ["a", "b"], 5: ["a"], 6: ["b"]}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"torch": "1.0", "lines": {}}, "it is of torch 1.0, and this is "),
+        ({"torch": "1.0"}, "it is none (KeyError('lines')); python -m planted.coverage page makes lines.json.gz"),
+        (None, "No such file or directory; python -m planted.coverage page makes lines.json.gz"),
+    ],
+    ids=["other torch", "other file", "no file"],
+)
+def test_lines_that_are_none(tmp_path: pathlib.Path, content: Any, said: str) -> None:
+    path = tmp_path / "lines.json"
+    if content is not None:
+        path.write_text(json.dumps(content))
+    with pytest.raises(ValueError) as raised:
+        mutants.read_lines(path)
+    assert str(raised.value).startswith(f"--lines {path}: {said}")
+
+
+def test_lines_are_read(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / coverage.LINES
+    content = {"torch": coverage.installed(), "lines": {"m": {4: ["a"]}}}
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    assert mutants.read_lines(path) == {"m": {"4": ["a"]}}
 
 
 def test_groups_are_drawn_from_the_map() -> None:

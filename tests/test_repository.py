@@ -59,6 +59,7 @@ def packages_with(folder, imports):
         "door",
         "extras",
         "folders",
+        "garbage",
         "jsonfiles",
         "planfile",
         "plugin",

@@ -17,7 +17,12 @@ class TorchFsdpAdapter(FlatAdapter):
     name = "torch.fsdp"
     api: ClassVar[Any] = torch.distributed.fsdp
     # Models outlive their last reference: findings/F019.py.
-    traits = dataclasses.replace(FlatAdapter.traits, frees_models=False, simulates=True)
+    traits = dataclasses.replace(
+        FlatAdapter.traits, frees_models=False, simulates=True,
+        wrong_calls=frozenset(
+            {"F-25", "F-29", "F-31", "F-36", "F-45", "F-396", "F-422", "F-423", "F-424", "F-425", "F-426"}
+        ),
+    )  # fmt: skip
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:

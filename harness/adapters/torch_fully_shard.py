@@ -60,8 +60,10 @@ class TorchFullyShardAdapter(DTensorAdapter):
     name = "torch.fully_shard"
     # Resharding to a smaller size makes a mesh with new process groups in every call of fully_shard.
     traits = dataclasses.replace(
-        DTensorAdapter.traits, process_groups="abandoned", simulates=True, **gradient_traits(torch.__version__)
-    )
+        DTensorAdapter.traits, process_groups="abandoned", simulates=True,
+        wrong_calls=frozenset(["F-2", "F-25", "F-29", "F-39", "F-46", "F-70", "F-180", "F-201", "F-243", "F-405"]),
+        **gradient_traits(torch.__version__),
+    )  # fmt: skip
     fully_shard = staticmethod(fully_shard)
     offload_policy = CPUOffloadPolicy
     precision_policy = MixedPrecisionPolicy

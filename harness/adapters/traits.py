@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -143,6 +144,9 @@ class Traits:
     makes its cases ``unsupported``: the error may be its own, or due to what a simulation lacks.
     """
 
+    wrong_calls: frozenset[str] = frozenset()
+    """The findings, such as "F-2", whose calls programs of drawn calls leave out (``harness/models/programs.py``)."""
+
     def __post_init__(self) -> None:
         """Check that every trait has a value of its kind; otherwise a ValueError says in one line what was expected."""
         hints = get_type_hints(type(self))
@@ -155,6 +159,9 @@ class Traits:
 
 def _unlike(value: Any, hint: Any) -> str | None:
     """Return what a trait with this type annotation should be, or None if ``value`` is such."""
+    if hint == frozenset[str]:
+        fits = isinstance(value, (set, frozenset)) and all(re.fullmatch(r"F-\d+", str(one)) for one in value)
+        return None if fits else "a set of findings such as F-2"
     if get_origin(hint) is frozenset:
         words = get_args(get_args(hint)[0])
         fits = isinstance(value, (set, frozenset)) and value <= set(words)

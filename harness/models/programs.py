@@ -7,7 +7,7 @@ legal from the first call to the last: no backward without its forward, no step 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import ClassVar
 
 from packaging.version import Version
@@ -355,27 +355,23 @@ def accumulation_of(program: Program, capabilities: frozenset[Capability]) -> Ac
 
 @dataclasses.dataclass(frozen=True)
 class Wrong:
-    """Calls that an implementation is known to get wrong.
+    """Calls that implementations are known to get wrong, which name the finding (:attr:`Traits.wrong_calls`).
 
     Attributes:
         finding: its id.
-        implementations: those that it is about, by name.
         when: whether a call is wrong in a situation.
         mended_in: the release of torch that has no such error; empty if none is known.
     """
 
     finding: str
-    implementations: tuple[str, ...]
     when: Callable[[Situation, Call], bool]
     mended_in: str = ""
 
-    def holds(self, implementation: str, torch_version: str) -> bool:
-        """Whether an implementation has the error, with this torch."""
-        is_mended = bool(self.mended_in) and Version(torch_version).release >= Version(self.mended_in).release
-        return implementation in self.implementations and not is_mended
+    def holds(self, torch_version: str) -> bool:
+        """Whether the error is there with this torch."""
+        return not self.mended_in or Version(torch_version).release < Version(self.mended_in).release
 
 
-_FULLY_SHARD, _FSDP1 = ("torch.fully_shard", "lightning.fabric"), ("torch.fsdp",)
 #: Calls that write to parameters.
 _WRITES = frozenset({"step", "load", "write", "scale_parameters", "cast"})
 #: Calls that change gradients.
@@ -390,43 +386,43 @@ def _has_empty_shards(plan: Plan, shards: int) -> bool:
 
 WRONG: tuple[Wrong, ...] = (
     Wrong(
-        "F-2", _FULLY_SHARD,
+        "F-2",
         lambda situation, call: call.kind == "clip" and _has_empty_shards(situation.program.plan, 4),
     ),
     Wrong(
-        "F-25", (*_FULLY_SHARD, *_FSDP1),
+        "F-25",
         lambda situation, call: not situation.has_run and call == Call("evaluate", "inference_mode"),
     ),
-    Wrong("F-29", (*_FULLY_SHARD, *_FSDP1), lambda situation, call: situation.left and call.kind in _WRITES),
-    Wrong("F-31", _FSDP1, lambda situation, call: call.kind == "clip" and situation.is_double),
-    Wrong("F-36", _FSDP1, lambda situation, call: call.kind == "clip" and situation.frozen is not None),
-    Wrong("F-39", _FULLY_SHARD, lambda situation, call: call.kind == "divide"),
-    Wrong("F-45", _FSDP1, lambda situation, call: call == Call("write", "dropped") and situation.left),
-    Wrong("F-46", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind in _WRITES),
-    Wrong("F-70", _FULLY_SHARD, lambda situation, call: call.kind == "recover" and situation.defers, "2.15"),
-    Wrong("F-180", _FULLY_SHARD, lambda situation, call: call.kind == "cast" and situation.has_gathered),
-    Wrong("F-201", _FULLY_SHARD, lambda situation, call: situation.left and call.kind in ("freeze", "thaw")),
-    Wrong("F-243", _FULLY_SHARD, lambda situation, call: call.kind == "recover" and not situation.has_run),
-    Wrong("F-422", _FSDP1, lambda situation, call: situation.dropped and call.kind in ("freeze", "thaw")),
-    Wrong("F-423", _FSDP1, lambda situation, call: "set" in situation.replaced and call.kind == "clip"),
-    Wrong("F-424", _FSDP1, lambda situation, call: "drop" in situation.replaced and call.kind == "read_gradients"),
+    Wrong("F-29", lambda situation, call: situation.left and call.kind in _WRITES),
+    Wrong("F-31", lambda situation, call: call.kind == "clip" and situation.is_double),
+    Wrong("F-36", lambda situation, call: call.kind == "clip" and situation.frozen is not None),
+    Wrong("F-39", lambda situation, call: call.kind == "divide"),
+    Wrong("F-45", lambda situation, call: call == Call("write", "dropped") and situation.left),
+    Wrong("F-46", lambda situation, call: situation.asked and call.kind in _WRITES),
+    Wrong("F-70", lambda situation, call: call.kind == "recover" and situation.defers, "2.15"),
+    Wrong("F-180", lambda situation, call: call.kind == "cast" and situation.has_gathered),
+    Wrong("F-201", lambda situation, call: situation.left and call.kind in ("freeze", "thaw")),
+    Wrong("F-243", lambda situation, call: call.kind == "recover" and not situation.has_run),
+    Wrong("F-422", lambda situation, call: situation.dropped and call.kind in ("freeze", "thaw")),
+    Wrong("F-423", lambda situation, call: "set" in situation.replaced and call.kind == "clip"),
+    Wrong("F-424", lambda situation, call: "drop" in situation.replaced and call.kind == "read_gradients"),
     Wrong(
-        "F-426", _FSDP1,
+        "F-426",
         lambda situation, call: call.kind == "cast" and (situation.has_gathered or situation.saved is not None),
     ),
-    Wrong("F-425", _FSDP1, lambda situation, call: bool(situation.replaced) and call.kind == "convert"),
+    Wrong("F-425", lambda situation, call: bool(situation.replaced) and call.kind == "convert"),
     Wrong(
-        "F-396", _FSDP1,
+        "F-396",
         lambda situation, call: call.kind in _OF_GRADIENTS and situation.program.reshard_after_forward is False
         and (situation.left or bool(situation.waiting)),
     ),
-    Wrong("F-405", _FULLY_SHARD, lambda situation, call: situation.asked and call.kind == "reshard"),
+    Wrong("F-405", lambda situation, call: situation.asked and call.kind == "reshard"),
 )  # fmt: skip
 
 
-def playable(program: Program, implementation: str, *, torch_version: str) -> Program:
-    """Return the program without the calls that are not legal, or known to be wrong, where they stand."""
-    wrong = [one for one in WRONG if one.holds(implementation, torch_version)]
+def playable(program: Program, wrong_calls: Collection[str], *, torch_version: str) -> Program:
+    """Return the program without the calls that are not legal where they stand, or that these findings are about."""
+    wrong = [one for one in WRONG if one.finding in wrong_calls and one.holds(torch_version)]
 
     def kept(situation: Situation) -> Iterator[Call]:
         for call in program.calls:

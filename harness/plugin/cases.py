@@ -226,9 +226,12 @@ def _search(
 
     made, launch = _new_record(item, selection), launch_of(item)
     search = drawing.Search(run_example)
-    capabilities = selection.capabilities[launch.implementation]
+    wrong_calls = selection.implementations[launch.implementation].traits.wrong_calls
     strategy = drawing.strategy_of(
-        kind, implementation=launch.implementation, capabilities=capabilities, world_size=launch.size
+        kind,
+        capabilities=selection.capabilities[launch.implementation],
+        wrong_calls=wrong_calls,
+        world_size=launch.size,
     )
     seed = zlib.crc32(made.id.encode()) if seconds is None else random.SystemRandom().getrandbits(32)
     started = time.monotonic()

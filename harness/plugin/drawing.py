@@ -64,11 +64,13 @@ def examples_of(kind: type, effort: str) -> int:
     return own.get(effort, EXAMPLES)
 
 
-def strategy_of(kind: type, *, implementation: str, capabilities: frozenset[Capability], world_size: int) -> Any:
-    """Return the strategy that draws what an implementation with these capabilities claims on so many ranks."""
+def strategy_of(
+    kind: type, *, capabilities: frozenset[Capability], wrong_calls: frozenset[str], world_size: int
+) -> Any:
+    """Return the strategy that draws what an implementation claims on so many ranks, without what it gets wrong."""
     # By name, so that a host without the extra can import this module.
     strategies = importlib.import_module("shardproof.harness.plugin.strategies")
-    return strategies.strategy_of(kind, implementation=implementation, capabilities=capabilities, world_size=world_size)
+    return strategies.strategy_of(kind, capabilities=capabilities, wrong_calls=wrong_calls, world_size=world_size)
 
 
 @dataclasses.dataclass

@@ -32,11 +32,11 @@ _MEANS: tuple[Means, ...] = get_args(Means)
 
 
 def strategy_of(
-    kind: type, *, implementation: str, capabilities: frozenset[Capability], world_size: int
+    kind: type, *, capabilities: frozenset[Capability], wrong_calls: frozenset[str], world_size: int
 ) -> st.SearchStrategy[Any]:
     """Return the strategy of a kind of parameter: :class:`Training` or :class:`Program`."""
     if kind is Program:
-        return _Programs(capabilities, world_size, implementation).program()
+        return _Programs(capabilities, world_size, wrong_calls).program()
     assert kind is Training, f"no strategy draws a {kind.__name__}"
     return _Trainings(capabilities, world_size).training()
 
@@ -253,9 +253,9 @@ _DRAWN_CALLS = 90
 class _Programs(_Claimed):
     """Strategies of the parts of a program of calls."""
 
-    def __init__(self, capabilities: frozenset[Capability], world_size: int, implementation: str) -> None:
+    def __init__(self, capabilities: frozenset[Capability], world_size: int, wrong_calls: frozenset[str]) -> None:
         super().__init__(capabilities, world_size)
-        self._implementation = implementation
+        self._wrong_calls = wrong_calls
 
     def program(self) -> st.SearchStrategy[Program]:
         made = st.builds(
@@ -280,7 +280,7 @@ class _Programs(_Claimed):
         return choices.map(lambda keeps: dataclasses.replace(program, keeps_gathered=keeps))
 
     def _playable(self, program: Program) -> Program:
-        return playable(program, self._implementation, torch_version=torch.__version__)
+        return playable(program, self._wrong_calls, torch_version=torch.__version__)
 
     def _plan(self) -> st.SearchStrategy[Plan]:
         kinds = [kind for kind in _CALLED if kind != "tied" or self._if(Capability.TIED_PARAMETERS, True)]

@@ -33,6 +33,7 @@ from typing import Any
 from planted import coverage, run
 from planted.mutants import rules, tries
 from planted.mutants.rules import Mutant
+from shardproof import door
 from shardproof.harness.plugin import changed, hooks
 from shardproof.harness.worlds import instruments
 
@@ -243,6 +244,19 @@ def _short(text: str) -> str:
 # A call.
 
 
+def read_lines(path: pathlib.Path) -> dict[str, dict[str, list[str]]]:
+    """By module and line, the items that come there; ValueError, one line, for a file of another torch, or another."""
+    try:
+        content: Any = door.content(path, is_journal=False)
+        made, lines = content["torch"], dict(content["lines"])
+    except (OSError, RecursionError, ValueError, KeyError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else f"it is none ({error!r})"
+        raise ValueError(f"--lines {path}: {why}; python -m planted.coverage page makes {coverage.LINES}") from None
+    if made != coverage.installed():
+        raise ValueError(f"--lines {path}: it is of torch {made}, and this is {coverage.installed()}")
+    return lines
+
+
 def chosen(options: argparse.Namespace) -> Iterator[tuple[str, Mutant]]:
     """The mutants that the options draw, the first of each group before the second of any."""
     known = changed.read(options.map)
@@ -296,7 +310,8 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
         terminal = os.dup(sys.stdout.fileno())
         plan = tries.Plan(
             results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
-            items=options.items, until=until, torch=TORCH, mutants=todo, unsound=unsound,
+            lines=read_lines(options.lines) if options.lines else {}, items=options.items, until=until, torch=TORCH,
+            mutants=todo, unsound=unsound,
             implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
         )  # fmt: skip
         (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
@@ -358,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
     one = commands.add_parser("run", parents=[draw])
     one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
+    one.add_argument("--lines", type=pathlib.Path, metavar="FILE", help="items that come to a line, which run first")
     one.add_argument("--items", type=int, default=20, help="that come to a mutant (default: 20); thrice as many run")
     one.add_argument("--seconds", type=float, default=540, help="after which no item begins (default: 540)")
     one.add_argument("--jobs", type=int, default=2, help="processes, each with worlds of its own (default: 2)")

@@ -1,8 +1,9 @@
 """The rules by which source is changed, and the draw of mutants among the functions of some modules.
 
 A rule is a function of a node of the syntax tree that yields edits of the source. Left alone are the places where a
-mistake is no wrong training: log lines, warnings, texts of errors, assertions, annotations, decorators, blocks for type
-checkers, ``__repr__``; and the branches for which ``planted/reasons/branches.toml`` says why no item takes them.
+mistake is no wrong training: log lines, warnings, texts of errors, assertions and functions of nothing else,
+annotations, decorators, blocks for type checkers, ``__repr__``; and the branches for which
+``planted/reasons/branches.toml`` says why no item takes them.
 """
 
 import ast
@@ -100,28 +101,41 @@ def source_of(path: pathlib.Path) -> Source:
 
 # What is left alone.
 
-_SAID = re.compile(r"(^|\.)_?(log|logger|logging|warnings|print|warning_once|_log_api_usage_once)(\.|$)")
+_SAID = re.compile(
+    r"(^|\.)_?(log|logger|logging|warnings|print|print_stack|p_assert|warning_once|log_api_usage_once)(\.|$)"
+)
 _WITHOUT = {"__repr__", "__str__", "extra_repr", "_get_name"}
 
 
-def _is_said(node: ast.AST) -> bool:
-    """Whether a statement tells somebody something, or checks what the code itself keeps."""
+def _is_said(node: ast.AST, checks: frozenset[str] = frozenset()) -> bool:
+    """Whether a statement tells somebody something, or checks what the code itself keeps, as these functions do."""
     if isinstance(node, ast.Assert):
         return True
     if isinstance(node, ast.Raise):
         return node.exc is not None and "AssertionError" in ast.unparse(node.exc)
     if isinstance(node, ast.If):
         is_for_types = "TYPE_CHECKING" in ast.unparse(node.test)
-        return is_for_types or (not node.orelse and all(map(_is_said, node.body)))
+        return is_for_types or (not node.orelse and all(_is_said(one, checks) for one in node.body))
     if not isinstance(node, ast.Expr):
         return False
     value = node.value
-    return isinstance(value, ast.Constant) or (
-        isinstance(value, ast.Call) and bool(_SAID.search(ast.unparse(value.func)))
-    )
+    if not isinstance(value, ast.Call):
+        return isinstance(value, ast.Constant)
+    called = ast.unparse(value.func)
+    return bool(_SAID.search(called)) or called.rpartition(".")[2] in checks
 
 
-def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+@functools.cache
+def _checks(source: Source) -> frozenset[str]:
+    """The private functions of a module whose statements are all said: assertions, in torch's words, with a name."""
+    found = [node for node, _ in definitions(source).values() if node.name.startswith("_")]
+    checks = frozenset[str]()
+    while more := {one.name for one in found if all(_is_said(part, checks) for part in one.body)} - checks:
+        checks |= more
+    return checks
+
+
+def _nodes(node: ast.AST, checks: frozenset[str] = frozenset()) -> Iterator[ast.AST]:
     """The nodes of a function in the order of the source, without what is left alone and without inner functions."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "args") and not isinstance(node, ast.Call):
@@ -129,11 +143,11 @@ def _nodes(node: ast.AST) -> Iterator[ast.AST]:
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or isinstance(child, Function | ast.ClassDef | ast.JoinedStr):
                 continue
-            if _is_said(child):
+            if _is_said(child, checks):
                 continue
             yield child
             if not isinstance(child, ast.Raise):
-                yield from _nodes(child)
+                yield from _nodes(child, checks)
 
 
 # The rules.
@@ -220,7 +234,8 @@ def _argument(source: Source, node: ast.AST) -> Iterator[Edit]:
     """A keyword argument is dropped."""
     if isinstance(node, ast.Call):
         for keyword in node.keywords:
-            if keyword.arg is not None and not _DTYPE.search(keyword.arg):
+            # zip is strict only of what the code itself has made.
+            if keyword.arg not in (None, "strict") and not _DTYPE.search(keyword.arg or ""):
                 yield _without(source, node, keyword)
 
 
@@ -234,21 +249,53 @@ def _dtype(source: Source, node: ast.AST) -> Iterator[Edit]:
     if isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "type", "float", "half", "type_as"):
         if node.func.attr != "to" or any(_DTYPE.search(source.of(one)) for one in [*node.args, *node.keywords]):
             yield source.whole(node, source.of(node.func.value))
-    elif isinstance(node.func, ast.Name) and "cast" in node.func.id and len(node.args) > 1:
-        # _cast_fp_tensor(dtype, x)
+    elif isinstance(node.func, ast.Name) and re.search(r"(^|_)cast_", node.func.id) and len(node.args) > 1:
+        # _cast_fp_tensor(dtype, x); typing.cast changes nothing, and others broadcast
         yield source.whole(node, source.of(node.args[-1]))
 
 
 def _default(source: Source, node: ast.AST) -> Iterator[Edit]:
-    """The default of an argument changes."""
+    """The default of an argument changes; of a private function if a call in the module leaves the argument out."""
     if not isinstance(node, Function):
         return
-    for default in [*node.args.defaults, *node.args.kw_defaults]:
+    places = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*zip(places[len(places) - len(node.args.defaults) :], node.args.defaults, strict=True)]
+    for argument, default in [*defaults, *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)]:
+        if not _is_left_out(source, node, argument, places):
+            continue
         if isinstance(default, ast.Constant) and isinstance(default.value, bool):
             yield source.whole(default, str(not default.value))
         elif _is_number(default):
             assert default is not None
             yield source.whole(default, str(ast.literal_eval(source.of(default)) + 1))
+
+
+def _is_left_out(source: Source, function: Function, argument: ast.arg, places: Sequence[ast.arg]) -> bool:
+    """Whether somebody may call a function without an argument."""
+    if not function.name.startswith("_"):
+        return True
+    number = places.index(argument) if argument in places else len(places)
+    for call in _calls(source).get(function.name, ()):
+        is_open = any(isinstance(one, ast.Starred) for one in call.args) or any(
+            one.arg is None for one in call.keywords
+        )
+        # A method's first place is the object.
+        given = len(call.args) + isinstance(call.func, ast.Attribute) * bool(
+            places and places[0].arg in ("self", "cls")
+        )
+        if not is_open and given <= number and all(one.arg != argument.arg for one in call.keywords):
+            return True
+    return False
+
+
+@functools.cache
+def _calls(source: Source) -> dict[str, list[ast.Call]]:
+    """The calls of a module by the last part of the name of what they call."""
+    found = collections.defaultdict(list)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call):
+            found[ast.unparse(node.func).rpartition(".")[2]].append(node)
+    return found
 
 
 #: Names of groups, meshes and their dimensions, by the name that is taken for the other.
@@ -326,7 +373,7 @@ def mutants_of(source: Source, module: str, name: str, reasons: Sequence[coverag
     rules: dict[str, Rule] = {**RULES, GROUPS_RULE: functools.partial(_exchange, known=_names(source))}
     left_out = [*_unreached(source, f"{module}:{name}", function, reasons)]
     found, counts = dict[tuple[int, str, str], Mutant](), collections.Counter[tuple[str, ...]]()
-    for node in [function, *_nodes(function)]:
+    for node in [function, *_nodes(function, _checks(source))]:
         if any(node.lineno in lines for lines in left_out if hasattr(node, "lineno")):
             continue
         for rule, edits in rules.items():

@@ -49,6 +49,7 @@ class Plan:
         results: the file to which each appends a line for each mutant.
         claims: the folder in which each leaves a file with the id of a mutant before it begins with it.
         map: the map of items to functions.
+        lines: the items that come to a line, by module and line (``coverage.LINES``); {} if they are not known.
         items: the number of items that run with a mutant, as :func:`is_enough` counts.
         implementations: by group, those whose items run.
         until: the time, of ``time.time``, after which no item begins.
@@ -61,6 +62,7 @@ class Plan:
     results: str
     claims: str
     map: str
+    lines: dict[str, dict[str, list[str]]]
     items: int
     implementations: dict[str, list[str]]
     until: float
@@ -95,6 +97,12 @@ def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> l
         by_chapter.setdefault((is_named, item.path.name), []).append(item)
     both = [_in_turn(same for (is_named, _), same in by_chapter.items() if is_named is kind) for kind in (True, False)]
     return sorted(_in_turn(both), key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
+
+
+def first(comers: Iterable[str], items: Iterable[pytest.Function]) -> list[pytest.Function]:
+    """Items in their order, those that came to the line of a mutant before those that call its function alone."""
+    known = set(comers)
+    return sorted(items, key=lambda item: item.nodeid not in known)
 
 
 def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
@@ -205,7 +213,8 @@ class Tries:
     def _line(self, group: str, mutant: Mutant, before: Sequence[str], reached_before: int) -> dict[str, Any]:
         started = time.time()
         packed = packed_of(mutant)
-        callers = turns(self._items[group], mutant.place, self._known)
+        comers = self._plan.lines.get(mutant.module, {}).get(str(mutant.line), ())
+        callers = first(comers, turns(self._items[group], mutant.place, self._known))
         todo = [item for item in callers if self._sound.get(item.nodeid, True)]
         ran, reached, found = list[str](), 0, dict[str, str]()
         with self._worlds.planted(packed):
