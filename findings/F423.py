@@ -9,7 +9,7 @@ Seen by DRAWN-3.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["DRAWN-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-30", "torch 2.15.0 cpu 2026-11-30"]
 # shows = '^rank 0: linalg.vector_norm cannot compute the inf norm on an empty tensor'
 # ///
 

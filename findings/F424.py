@@ -7,7 +7,7 @@ parameter has one shows none. torch 2.13.0. Seen by DRAWN-3.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["DRAWN-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-30", "torch 2.15.0 cpu 2026-11-30"]
 # shows = '^the gradient that was dropped: within 0.0, after None$'
 # ///
 

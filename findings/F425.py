@@ -9,7 +9,7 @@ torch 2.13.0. Seen by DRAWN-3.
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["DRAWN-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-30", "torch 2.15.0 cpu 2026-11-30"]
 # shows = '^after a conversion that changes nothing: dropped 1.0, replaced 1.0, cleared 1.0$'
 # ///
 

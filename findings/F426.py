@@ -8,7 +8,7 @@ that is cast before any of them works. F-180 is the same of `fully_shard` after 
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["DRAWN-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-30", "torch 2.15.0 cpu 2026-11-30"]
 # shows = '^cast first: works, cast after a state dict: raises'
 # ///
 
