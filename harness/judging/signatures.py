@@ -1,28 +1,12 @@
-"""Which known mistake made exactly this tensor? One table for the suites, the doctor and comparisons of recordings.
+"""Which known mistake made exactly this tensor? One search for the suites, the doctor and comparisons of recordings.
 
 A gradient that is right is one factor times the sum of what all ranks computed from all their microbatches. A mistake
-is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the table works
+is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the search works
 on vectors of any length: a flattened tensor, or its sketch (``tensors.fingerprints``), which is linear too.
 
-| signature | what the tensor is |
-|---|---|
-| S1 | all of it, by a factor |
-| S2 | one rank's own: nothing was reduced |
-| S3 | reduced without some ranks, or with one twice |
-| S4 | without some microbatches, or with one twice, or with those of earlier steps |
-| S5 | microbatches have different weights |
-| S6 | a norm of what one rank holds, or that counts what several hold on each |
-| S7 | of a parameter that no optimizer moves |
-| S8 | of a parameter that was tied |
-| S9 | another one on each of the ranks that hold the same elements |
-| S10 | missing |
-| S11 | of data that several ranks read |
-| S12 | of an earlier step, or of another rank's place |
-| S13 | rounded to a narrower dtype |
-
-S1 to S5 and S12 are told from vectors (:func:`diagnose`), S6 and S13 from values (:func:`guess_norm`,
-:func:`guess_from_values`); of the others there is nothing to compare, and the doctor's checks tell them. A signature
-never decides a verdict.
+The table of signatures is ``verdicts.codes``. Those of sums are told from vectors (:func:`diagnose`), those of norms
+and of rounding from values (:func:`guess_norm` and :func:`guess_from_values`); of the others there is nothing to
+compare, and the doctor's checks tell them. A signature never decides a verdict.
 """
 
 import dataclasses
@@ -33,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.harness.judging.numerics import ulp
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Guess
 from shardproof.harness.verdicts.texts import ranks_of
 
@@ -62,7 +47,7 @@ class Diagnosis:
     """What a gradient is.
 
     Attributes:
-        signature: "S1" to "S13".
+        signature: its code in ``verdicts.codes``.
         text: a predicate of the gradient: "has the last of 4 microbatches only".
         factor: by what the sum of its parts is multiplied.
         residual: the relative distance to that.
@@ -132,7 +117,7 @@ def diagnose(
         return None
     of_all = fit(seen, total(own))
     if of_all[1] <= tolerance:
-        return Diagnosis("S1", "is all of it", *of_all)
+        return Diagnosis(codes.SCALED, "is all of it", *of_all)
     found = [
         Diagnosis(one.signature, one.text, *fit(seen, one.vector), one.missing)
         for one in _candidates(own, rank, groups, earlier)
@@ -158,18 +143,18 @@ def _candidates(
     alike = all(len(parts) == count for parts in own.values())
     if rank in by_rank and len(by_rank) > 1:
         yield _Candidate(
-            "S2", "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
+            codes.UNREDUCED, "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
         )
     for name, members in groups.items():
         inside = [one for one in members if one in by_rank]
         missing = tuple(one for one in everyone if one not in members)
         if missing and len(inside) > 1:
             text = f"is reduced over {name} ({ranks_of(members)}) only: {ranks_of(missing)} are missing"
-            yield _Candidate("S3", text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
+            yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
     for some in _blocks_and_strides(list(by_rank), rank):
         missing = tuple(one for one in everyone if one not in some)
         text = f"is reduced over {ranks_of(some)} only: {ranks_of(missing)} are missing"
-        yield _Candidate("S3", text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
+        yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
     whole = torch.stack(list(by_rank.values())).sum(0)
     if count > 1 and alike:
         by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
@@ -180,18 +165,20 @@ def _candidates(
         for other, vector in by_rank.items():
             if other != rank:
                 missing = tuple(one for one in everyone if one != other)
-                yield _Candidate("S2", f"is the gradient of rank {other} alone", vector, missing)
+                yield _Candidate(codes.UNREDUCED, f"is the gradient of rank {other} alone", vector, missing)
         for other, vector in by_rank.items():
             missing = (other,)
-            yield _Candidate("S3", f"is reduced without rank {other}", whole - vector, missing)
-            yield _Candidate("S3", f"counts rank {other} twice", whole + vector)
+            yield _Candidate(codes.SOME_RANKS, f"is reduced without rank {other}", whole - vector, missing)
+            yield _Candidate(codes.SOME_RANKS, f"counts rank {other} twice", whole + vector)
     sums = list(itertools.accumulate(earlier))
     for number, before in enumerate(sums):
         since = "the step before" if number == 0 else f"the {number + 1} steps before"
-        yield _Candidate("S4", f"still contains the gradients of {since}: they were never zeroed", whole + before)
+        yield _Candidate(
+            codes.SOME_MICROBATCHES, f"still contains the gradients of {since}: they were never zeroed", whole + before
+        )
     for number, before in enumerate(earlier):
         text = "is the gradient of the step before" if number == 0 else f"is the gradient of {number + 1} steps before"
-        yield _Candidate("S12", text, before)
+        yield _Candidate(codes.MISPLACED, text, before)
 
 
 def _blocks_and_strides(ranks: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
@@ -208,26 +195,28 @@ def _blocks_and_strides(ranks: Sequence[int], rank: int) -> Iterator[Sequence[in
 def _of_microbatches(parts: Sequence[torch.Tensor], whose: str) -> Iterator[_Candidate]:
     count, whole = len(parts), torch.stack(list(parts)).sum(0)
     single = "has the {0} of {1} microbatches only" if not whose else "is " + whose + "the {0} of {1} microbatches only"
-    yield _Candidate("S4", single.format("last", count), parts[-1])
-    yield _Candidate("S4", single.format("first", count), parts[0])
+    yield _Candidate(codes.SOME_MICROBATCHES, single.format("last", count), parts[-1])
+    yield _Candidate(codes.SOME_MICROBATCHES, single.format("first", count), parts[0])
     if whose:
         return
     for number in range(1, count - 1):
-        yield _Candidate("S4", f"has microbatch {number} of {count} only", parts[number])
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has microbatch {number} of {count} only", parts[number])
     for number in range(1, count - 1):
-        yield _Candidate("S4", f"has the last {count - number} of {count} microbatches only",
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has the last {count - number} of {count} microbatches only",
                          torch.stack(list(parts[number:])).sum(0))  # fmt: skip
     for number in range(2, count):
-        yield _Candidate("S4", f"has the first {number} of {count} microbatches only",
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has the first {number} of {count} microbatches only",
                          torch.stack(list(parts[:number])).sum(0))  # fmt: skip
     for number, part in enumerate(parts):
-        yield _Candidate("S4", f"lacks microbatch {number} of {count}", whole - part)
-        yield _Candidate("S4", f"counts microbatch {number} of {count} twice", whole + part)
+        yield _Candidate(codes.SOME_MICROBATCHES, f"lacks microbatch {number} of {count}", whole - part)
+        yield _Candidate(codes.SOME_MICROBATCHES, f"counts microbatch {number} of {count} twice", whole + part)
     halves = [part * 2.0**number for number, part in enumerate(parts)]
-    yield _Candidate("S4", f"is a running average: each of {count} microbatches counts half as much as the next one",
+    yield _Candidate(codes.SOME_MICROBATCHES, "is a running average: each of "
+                     f"{count} microbatches counts half as much as the next one",
                      torch.stack(halves).sum(0))  # fmt: skip
     growing = [part * 2.0 ** (count - 1 - number) for number, part in enumerate(parts)]
-    yield _Candidate("S4", f"is doubled with each microbatch: each of {count} counts twice as much as the next one",
+    yield _Candidate(codes.SOME_MICROBATCHES, "is doubled with each microbatch: each of "
+                     f"{count} counts twice as much as the next one",
                      torch.stack(growing).sum(0))  # fmt: skip
 
 
@@ -244,13 +233,13 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
             sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
             if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
                 text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
-                return Diagnosis("S2", text, found[0][0], found[1], weights=2)
+                return Diagnosis(codes.UNREDUCED, text, found[0][0], found[1], weights=2)
     found = _weights(seen, by_number) if len(seen) > count else None
     # Of a gradient of few elements any sum is one of its parts, with weights that no loop makes.
     if found is not None and found[1] <= tolerance and min(found[0]) > 0:
         listed = ", ".join(f"{weight:.4g}" for weight in found[0])
         text = f"has microbatches of different weights: {listed}"
-        return Diagnosis("S5", text, found[0][0], found[1], weights=count)
+        return Diagnosis(codes.WEIGHTED, text, found[0][0], found[1], weights=count)
     return None
 
 
@@ -259,7 +248,7 @@ def _with_scaled(seen: torch.Tensor, own: Parts, earlier: Sequence[torch.Tensor]
     if not earlier or (found := _weights(seen, [total(own), earlier[0]])) is None or min(found[0]) <= 0:
         return None
     text = "still contains the gradients of the step before: they were never zeroed"
-    return Diagnosis("S4", text, found[0][0], found[1], weights=2) if found[1] <= tolerance else None
+    return Diagnosis(codes.SOME_MICROBATCHES, text, found[0][0], found[1], weights=2) if found[1] <= tolerance else None
 
 
 def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:
@@ -312,9 +301,9 @@ def guess_gradient(
             return Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
     parts = {index: [gradient.double().flatten()] for index, gradient in enumerate(own) if gradient is not None}
     found = diagnose(seen, parts, rank=rank, groups={}, tolerance=_LIKENESS) if parts else None
-    if found is None or found.signature == "S1":
+    if found is None or found.signature == codes.SCALED:
         return None
-    if found.signature == "S2":
+    if found.signature == codes.UNREDUCED:
         change = "" if _near(found.factor, 1) else f" divided by {1 / found.factor:.4g}"
         return Guess(f"it {found.text}{change}", "the reduction over the ranks is missing")
     return Guess(f"it {found.text}") if _near(found.factor, 1 / size) else None

@@ -39,6 +39,7 @@ from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.recording import OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.harness.watching.records import Gradient
@@ -438,8 +439,9 @@ class _Pair:
         if not names:
             return ""
         if not set(names) & self.run.records[rank].initial.keys():
-            return f"no optimizer steps {listed(names)} [S7]"
-        return f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
+            return f"no optimizer steps {listed(names)} [{codes.UNMOVED}]"
+        have = "has" if len(names) == 1 else "have"
+        return f"{listed(names)} {have} no gradient when the optimizer steps [{codes.MISSING}]"
 
     def explain(self, rank: int, seen: Seen) -> list[str]:
         """Return what a tensor that diverges is, in lines."""
@@ -458,7 +460,7 @@ class _Pair:
             return self._explain_gradient(rank, field, name, mine, other)
         before = self.run.vector(rank, "initial", name)
         if field == "after" and before is not None and torch.equal(before, mine):
-            return ["the optimizer has not moved it [S7]"]
+            return [f"the optimizer has not moved it [{codes.UNMOVED}]"]
         if field == "after" and (found := self._explain_update(rank, name)):
             return found
         return self._explain_factor(rank, field, name, mine, other) or self._explain_parts(rank, field, name)
@@ -473,7 +475,7 @@ class _Pair:
                          tolerance=max(evidence.tolerance(name), self.allowed)) if own else None  # fmt: skip
         if known is None:
             return self._explain_parts(rank, field, name) or ["it matches no known mistake"]
-        if known.signature == "S1":
+        if known.signature == codes.SCALED:
             return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
 
@@ -497,7 +499,7 @@ class _Pair:
         who = f"every {what} is" if len(same) == count else f"{listed(same)} are"
         named = name_of_factor(factor, self._sizes(rank), spread=spread)
         text = f"{who} exactly {factor:.4f} x the reference's ({len(same)} of {count})"
-        lines = [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
+        lines = [f"{text}: {named} [{codes.SCALED}]" if named else f"{text} [{codes.SCALED}]"]
         if field == "at_step" and self._scaled_since is not None:
             back, last = self._scaled_since
             lines.append(
@@ -592,8 +594,9 @@ class _Pair:
         listed_ = ", ".join(f"{one / mean:.4g}" for one in known[:8])
         more = f" and {len(known) - 8} more" if len(known) > 8 else ""
         return [
-            f"microbatches count with other weights than in the reference: {listed_}{more} times the mean [S5]",
-            "next: the doctor says whether each counts alike, whatever its tokens [D17]",
+            f"microbatches count with other weights than in the reference: {listed_}{more} times the mean "
+            f"[{codes.WEIGHTED}]",
+            f"next: the doctor says whether each counts alike, whatever its tokens [{codes.TOKENS}]",
             f"  {_launched(self.run.recorded, 'doctor')}",
         ]
 
@@ -641,7 +644,7 @@ class _Pair:
             expected = {one.rank: getattr(one, field).get(name) for one in self.ref.records}
             for other, part in expected.items():
                 if part is not None and other != rank and part.fingerprint.bits == mine.fingerprint.bits:
-                    return [f"rank {rank} holds what rank {other} should [S12]"]
+                    return [f"rank {rank} holds what rank {other} should [{codes.MISPLACED}]"]
             for other, part in parts.items():
                 right = expected[other]
                 is_alike = right is not None and right.box == part.box
@@ -650,10 +653,11 @@ class _Pair:
             spread = max(known) - min(known) if known else 0.0
             if all(rest <= 4 * self.allowed for _, rest in factors) and spread > 4 * self.allowed:
                 listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
-                return [f"ranks scale what they hold by factors of their own: {listed_} x the reference's [S6]"]
+                text = f"ranks scale what they hold by factors of their own: {listed_} x the reference's"
+                return [f"{text} [{codes.LOCAL_NORM}]"]
         alike = {one: other for one, other in parts.items() if other.box == mine.box and not other.pending}
         if len({other.fingerprint.identity for other in alike.values()}) > 1:
-            return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
+            return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [{codes.APART}]"]
         return []
 
     def scale(self, rank: int, seen: Seen) -> float:
@@ -813,7 +817,8 @@ def _untied(ref: Recorded, run: Recorded) -> Iterator[str]:
     for one, other in ((ref, run), (run, ref)):
         for names in one.head.ties:
             if set(names) <= other.head.parameters.keys() and set(names) not in map(set, other.head.ties):
-                yield f"{listed(list(names))} are one parameter in {one.path}, and {len(names)} in {other.path} [S8]"
+                text = f"{listed(list(names))} are one parameter in {one.path}, and {len(names)} in {other.path}"
+                yield f"{text} [{codes.UNTIED}]"
 
 
 def _incomplete(side: Recorded, one: OfRank, steps: Sequence[int]) -> str:
@@ -855,7 +860,8 @@ def render(found: Comparison) -> str:
         if found.slack > _WIDE:
             wide = f"{found.slack:.0%} ({SLACK:g} eps of the narrowest dtype of the steps)"
             lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
-            lines.append("not judged: whether ranks that hold the same elements have equal bits; the doctor does [D1]")
+            text = "not judged: whether ranks that hold the same elements have equal bits; the doctor does"
+            lines.append(f"{text} [{codes.EQUAL_PARAMETERS}]")
     groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[Divergent]] = {}
     for one in found.divergent:
         groups.setdefault((one.step, one.stage, one.name, tuple(one.lines)), []).append(one)

@@ -13,6 +13,7 @@ from shardproof.harness.collectives.trace import Collective, Trace, first_differ
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Gradient, StepRecord
@@ -28,6 +29,9 @@ APART = "model-parallel ranks read different data"
 
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
+
+#: The title of the finding that gradients are scaled by another norm than theirs.
+OTHER_NORM = "the norm is not the norm of all gradients"
 
 #: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
 _UNDER_DROPOUT = "their gradients differ by dropout"
@@ -56,7 +60,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         if len(seeds) > 1:
             lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
         lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
-        yield Finding(("D1",), "S9", 0, APART_AT_THE_START, tuple(lines))
+        yield Finding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
@@ -92,7 +96,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         without = [rank for rank in first if names[0] not in evidence.records[rank].at_step]
         have = "has" if len(without) == 1 else "have"
         line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} {have} no gradient"
-        yield Finding(("D2",), "S9", evidence.step, "replicas differ: some have no gradient", (line,))
+        yield Finding(
+            (codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, "replicas differ: some have no gradient", (line,)
+        )
     for alike, names in _by_sets(gradients):
         yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
     rest = {name: sets for name, sets in after.items() if name not in drifted and name not in gradients}
@@ -111,7 +117,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         elif has_gradient and not any(len(one) > 1 for one in states):
             lines.append(_why_alone(evidence, alike[0], names[0]))
         title = "replicas differ after the step"
-        yield Finding(("D1",), "S9", evidence.step, title, tuple(lines), is_open=not is_of_states)
+        yield Finding(
+            (codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states
+        )
 
 
 def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -145,7 +153,9 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             line = (
                 f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
             )
-            yield Finding(("D3",), "S9", first, "optimizer states of replicas differ", (line,), is_open=True)
+            yield Finding(
+                (codes.EQUAL_STATES,), codes.APART, first, "optimizer states of replicas differ", (line,), is_open=True
+            )
 
 
 def _states(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
@@ -187,8 +197,16 @@ def _of_gradients(
     else:
         lines += _why_replicas_differ(evidence, members[0], names)
     if drift := [name for name in names if name in drifted]:
-        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [D1]")
-    return Finding(("D2",), "S9", evidence.step, DIFFER, tuple(lines), is_note=is_noise, is_open=not is_noise)
+        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [{codes.EQUAL_PARAMETERS}]")
+    return Finding(
+        (codes.EQUAL_GRADIENTS,),
+        codes.APART,
+        evidence.step,
+        DIFFER,
+        tuple(lines),
+        is_note=is_noise,
+        is_open=not is_noise,
+    )
 
 
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
@@ -259,7 +277,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     ]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
-        yield Finding(("D9",), "S11", evidence.step, APART, (line,))
+        yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
     same: dict[tuple[int, ...], list[int]] = {}
     for number, ranks in enumerate(evidence.readers):
         same.setdefault(batches[ranks[0]], []).append(number)
@@ -282,7 +300,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                 has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
                 lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
             is_note = bool(parts) or (is_apart and not has_dropout)
-            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note)
+            yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
     yield from _read_twice(evidence.after_drops)
 
 
@@ -319,7 +337,7 @@ def _read_twice(evidence: Evidence) -> Iterator[Finding]:
     if is_note:
         lines.append("its gradients differ: meant, as where a batch has several losses or dropout? else the sampler "
                      "repeats it")  # fmt: skip
-    yield Finding(("D9",), "S11", evidence.step, title, tuple(lines), is_note)
+    yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, title, tuple(lines), is_note)
 
 
 def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
@@ -343,7 +361,7 @@ def check_leaks(evidence: Evidence) -> Iterator[Finding]:
             "meant? else zero_grad() belongs between the two, as where a generator's loss goes through a discriminator",
         )
         title = "gradients for another model's optimizer are never zeroed"
-        yield Finding(("D11",), "S4", evidence.step, title, lines, is_note=True)
+        yield Finding((codes.REDUCED_ONCE,), codes.SOME_MICROBATCHES, evidence.step, title, lines, is_note=True)
 
 
 def are_averaged(before: Evidence, now: Evidence) -> bool:
@@ -366,7 +384,14 @@ def of_averaged(evidence: Evidence) -> Finding:
         "step begins",
         "meant, as in local SGD? else reduce gradients in each step",
     )
-    return Finding(("D11",), "S2", evidence.step, "parameters are averaged, and gradients are not", lines, is_note=True)
+    return Finding(
+        (codes.REDUCED_ONCE,),
+        codes.UNREDUCED,
+        evidence.step,
+        "parameters are averaged, and gradients are not",
+        lines,
+        is_note=True,
+    )
 
 
 def of_dropped(evidence: Evidence) -> Finding:
@@ -376,7 +401,14 @@ def of_dropped(evidence: Evidence) -> Finding:
         f"all ranks dropped the gradients of {count} backward{'s' * (count != 1)}, and stepped by those that followed",
         "meant, as where a step is skipped for its norm? else zero_grad() is called between microbatches",
     )
-    return Finding(("D11",), "S4", evidence.step, "gradients are dropped without a step", lines, is_note=True)
+    return Finding(
+        (codes.REDUCED_ONCE,),
+        codes.SOME_MICROBATCHES,
+        evidence.step,
+        "gradients are dropped without a step",
+        lines,
+        is_note=True,
+    )
 
 
 def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
@@ -387,7 +419,7 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
         "them: the parameters drift apart, and watching ends",
         "each rank decides by a number of its own: reduce the norm, loss or overflow that decides over all ranks first",
     )
-    return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
+    return Finding((codes.EQUAL_PARAMETERS,), codes.APART, step, "some ranks skip a step", lines)
 
 
 def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
@@ -427,7 +459,7 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
     ]
     if (found := first_difference(traces)) is not None:
         lines = tuple(line.strip() for line in found.text.splitlines())
-        yield Finding(("D13",), "", evidence.step, "ranks issue different collectives", lines)
+        yield Finding((codes.COLLECTIVES,), "", evidence.step, "ranks issue different collectives", lines)
 
 
 def check_norm(evidence: Evidence) -> Iterator[Finding]:
@@ -435,7 +467,9 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
     count = len(evidence.records)
     if any(record.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
-        yield Finding(("D10",), "S6", evidence.step, "gradients are clipped while they are scaled", (line,))
+        yield Finding(
+            (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
+        )
     local = _local_norms(evidence)
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [scale_of(evidence, rank) for rank in range(count)]
@@ -453,7 +487,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
             lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
         else:
             lines.append(_why_scaled(evidence, known))
-        yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
+        yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines))
         return
     for rank, record in enumerate(evidence.records):
         for call in record.norms:
@@ -473,7 +507,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 f"{true[rank]:.4g}",
                 what,
             )
-            yield Finding(("D10",), "S6", evidence.step, "the norm is not the norm of all gradients", told)
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
             return
 
 
@@ -514,7 +548,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
                     f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
                     "reduce the sum of the squares, and take its root last",
                 )
-                yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+                yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
                 return
         return
     if _is_round(limits[1]):
@@ -526,7 +560,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
                 f"gradients are clipped to a norm of {limits[1]:.4g}, which is {times:.2g} / sqrt({len(members)})",
                 f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
             )
-            yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
             return
 
 
@@ -560,7 +594,7 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Fi
                 f"{' and '.join(map(repr, mine))} were one parameter and are {len(mine)}",
                 "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
             )
-            yield Finding(("D8",), "S8", evidence.step, "tied parameters are no longer tied", lines)
+            yield Finding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
 
 
 def check_tokens(evidence: Evidence) -> Iterator[Finding]:
@@ -580,7 +614,14 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
                 f"{seen}: sum, divide by those of all ranks and microbatches,",
                 "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
             )
-            yield Finding(("D17",), "S5", evidence.step, f"each {who} counts alike, whatever its tokens", lines, True)
+            yield Finding(
+                (codes.TOKENS,),
+                codes.WEIGHTED,
+                evidence.step,
+                f"each {who} counts alike, whatever its tokens",
+                lines,
+                True,
+            )
             return
 
 
@@ -598,7 +639,7 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         if is_note:
             lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
-        yield Finding(("D16",), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
+        yield Finding((codes.FINITE,), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
 
 
 def _gradients(record: StepRecord) -> list[Gradient]:
@@ -620,7 +661,7 @@ def check_gathered(evidence: Evidence) -> Iterator[Finding]:
             "step, and the forward after it computes with their values from before: the loss is not of the new values",
             _RESHARD,
         )
-        yield Finding(("D14",), "", evidence.step, "forwards compute with outdated parameters", lines)
+        yield Finding((codes.RESHARDED,), "", evidence.step, "forwards compute with outdated parameters", lines)
 
 
 def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -635,7 +676,7 @@ def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         "forward was seen to compute with outdated values",
         f"meant, as where the next forward gathers anew? else {_RESHARD}",
     )
-    yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
+    yield Finding((codes.RESHARDED,), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:
@@ -652,7 +693,7 @@ def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding
         most, rank, then = max(grown)
         more, of = f"{most / 2**20:.1f} MiB", f"{then / 2**20:.1f} MiB"
         line = f"rank {rank} holds {more} more after step {last} than after step {before} ({of})"
-        yield Finding(("D15",), "", last, "memory grows", (line,), is_note=True)
+        yield Finding((codes.MEMORY,), "", last, "memory grows", (line,), is_note=True)
 
 
 def check_contributions(evidence: Evidence) -> Iterator[Finding]:
@@ -665,7 +706,7 @@ def check_contributions(evidence: Evidence) -> Iterator[Finding]:
         line = f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not"
         lines = [line, *_why_silent([evidence.records[rank].tokens for rank in silent])]
         title = "a rank contributes nothing"
-        yield Finding(("D5",), "S10", evidence.step, title, tuple(lines), is_open=len(lines) == 1)
+        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, evidence.step, title, tuple(lines), is_open=len(lines) == 1)
 
 
 def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
@@ -706,13 +747,15 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
             "out; more steps tell (--steps)",
         )
-        yield Finding(("D5",), "S10", records[-1].step, "modules have no turn", lines, is_note=True)
+        yield Finding(
+            (codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "modules have no turn", lines, is_note=True
+        )
     never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
         told = (line, *_why_never(records, never))
-        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", told)
+        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "parameters get no gradient", told)
 
 
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:

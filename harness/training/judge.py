@@ -32,6 +32,7 @@ from shardproof.harness.tensors.layouts import part_of, put_into
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import Request, products
 from shardproof.harness.training.trainee import Key, Seen
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured
 from shardproof.harness.verdicts.texts import ranks_of
@@ -184,11 +185,11 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
     if turned:
         outcome.lines.append(f"{listed(turned)}: the transpose of the reference's")
     elif moved:
-        outcome.signature = "S12"
+        outcome.signature = codes.MISPLACED
         names = len({one.location.name for one in outcome.found})
         told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(moved)[:4]]
         is_another_order = all(len(boxes) == 1 for boxes in held.values())
-        outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [S12]",
+        outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [{codes.MISPLACED}]",
                          "shards are in another order of ranks than that of the mesh" if is_another_order
                          else "some shards are on several ranks in place of others"]  # fmt: skip
     return outcome
@@ -376,12 +377,12 @@ class Judge:
             values = ", ".join(f"{one:.4g}" for one in _once((total / (parts * tokens)).tolist())[:6])
             counted = ", ".join(f"{one:.0f}" for one in _once(tokens.tolist())[:6])
             plural = "microbatches" if who == "microbatch" else "ranks"
-            self.outcome.signature = "S5"
+            self.outcome.signature = codes.WEIGHTED
             self.outcome.lines += [
                 f"losses have no common factor: {values}, and these are (tokens of all {plural}) / ({plural} x tokens "
                 "of this one)",
-                f"each {who} counts alike [S5]: the sum of its losses is divided by its own tokens ({counted}), not by "
-                f"those of the step ({total})",
+                f"each {who} counts alike [{codes.WEIGHTED}]: the sum of its losses is divided by its own tokens "
+                f"({counted}), not by those of the step ({total})",
             ]
             return
         shown_ = ", ".join(f"{one:.4g}" for one in _once(ratios.tolist())[:6])
@@ -428,9 +429,9 @@ class Judge:
                 del self.outcome.measured[key]
             return
         made, at_step = self._diagnosed(Stage.GRADIENT), self._diagnosed(Stage.CLIPPED_GRADIENT)
-        if any(one.signature != "S1" for _, one in made.values()):
+        if any(one.signature != codes.SCALED for _, one in made.values()):
             # What is reduced by hand after backward is judged as the optimizer gets it.
-            if at_step and all(one.signature == "S1" for _, one in at_step.values()):
+            if at_step and all(one.signature == codes.SCALED for _, one in at_step.values()):
                 found, made = clipped or found, at_step
         else:
             back, last = self._common(Stage.GRADIENT), self._at_step()
@@ -488,8 +489,8 @@ class Judge:
                 local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
                 guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
                 text = self._summed(float(value), float(pair[1]), rank, kind)
-                if text := text or (f"{guess.seen} [S6]" if guess is not None else ""):
-                    self.outcome.signature, self.outcome.lines = "S6", [text]
+                if text := text or (f"{guess.seen} [{codes.LOCAL_NORM}]" if guess is not None else ""):
+                    self.outcome.signature, self.outcome.lines = codes.LOCAL_NORM, [text]
                 yield one
 
     # Comparisons ----------------------------------------------------------------------------
@@ -609,7 +610,7 @@ class Judge:
 
     def _say(self, made: Mapping[str, tuple[list[int], Diagnosis]]) -> None:
         """Say what the gradients of a stage are, if it is one thing."""
-        others = {name: one for name, one in made.items() if one[1].signature != "S1"}
+        others = {name: one for name, one in made.items() if one[1].signature != codes.SCALED}
         count = len({key[2] for key in self._oracle.tensors if key[0] == Stage.GRADIENT})
         if not made or 2 * len(made) < count:
             return
@@ -639,9 +640,10 @@ class Judge:
                 names.append(name)
         if names:
             dims = [name for name, size in self._request.mesh if name not in self._request.data_dims and size > 1]
-            self.outcome.signature = "S9"
+            self.outcome.signature = codes.APART
             self.outcome.lines.append(f"ranks of {', '.join(dims)} hold the same elements of {listed(names)} and have "
-                                      f"different gradients: the sum over {dims[0]} is missing [S9]")  # fmt: skip
+                                      f"different gradients: the sum over {dims[0]} is missing "
+                                      f"[{codes.APART}]")  # fmt: skip
 
     def _say_of_scale(self) -> None:
         """Say if gradients that agree after backward have one factor at the step, and of which norm that is."""
@@ -672,7 +674,7 @@ class Judge:
         self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
                                   f"optimizer's step on {where}: {why}")  # fmt: skip
         if is_norm:
-            self.outcome.signature = "S6"
+            self.outcome.signature = codes.LOCAL_NORM
             self.outcome.lines.append(told[0])
 
     def _summed(self, norm: float, exact: float, rank: OfRank, kind: float) -> str:
@@ -695,11 +697,13 @@ class Judge:
                     continue
                 over = " and ".join(dims[number][0] for number in some)
                 if not some:
-                    return "it is the norm of what this rank alone holds: nothing of other ranks is in it [S6]"
+                    text = "it is the norm of what this rank alone holds: nothing of other ranks is in it"
+                    return f"{text} [{codes.LOCAL_NORM}]"
                 if norm > exact:
-                    return f"it sums what each rank of {over} holds, and what several hold as often as they do [S6]"
+                    text = f"it sums what each rank of {over} holds, and what several hold as often as they do"
+                    return f"{text} [{codes.LOCAL_NORM}]"
                 lacks = " and ".join(dims[number][0] for number in others)
-                return f"it sums what the ranks of {over} hold, and nothing over {lacks} [S6]"
+                return f"it sums what the ranks of {over} hold, and nothing over {lacks} [{codes.LOCAL_NORM}]"
         return ""
 
     def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
@@ -712,7 +716,7 @@ class Judge:
         if spread > self._near:
             return
         exact, name = self._named(factor)
-        self.outcome.factor, self.outcome.signature = exact, "S1"
+        self.outcome.factor, self.outcome.signature = exact, codes.SCALED
         told = f": {exact:.4g} is {name}" if name else ""
         if name.startswith("1 / "):
             told = f": 1/{1 / exact:.4g} is {name}"
@@ -720,7 +724,7 @@ class Judge:
         which = "every gradient is" if everything else f"the gradients of {listed(list(wrong))} are"
         at = " at the optimizer's step, before clipping" if self._since is not None else ""
         lines = [f"{which} exactly {factor:.4f} x the reference's{at} ({len(wrong)} of {count} parameters, spread "
-                 f"{spread:.0e}){told} [S1]"]  # fmt: skip
+                 f"{spread:.0e}){told} [{codes.SCALED}]"]  # fmt: skip
         loss, size = self.outcome.loss_factor, self._request.data_size
         if self._since is not None:
             back, last = self._since

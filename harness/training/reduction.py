@@ -13,6 +13,7 @@ from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: The titles of findings of gradients that are not summed over all ranks.
@@ -105,14 +106,14 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         outcome = [_judge(evidence, name, record.rank, own, fits, tolerance, earlier) for record in evidence.records]
         known = [one for one in outcome if one is not None]
         is_returned = any(name in record.returned for record in evidence.records)
-        if is_returned and any(one[0] not in ("S1", "S2", "S3") for one in known):
+        if is_returned and any(one[0] not in (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS) for one in known):
             found.unseen[name] = _MADE
             continue
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
                 found.unseen[name] = "it is not known, or user code did more than scale it after backward"
             continue
-        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
+        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != codes.SCALED]
         if bad and all(_is_of_part(evidence, name, rank, own, tolerance) for rank, _ in bad):
             parts.append(name)
             continue
@@ -188,7 +189,7 @@ def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
         "meant, as for parts of one model (tensor, expert or pipeline parallel by hand)? else initial values are not "
         "broadcast, and gradients are not reduced",
     )
-    return Finding(("D11",), "S2", evidence.step, PARTS, lines, is_note=True)
+    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, PARTS, lines, is_note=True)
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:
@@ -250,7 +251,7 @@ def _judge(
             continue
         seen, factor, residual = fitted
         if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(fits.whole.norm()) == 0:
-            return "S1", factor, residual, None
+            return codes.SCALED, factor, residual, None
         found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
         outcomes[stage] = ("?", factor, residual, None)
         # Some weights fit any gradient of as many elements, or of one more, as the bias before a softmax sums to zero.
@@ -329,20 +330,22 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             f"of {residual:.2g} remains{of}",
             "and they match no known mistake",
         ]
-        return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
+        return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
     texts = [one.text for _, one, _ in first if one is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
     lines = [f"each gradient of {who} {text} ({exactly}){of}"]
-    is_local = diagnosis.signature in ("S2", "S3") and bool(diagnosis.missing)
+    is_local = diagnosis.signature in (codes.UNREDUCED, codes.SOME_RANKS) and bool(diagnosis.missing)
     if is_local and evidence.reduces_in_step:
         lines += [
             "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
             "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
             "(docs/record.md)",
         ]
-        return Finding(("D11",), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True)
+        return Finding(
+            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True
+        )
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
     # What fits any sum, as a gradient of one element does, is no sign of a reduction.
     is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
@@ -352,17 +355,19 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
             "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
         )
-        return Finding(("D11",), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True)
-    if diagnosis.signature == "S2":
+        return Finding(
+            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True
+        )
+    if diagnosis.signature == codes.UNREDUCED:
         title = NOT_REDUCED
         over = _over(evidence)
         lines[0] += f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {over}"
         lines += _why_not_reduced(evidence, names)
-    elif diagnosis.signature == "S3":
+    elif diagnosis.signature == codes.SOME_RANKS:
         title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
         differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
         lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
-    elif diagnosis.signature == "S4":
+    elif diagnosis.signature == codes.SOME_MICROBATCHES:
         title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
         if "only" in diagnosis.text and "last" in diagnosis.text:
             lines.append(_why_last(evidence))
@@ -371,12 +376,12 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         elif "zeroed" in diagnosis.text:
             title = "gradients are never zeroed"
             lines.append(_why_never_zeroed(evidence))
-    elif diagnosis.signature == "S5":
+    elif diagnosis.signature == codes.WEIGHTED:
         title = "microbatches have different weights"
     else:
         title = "gradients are of an earlier step"
-    is_open = diagnosis.signature in ("S5", "S12")
-    return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
+    is_open = diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
+    return Finding((codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
 
 
 def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
@@ -451,13 +456,13 @@ def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) 
             f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
             f"look in the hook for where it leaves out what rank {rank} has, or reduces over a part of the ranks",
         )
-        return Finding(("D11",), "S3", evidence.step, SOME_MISSING, lines)
+        return Finding((codes.REDUCED_ONCE,), codes.SOME_RANKS, evidence.step, SOME_MISSING, lines)
     lines = (
         f"{hook}: a relative distance of {residual:.2g} to the sum of what all ranks computed remains{of}",
         "meant, as where it compresses? then a mistake of that size is not seen: train a few steps without it",
     )
     title = "a communication hook changes gradients, which are not judged"
-    return Finding(("D11",), "", evidence.step, title, lines, is_note=True)
+    return Finding((codes.REDUCED_ONCE,), "", evidence.step, title, lines, is_note=True)
 
 
 def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float] | None:
@@ -490,7 +495,7 @@ def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
         f"({len(names)} of {len(evidence.trained)} parameters)",
         *_why_not_reduced(evidence, names),
     )
-    return Finding(("D11",), "S2", evidence.step, NOT_REDUCED, lines)
+    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, NOT_REDUCED, lines)
 
 
 def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
@@ -513,7 +518,9 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
     if is_note:
         lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
-    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note)
+    return Finding(
+        (codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note
+    )
 
 
 def _of_scales(
@@ -534,7 +541,7 @@ def _of_scales(
     lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
     lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]
     lines.append("meant? others of the same class of modules have another factor")
-    return [Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
+    return [Finding((codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
 
 
 def _are_of_classes(evidence: Evidence, values: dict[str, float]) -> bool:

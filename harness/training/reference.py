@@ -25,6 +25,7 @@ from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 
 Answer = dict[str, Any]
@@ -235,8 +236,8 @@ class Worker:
         one, other = (torch.cat([mine.events[key][1].double().flatten() for key in keys]) for mine in (seen, oracle))
         if (apart := float((one - other).norm() / one.norm())) > _APART:
             counted = ", ".join(map(str, tokens[:6]))
-            yield (f"each microbatch counts alike [S5], whatever the number of its tokens ({counted}): one batch of "
-                   f"them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
+            yield (f"each microbatch counts alike [{codes.WEIGHTED}], whatever the number of its tokens ({counted}): "
+                   f"one batch of them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
 
     def _trained(
         self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]
