@@ -16,14 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Guess
 from shardproof.harness.verdicts.texts import ranks_of
-
-#: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
-#: text of a failure only, never the verdict.
-_LIKENESS = 1e-3
 
 #: The dtypes to which a wider tensor may have been rounded on its way, coarsest first, with their names in messages.
 _NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
@@ -31,15 +28,8 @@ _NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
 #: Elements other than zero from which it is no accident that all of them have one factor, or fit a narrower dtype.
 _ENOUGH = 4
 
-#: An error of rounding to a dtype is at most half an ulp. The largest of many is seldom below a quarter, and a sum of a
-#: few rounded values has a few times the error of one.
-_ROUNDING_ULPS = (0.25, 4.0)
-
 #: Ranks beyond which only named groups of ranks are tried, and no single ones left out or counted twice.
 _MOST_RANKS = 64
-
-#: How much nearer than the sum of all parts a mistake must be, to be named.
-_NEARER = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +117,10 @@ def diagnose(
     # between those that are equally near.
     nearest = min((one.residual for one in fitting), default=0.0)
     named = next((one for one in fitting if one.residual <= max(2 * nearest, tolerance / 64)), None)
-    if named is not None and named.residual * _NEARER <= of_all[1]:
+    if named is not None and named.residual * numerics.NEARER <= of_all[1]:
         return named
     # Several weights come near to a gradient of other parts, too.
-    nearer = min(tolerance, of_all[1] / _NEARER)
+    nearer = min(tolerance, of_all[1] / numerics.NEARER)
     return _mixed(seen, own, rank, nearer) or _with_scaled(seen, own, earlier, nearer)
 
 
@@ -261,7 +251,7 @@ def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[fl
     return weights.tolist(), float((matrix @ weights - seen).norm() / seen.norm())
 
 
-def name_of_factor(factor: float, sizes: Mapping[str, float], *, spread: float = 1e-5) -> str:
+def name_of_factor(factor: float, sizes: Mapping[str, float], *, spread: float = numerics.NAMED_FACTOR) -> str:
     """Name a factor by the sizes of a run: "1 / the size of dp", "the square root of the size of tp"; "" if none fits.
 
     Args:
@@ -300,7 +290,7 @@ def guess_gradient(
         if _alike(sharded, oracle * factor):
             return Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
     parts = {index: [gradient.double().flatten()] for index, gradient in enumerate(own) if gradient is not None}
-    found = diagnose(seen, parts, rank=rank, groups={}, tolerance=_LIKENESS) if parts else None
+    found = diagnose(seen, parts, rank=rank, groups={}, tolerance=numerics.LIKENESS) if parts else None
     if found is None or found.signature == codes.SCALED:
         return None
     if found.signature == codes.UNREDUCED:
@@ -317,7 +307,7 @@ def guess_weights(sharded: torch.Tensor, shares: Mapping[str, torch.Tensor]) -> 
     if not shares or sharded.numel() < 2 * len(shares):
         return None
     found = _weights(sharded.double().flatten(), [one.double().flatten() for one in shares.values()])
-    if found is None or found[1] > _LIKENESS:
+    if found is None or found[1] > numerics.LIKENESS:
         return None
     listed = [f"{name} x {weight:.4g}" for name, weight in zip(shares, found[0], strict=True)]
     return Guess(
@@ -359,11 +349,11 @@ def _guesses_from_values(sharded: torch.Tensor, oracle: torch.Tensor, magnitude:
         yield Guess(f"it is {factor:.4g} times the oracle's everywhere")
     errors = sharded.double() - oracle.double()
     worst = int(errors.abs().argmax()) if errors.numel() else 0
-    # Rounding leaves no element that counts far from what it was.
-    is_far = has_enough and float(errors.flatten()[worst].abs()) > 0.25 * float(oracle.flatten()[worst].abs())
+    far = numerics.NOT_ROUNDED * float(oracle.flatten()[worst].abs()) if has_enough else 0.0
+    is_far = has_enough and float(errors.flatten()[worst].abs()) > far
     if is_wide and has_enough and not is_far and _is_noise(errors):
         for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
-            low, high = _ROUNDING_ULPS
+            low, high = numerics.ROUNDING_ULPS
             if low <= float(errors.abs().max()) / ulp(magnitude, dtype) <= high:
                 yield Guess(f"its errors are as large as rounding to {name} makes")
 
@@ -393,14 +383,14 @@ def _common_factor(first: torch.Tensor, second: torch.Tensor) -> float | None:
     first, second = first.double().flatten(), second.double().flatten()
     largest = int(second.abs().argmax())
     factor = float(first[largest] / second[largest])
-    return factor if abs(factor - 1) > 2 * _LIKENESS and _alike(first, second * factor) else None
+    return factor if abs(factor - 1) > 2 * numerics.LIKENESS and _alike(first, second * factor) else None
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     first, second = first.double(), second.double()
     scale = float(second.abs().max()) if second.numel() else 0.0
-    return scale > 0 and float((first - second).abs().max()) <= _LIKENESS * scale
+    return scale > 0 and float((first - second).abs().max()) <= numerics.LIKENESS * scale
 
 
 def _near(first: float, second: float) -> bool:
-    return abs(first - second) <= _LIKENESS * abs(second)
+    return abs(first - second) <= numerics.LIKENESS * abs(second)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.door import BadFile, printable
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
 from shardproof.harness.training.alignment import (
     FIELDS,
@@ -43,20 +44,6 @@ from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.harness.watching.records import Gradient
-
-#: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
-SLACK = 32.0
-NOISE_FACTOR = 4.0
-
-#: What is allowed by a narrow dtype, above which a comparison says what it did not judge.
-_WIDE = 0.01
-
-#: By how much the distance of parameters before a step may grow in it.
-_GROWTH = 16.0
-
-#: Gradients of at most so many eps of the model's average, or of this part of it, are rounding noise, of which an
-#: optimizer like Adam makes updates.
-_NOISE = (64.0, 0.05)
 
 _BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)
 
@@ -137,7 +124,7 @@ class _Pair:
 
     def slack(self) -> float:
         """What is allowed in a step that begins with equal parameters."""
-        return SLACK * self.eps
+        return numerics.RUNS_EPS * self.eps
 
     @functools.cached_property
     def allowed(self) -> float:
@@ -147,7 +134,7 @@ class _Pair:
             distance = self.reduced(0, "initial", name)
             if distance is not None and distance <= self._allowed_at_start(name) and not self.is_noise(name):
                 begins.append(distance)
-        return self.slack() + _GROWTH * max(begins)
+        return self.slack() + numerics.GROWTH * max(begins)
 
     def _allowed_at_start(self, name: str) -> float:
         before = self.earlier[-1].worst("after", name) if self.is_adjacent else None
@@ -162,7 +149,8 @@ class _Pair:
 
     def _is_noise_here(self, name: str) -> bool:
         vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
-        own = vector is not None and float(vector.norm()) < min(_NOISE[0] * self.eps, _NOISE[1]) * floor
+        in_eps, most = numerics.NOISE_OF_AVERAGE
+        own = vector is not None and float(vector.norm()) < min(in_eps * self.eps, most) * floor
         return own or name in self.ref.noisy
 
     def reduced(self, rank: int, field: str, name: str) -> float | None:
@@ -262,7 +250,7 @@ class _Pair:
     def _allow(self, seen: Seen) -> float:
         name, allowed = name_of_seen(seen), self.allowed
         if self._noise is not None:
-            return NOISE_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
+            return numerics.RUNS_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
         if seen.stage is Stage.INITIAL:
             allowed = self._allowed_at_start(name)
         elif seen.stage is Stage.OPTIMIZER_STATE:
@@ -406,7 +394,7 @@ class _Pair:
                     return None
                 found.append(factor)
         middles = [statistics.median(found) if found else 0.0 for found in factors.values()]
-        near = max(1e-5, 4 * self.allowed)
+        near = max(numerics.NAMED_FACTOR, 4 * self.allowed)
         for middle, found in zip(middles, factors.values(), strict=True):
             if not middle or any(abs(one - middle) > near * abs(middle) for one in found):
                 return None
@@ -484,7 +472,7 @@ class _Pair:
         tolerance = 4 * self.allowed
         if residual > tolerance or abs(factor - 1) <= tolerance or factor == 0:
             return []
-        spread = max(1e-5, tolerance)
+        spread = max(numerics.NAMED_FACTOR, tolerance)
         same, count = [], 0
         for of, one in self.ref.first:
             seen = self.run.vector(rank, field, one) if of == field else None
@@ -520,16 +508,17 @@ class _Pair:
             least = min(float(mine.norm()), float(other.norm()))
             near = max(math.sqrt(self.allowed), 4 * self.eps * size / least) if least else math.inf
             factor, residual = fit(mine, other)
-            if residual <= near < 0.1 and abs(factor - 1) > 2 * near and factor > 0:
+            if residual <= near < numerics.UPDATES_TELL and abs(factor - 1) > 2 * near and factor > 0:
                 known[one] = ("rate", factor)
-            elif near < 0.1 and residual > near:
+            elif near < numerics.UPDATES_TELL and residual > near:
                 part, rest = fit(mine - other, begin)
-                if rest * float((mine - other).norm()) <= near * float(other.norm()) and rest <= 0.1:
+                if rest * float((mine - other).norm()) <= near * float(other.norm()) and rest <= numerics.UPDATES_TELL:
                     known[one] = ("decay", part)
         if name not in known:
             return self._explain_rates(names)
         kind, factor = known[name]
-        same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= 0.05 * abs(factor)]
+        spread = numerics.UPDATES_ALIKE * abs(factor)
+        same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= spread]
         which = "every parameter" if len(same) == len(names) else listed(same)
         if kind == "decay":
             return [f"with equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: the "
@@ -631,7 +620,7 @@ class _Pair:
                 return []  # lstsq refuses them
             weights = torch.linalg.lstsq(matrix, other[:, None]).solution.squeeze(1)
             rest = float((matrix @ weights - other).norm() / other.norm())
-            if not rest <= 16 * self.allowed or not bool((weights.abs() > 1e-6).all()):
+            if not rest <= 16 * self.allowed or not bool((weights.abs() > numerics.NO_WEIGHT).all()):
                 return []
             found += [1 / float(one) for one in weights]
         return found
@@ -853,12 +842,12 @@ def render(found: Comparison) -> str:
     sides = [f"{name} {_ranks(one)}" for name, one in (("REF", found.ref), ("RUN", found.run))]
     rows = f"the same {found.rows[0]} sequences" if found.rows[0] else "inputs without rows"
     lines = [f"{', '.join(sides)}; {_steps(found.steps)}, {found.compared:,} tensors, {rows} in step {found.steps[-1]}"]
-    if abs(found.factor - 1) > 1e-3:
+    if abs(found.factor - 1) > numerics.ONE_FACTOR:
         lines.append(f"losses and gradients before their reduction are compared as {found.factor:.4g} x the run's")
     if not found.divergent:
         lines.append(f"no divergence (largest distance {found.largest:.1g})")
-        if found.slack > _WIDE:
-            wide = f"{found.slack:.0%} ({SLACK:g} eps of the narrowest dtype of the steps)"
+        if found.slack > numerics.WIDE:
+            wide = f"{found.slack:.0%} ({numerics.RUNS_EPS:g} eps of the narrowest dtype of the steps)"
             lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
             text = "not judged: whether ranks that hold the same elements have equal bits; the doctor does"
             lines.append(f"{text} [{codes.EQUAL_PARAMETERS}]")

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import folders
 from shardproof.door import PARTIAL
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report, updates
-from shardproof.harness.training.evidence import EPS, Evidence, Start, flat_places, holders_of
+from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -511,7 +512,7 @@ def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
     """Return the names of plain parameters all of whose elements are equal."""
-    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in EPS and one.numel()]
+    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in numerics.EPS and one.numel()]
     plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
     ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
     return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
@@ -42,9 +43,6 @@ _FROM_THE_SAME = (
 
 #: The bytes of one number at most.
 _NUMBER = 8
-
-#: Relative difference up to which microbatches count alike.
-_SAME = 1e-3
 
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
@@ -185,7 +183,7 @@ def _of_gradients(
     evidence: Evidence, members: Sequence[tuple[int, ...]], names: list[str], largest: float, drifted: set[str]
 ) -> Finding:
     """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
-    is_noise = largest < 1e-5
+    is_noise = largest < numerics.REPLICAS_NOISE
     lines = [
         f"gradient of {listed(names)}: {_sets(evidence, members)} hold the same elements and have different bits "
         f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
@@ -217,12 +215,12 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
         seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
         for rank, vector in seen.items():
             factor, rest = fit(vector, seen[members[0]])
-            ratios.add(f"{factor:.4g}" if rest < _SAME else "")
+            ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
             both = evidence.computed(name, rank)
             are_seen &= both is not None
-            are_own &= both is not None and fit(*both)[1] < _SAME
+            are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
             alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
-            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < _SAME
+            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
@@ -314,7 +312,7 @@ def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
         size += float(first.square().sum())
         distance += max((float((one - first).square().sum()) for one in rest), default=0.0)
-    return distance > _SAME**2 * size
+    return distance > numerics.ALIKE**2 * size
 
 
 def _read_twice(evidence: Evidence) -> Iterator[Finding]:
@@ -474,11 +472,11 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
-    if len(known) == count and count > 1 and max(known) - min(known) > 1e-4 * max(known):
+    if len(known) == count and count > 1 and max(known) - min(known) > numerics.SCALES_APART * max(known):
         listed_scales = ", ".join(f"{one:.4g}" for one in known[:8])
         lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
         products = [scale * norm for scale, norm in zip(known, local, strict=True)]
-        if max(products) - min(products) <= 1e-3 * max(products):
+        if max(products) - min(products) <= numerics.SAME_NORM * max(products):
             lines.insert(
                 0,
                 f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
@@ -494,11 +492,11 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
             if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true[rank]:
                 continue
             ratio = call.value / true[rank]
-            if abs(ratio - 1) < 1e-2 or call.function != "clip_grads_with_norm_":
+            if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
                 continue
-            if abs(call.value / max(local[rank], 1e-300) - 1) < 1e-3:
+            if abs(call.value / max(local[rank], 1e-300) - 1) < numerics.SAME_NORM:
                 what = f"it is the norm of what rank {rank} alone holds"
-            elif any(abs(ratio - math.sqrt(size)) < 1e-3 * ratio for size in _sizes(evidence)):
+            elif any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
                 what = f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
             else:
                 continue
@@ -515,7 +513,7 @@ def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
     """Say by what ranks scale gradients differently, if it is what they count in the loss."""
     counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
     products = [scale * count for scale, count in zip(scales, counts, strict=True)]
-    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= 1e-3 * max(products):
+    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
         told = ", ".join(map(str, counts[:8]))
         return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
     return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
@@ -531,16 +529,16 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
     limits, scales = [], []
     for evidence in seen[-2:]:
         before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
-        if before and math.isfinite(before) and after < before * (1 - 1e-6):
+        if before and math.isfinite(before) and after < before * (1 - numerics.CLIPPED):
             limits.append(after)
             scales.append(after / before)
     if len(limits) < 2:
         return
     last = seen[-1]
-    if abs(limits[0] - limits[1]) > 1e-4 * limits[0]:
+    if abs(limits[0] - limits[1]) > numerics.LIMITS_APART * limits[0]:
         for what, combined in (("sum", sum), ("largest", max)):
             then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
-            if abs(then - now) < 1e-4 * now and _is_round(now):
+            if abs(then - now) < numerics.LIMITS_APART * now and _is_round(now):
                 by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
                 lines = (
                     f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
@@ -580,7 +578,7 @@ def _local_norms(evidence: Evidence) -> list[float]:
 
 
 def _is_round(value: float) -> bool:
-    return abs(float(f"{value:.2g}") / value - 1) < 1e-4
+    return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
 
 
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
@@ -603,7 +601,7 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
     ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
     for who, parts in (("microbatch", list(itertools.chain(*calls))), ("rank", ranks)):
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
-        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + _SAME):
+        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + numerics.ALIKE):
             fewest, most = min(counts), max(counts)
             seen = f"the loss of each {who} is divided by its own tokens"
             if all(record.are_means for record in evidence.records):
@@ -798,10 +796,10 @@ def scale_of(evidence: Evidence, rank: int) -> float | None:
         if before.fingerprint.numel < 2:
             continue  # one number is a multiple of any other
         factor, residual = fit(vector_of(gradient), vector_of(before))
-        if residual > 2e-2:
+        if residual > numerics.ONE_SCALE:
             return None  # it was reduced as well, or more than scaled
         found.append(abs(factor))
-    if not found or max(found) - min(found) > 2e-2 * max(found):
+    if not found or max(found) - min(found) > numerics.ONE_SCALE * max(found):
         return None
     return sorted(found)[len(found) // 2]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.judging.signatures import (
@@ -37,18 +38,6 @@ from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.events import Event
-
-#: Errors of the baseline, in ulps of the narrowest dtype of the step, above which a tensor judges nothing.
-ILL_CONDITIONED_ULPS = 4096.0
-
-#: By how many ulps of the narrowest dtype an element that was chosen may be below the one that should have been.
-ROUTING_ULPS = 64.0
-
-#: How far sketches may be apart beyond 4 times the baseline's distance, in eps of the narrowest dtype.
-_SKETCH_EPS = 64.0
-
-#: The most that a factor may be off its name, and a gradient off what it is said to be, however narrow the dtypes.
-_NEAR, _LIKE = 2.0**-8, 2.0**-4
 
 _SCALED = "gradients after backward, which user code reduces or scales before the optimizer's step"
 
@@ -216,9 +205,10 @@ class Judge:
         self._offsets = [0, *itertools.accumulate(counts)]
         self._eps = float(torch.finfo(narrow).eps)
         #: Ranks that compute parts of one forward round otherwise than one rank does, and a scalar shows all of it.
-        self._looser = 8.0 if any(size > 1 for name, size in request.mesh if name not in request.data_dims) else 1.0
+        is_divided = any(size > 1 for name, size in request.mesh if name not in request.data_dims)
+        self._looser = numerics.LOOSER_IN_PARTS if is_divided else 1.0
         #: Within which a factor is a name's.
-        self._near = min(64 * self._eps, _NEAR)
+        self._near = min(numerics.SAID_EPS * self._eps, numerics.MOST_OF_A_FACTOR)
         self._ill: dict[Stage, list[Divergent]] = {}
         self._well: dict[Stage, int] = {}
         self._is_routed_otherwise = False
@@ -277,8 +267,8 @@ class Judge:
             lost = rows.gather(-1, its[differ]).min(-1).values - rows.gather(-1, mine[differ]).min(-1).values
             margin = float(lost.max()) / ulp(float(values.abs().max()), self._narrow)
             text = f"{int(differ.sum())} of {len(differ)} choices differ, by a margin of {margin:.3g} ulps at most"
-            if margin > ROUTING_ULPS:
-                yield self._divergent(Stage.ROUTING, event, rank.rank, f"{text}; {ROUTING_ULPS:g} are allowed",
+            if margin > numerics.ROUTING_ULPS:
+                yield self._divergent(Stage.ROUTING, event, rank.rank, f"{text}; {numerics.ROUTING_ULPS:g} are allowed",
                                       name=f"choice {key[4]} of microbatch {key[3]}")  # fmt: skip
             elif not self._is_routed_otherwise:
                 self._is_routed_otherwise = True
@@ -404,12 +394,12 @@ class Judge:
         base, exact = (one.double() * factor for one in pair)
         size = float(exact.norm())
         apart = float((base - exact).norm()) / size if size else math.inf
-        if apart > ILL_CONDITIONED_ULPS * self._eps:
+        if apart > numerics.BASELINE_LIMIT_ULPS * self._eps:
             self.outcome.note("ill-conditioned: gradients before their reduction")
             return
         self.outcome.compared += 1
         self._has_own = True
-        residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
+        residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + numerics.SKETCH_EPS * self._eps
         if residual > allowed:
             text = (f"microbatch {key[3]}: a relative distance of {residual:.2g} from the oracle's; the baseline's is "
                     f"{apart:.2g}, and {allowed:.2g} are allowed")  # fmt: skip
@@ -448,6 +438,11 @@ class Judge:
             self._say_of_sums(found)
         yield from found
 
+    @property
+    def _like(self) -> float:
+        """Within which a gradient is what it is said to be."""
+        return min(numerics.SAID_EPS * self._eps, numerics.MOST_OF_A_GRADIENT)
+
     def _common(self, stage: Stage) -> float | None:
         """Return by what all gradients of a stage are the reference's on the first rank; None without one factor."""
         found = []
@@ -455,7 +450,7 @@ class Judge:
             if key[0] == stage:
                 mine, whole = self._assembled(key, self._ranks[0]), digest(exact, Box(tuple(exact.shape))).numbers[:K]
                 factor, rest = (0.0, 1.0) if mine is None else fit(mine.double(), whole.double())
-                if rest > min(64 * self._eps, _LIKE):
+                if rest > self._like:
                     return None
                 found.append(factor)
         factors = torch.tensor(found, dtype=torch.float64)
@@ -564,7 +559,7 @@ class Judge:
             unit = apart.unit * slack
             apart = Distance(apart.sharded_ulps / slack, apart.baseline_ulps / slack, apart.index, unit, is_scalar=True)
             slack = 1.0
-        if apart.baseline_ulps > ILL_CONDITIONED_ULPS * slack:
+        if apart.baseline_ulps > numerics.BASELINE_LIMIT_ULPS * slack:
             self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}")
             self._ill.setdefault(stage, []).append(self._divergent(
                 stage, event, rank, f"on one rank, what parallelize() makes is {apart.baseline_ulps:.2g} ulps off the "
@@ -599,7 +594,7 @@ class Judge:
                 if vector is None:
                     continue
                 made = diagnose(
-                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=min(64 * self._eps, _LIKE),
+                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=self._like,
                     earlier=[one[name] for one in self._earlier if name in one],
                 )  # fmt: skip
                 if made is not None:
@@ -679,7 +674,7 @@ class Judge:
 
     def _summed(self, norm: float, exact: float, rank: OfRank, kind: float) -> str:
         """Say over which dimensions of the mesh a norm sums what ranks hold; nothing if over none."""
-        near = max(self._near, 1e-4) * norm
+        near = max(self._near, numerics.NORM_ROUNDING) * norm
         if abs(norm - exact) <= near:
             return ""  # rounding, which no sum over ranks explains
         held = []

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
@@ -22,15 +23,11 @@ NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing
 #: The title of the note that the optimizer's step may reduce them.
 REDUCED_IN_STEP = "gradients are reduced in the optimizer's step, and not judged"
 
-#: Of gradients that a hook compresses: how much nearer those without a rank must be, and of how many numbers.
-_MUCH_NEARER, _ENOUGH = 0.6, 16
+#: Of how many numbers gradients that a hook compresses must be.
+_ENOUGH = 16
 
-#: How far rounding moves the factor of a sum of gradients.
-_ROUNDING = 1e-5
-
-#: The title of the finding of factors that differ; how near two factors are that are one, and in how many layers
-#: a series of them is none by accident.
-DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
+#: The title of the finding of factors that differ, and in how many layers a series of them is none by accident.
+DIFFERENT_FACTORS, _LAYERS = "parameters have different factors", 3
 
 #: The title of the note of parameters that differ between ranks from the start, and that each set reduces by itself.
 PARTS = "parameters differ between ranks from the start, and no gradient of theirs is reduced over all"
@@ -52,7 +49,7 @@ class Factor:
     def render(self) -> str:
         """Return the factor in words: "the mean over 4 ranks (c = 0.2500 x the sum of 8 parts)"."""
         text = f"c = {self.value:.4g} x the sum of {self.parts} parts, residual {self.residual:.0e}"
-        spread = max(1e-3, self.residual)
+        spread = max(numerics.ONE_FACTOR, self.residual)
         if self.readers > 1 and abs(self.value * self.readers - 1) < spread:
             return f"the mean over {self.readers} ranks ({text})"
         if abs(self.value - 1) < spread:
@@ -164,7 +161,7 @@ _MADE = "not judged, as user code makes it of what torch.autograd.grad() returns
 
 def _is_usual(factor: float, readers: int) -> bool:
     """Whether a factor is that of a mean or of a sum, but for rounding."""
-    return any(abs(factor * size - 1) < _ROUNDING for size in (1, readers))
+    return any(abs(factor * size - 1) < numerics.FACTOR_ROUNDING for size in (1, readers))
 
 
 def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[torch.Tensor]], tolerance: float) -> bool:
@@ -286,7 +283,7 @@ def _are_parallel(evidence: Evidence, name: str) -> bool:
 def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
-    spread = max(1e-3, 4 * max((residual for _, residual in values.values()), default=0.0))
+    spread = max(numerics.ONE_FACTOR, 4 * max((residual for _, residual in values.values()), default=0.0))
     for name, (value, residual) in values.items():
         near = next((one for one in classes if abs(one[0] - value) <= spread * abs(value)), None)
         if near is None:
@@ -479,7 +476,7 @@ def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float
     gradient, whole = torch.cat(list(seen.values())), torch.stack(list(sums.values())).sum(0)
     near, rank = min((fit(gradient, whole - own)[1], rank) for rank, own in sums.items())
     distance = fit(gradient, whole)[1]
-    return (rank, near, distance) if near < _MUCH_NEARER * distance else None
+    return (rank, near, distance) if near < numerics.COMPRESSED_NEARER * distance else None
 
 
 def _over(evidence: Evidence) -> str:
@@ -508,7 +505,7 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     sizes["the number of microbatches"] = float(max(record.backwards for record in evidence.records))
     for other in factors[1:]:
         ratio = other.value / most.value
-        name = name_of_factor(ratio, sizes, spread=1e-3)
+        name = name_of_factor(ratio, sizes, spread=numerics.ONE_FACTOR)
         times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
         lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
         if by_hooks := {f"{found:.4g}" for one in other.names if (found := evidence.hooked(one)) != 1}:
@@ -572,4 +569,4 @@ def _is_series(values: Sequence[tuple[int, float]]) -> bool:
 
 
 def _are_near(one: float, other: float) -> bool:
-    return abs(one - other) <= _NEAR * abs(other)
+    return abs(one - other) <= numerics.SERIES_OF_FACTORS * abs(other)

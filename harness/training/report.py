@@ -14,6 +14,7 @@ import torch
 
 from shardproof import folders
 from shardproof.door import printable
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
@@ -99,12 +100,12 @@ def _norms(seen: Sequence[Evidence]) -> str:
     if any(a and invariants.scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
         return f"{at_step}; from backward to the step they change by more than one factor"
     text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
-    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
+    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > numerics.CLIPPED]
     if not scales:
         return f"{text}; not scaled before the step"
     text += f"; scaled by {' '.join(scales)} before the step"
-    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - 1e-6)]
-    if len(limits) > 1 and max(limits) - min(limits) < 1e-3 * max(limits):
+    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - numerics.CLIPPED)]
+    if len(limits) > 1 and max(limits) - min(limits) < numerics.SAME_NORM * max(limits):
         text += f", that is to a norm of {limits[0]:.4g}"
     return text
 
