@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from shardproof.harness.judging import signatures
+from shardproof.harness.verdicts import codes
 from tests.harness import test_doctor_gathers
 from tests.harness.inner import python
 from tests.test_incidents import CHECKED, COMPARED, SAID
@@ -36,7 +36,7 @@ APPLIED = {
 
 
 def test_each_signature_has_mends_that_were_applied() -> None:
-    assert list(APPLIED) == re.findall(r"^\| (S\d+) \|", signatures.__doc__ or "", re.MULTILINE)
+    assert list(APPLIED) == list(codes.SIGNATURES)
     known = {*test_doctor_gathers.LOOPS, *SAID, *COMPARED, *CHECKED}
     assert {row for rows in APPLIED.values() for row in rows} <= known
 

@@ -2,7 +2,7 @@
 
 Imports ``verdicts``. It knows neither adapters nor pytest, so that whatever trains can judge.
 
-- ``numerics``: ulps, distances to the oracle, and the tolerances.
+- ``numerics``: ulps, distances to the oracle, and the tolerances: also those of ``parity`` and ``training``.
 - ``elements``: the element in which two tensors differ, and what several runs have in the worst one.
 - ``signatures``: guesses why a tensor is wrong, by what common mistakes make of it.
 """

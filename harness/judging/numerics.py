@@ -1,4 +1,4 @@
-"""The tolerances: how far from the oracle a tensor of the sharded run may be.
+"""The tolerances: how far from the oracle a tensor of the sharded run may be, and how far apart what is alike.
 
 The error of a tensor is its largest absolute difference to the oracle (float64, one process), in ulps of the tensor's
 own dtype at the oracle's largest magnitude. Measured so, the error does not depend on the scale of the values. The
@@ -10,6 +10,11 @@ The design fixes the constants. How close correct runs come to them was measured
 89387d6, from the worst distance of each stage and step of a passing case (torch 2.11 on H100s and H200s, NCCL and gloo;
 torch 2.13, gloo). None of the 376,888 distances recorded there used more than 0.66 of the allowed error, and no loss or
 total norm was off by more than 7.6 ulps.
+
+The constants of ``training``, which judges trainings of users, stand here too, by who asks: a check, a comparison of
+recordings, the doctor. How close right trainings come to them is not measured; that none goes beyond is tested with
+the scripts of ``examples/healthy``. No module that judges has a threshold of its own
+(``tests/harness/test_numerics.py``).
 """
 
 import dataclasses
@@ -28,6 +33,119 @@ SLACK_ULPS = 8.0
 #: Gradient elements below this many ulps (at their tensor's largest magnitude) are rounding noise. Adam divides them by
 #: their own running magnitude, that is noise by noise.
 ADAM_NOISE_ULPS = 64.0
+
+#: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it a case is ill-conditioned,
+#: and the suites raise an error instead of accepting a correspondingly large error. A check of the user's own training
+#: counts in ulps of the narrowest dtype of the step, and judges nothing by such a tensor.
+BASELINE_LIMIT_ULPS = 4096.0
+
+# Of a check of the user's own training.
+
+#: By how many ulps of the narrowest dtype an element that was chosen may be below the one that should have been.
+ROUTING_ULPS = 64.0
+
+#: How far sketches may be apart beyond 4 times the baseline's distance, in eps of the narrowest dtype.
+SKETCH_EPS = 64.0
+
+#: By how many eps of the narrowest dtype a factor may be off its name, and a gradient off what it is said to be; and
+#: the most of each, however narrow the dtypes.
+SAID_EPS = 64.0
+MOST_OF_A_FACTOR, MOST_OF_A_GRADIENT = 2.0**-8, 2.0**-4
+
+#: How much looser scalars are compared where ranks compute parts of one forward: they round otherwise than one rank
+#: does, and a scalar shows all of it.
+LOOSER_IN_PARTS = 8.0
+
+#: Relative distance of two norms that rounding explains, and no sum over ranks.
+NORM_ROUNDING = 1e-4
+
+#: From which distance the gradient of one batch is another one than that of its microbatches.
+MICROBATCHES_APART = 1e-4
+
+# Of a comparison of two recordings.
+
+#: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
+RUNS_EPS = 32.0
+RUNS_FACTOR = 4.0
+
+#: What is allowed by a narrow dtype, above which a comparison says what it did not judge.
+WIDE = 0.01
+
+#: By how much the distance of parameters before a step may grow in it.
+GROWTH = 16.0
+
+#: Gradients of at most so many eps of the model's average, or of this part of it, are rounding noise, of which an
+#: optimizer like Adam makes updates.
+NOISE_OF_AVERAGE = (64.0, 0.05)
+
+#: Elements of a gradient of one dimension that are at most so many eps of its largest are rounding noise.
+NOISE_OF_LARGEST_EPS = 16.0
+
+#: By which part of itself an update may be uncertain and still tell a learning rate or a weight decay, and within which
+#: those of several parameters are one.
+UPDATES_TELL, UPDATES_ALIKE = 0.1, 0.05
+
+#: Up to which size the weight of a microbatch is none.
+NO_WEIGHT = 1e-6
+
+# Of what the doctor sees of all ranks.
+
+#: The spacing of numbers at 1.
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+#: The eps that rounding explains in a sum of gradients, for the square root of each rank; and those within which two
+#: ranks have computed the same gradients.
+SUM_EPS = 8.0
+SAME_GRADIENT_EPS = 64.0
+
+#: Relative difference up to which microbatches count alike.
+ALIKE = 1e-3
+
+#: Relative distance below which gradients of replicas differ by no more than rounding.
+REPLICAS_NOISE = 1e-5
+
+#: Relative difference of the scales of ranks from which they are several, of a norm from that of all gradients from
+#: which it is another one, and up to which two norms, or products of a scale with a norm or a count, are one.
+SCALES_APART = 1e-4
+NORMS_APART = 1e-2
+SAME_NORM = 1e-3
+
+#: Within which the gradients of a rank have one scale between backward and step.
+ONE_SCALE = 2e-2
+
+#: By which part a norm is lower after clipping; how near to each other limits of two steps are, and to a round number.
+CLIPPED = 1e-6
+LIMITS_APART = 1e-4
+ROUND = 1e-4
+
+#: How far rounding moves the factor of a sum of gradients, and within which of a number it is its factor.
+FACTOR_ROUNDING = 1e-5
+ONE_FACTOR = 1e-3
+
+#: How near two factors are that are one of a series over layers.
+SERIES_OF_FACTORS = 1e-2
+
+#: Of gradients that a hook compresses: how much nearer those without a rank must be.
+COMPRESSED_NEARER = 0.6
+
+# Of texts that name a mistake: they affect the text of a failure only, and never the verdict.
+
+#: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces.
+LIKENESS = 1e-3
+
+#: An error of rounding to a dtype is at most half an ulp. The largest of many is seldom below a quarter, and a sum of a
+#: few rounded values has a few times the error of one.
+ROUNDING_ULPS = (0.25, 4.0)
+
+#: The part of an element from which its error is none of rounding, which leaves no element that counts far from what it
+#: was.
+NOT_ROUNDED = 0.25
+
+#: How much nearer than the sum of all parts a mistake must be, to be named.
+NEARER = 8.0
+
+#: The relative distance within which a factor is exactly that of a name, at least.
+NAMED_FACTOR = 1e-5
 
 #: Elements of which errors are computed at a time, on the host and on an accelerator.
 _PART, _PART_THERE = 1 << 18, 1 << 26

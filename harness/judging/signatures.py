@@ -1,28 +1,12 @@
-"""Which known mistake made exactly this tensor? One table for the suites, the doctor and comparisons of recordings.
+"""Which known mistake made exactly this tensor? One search for the suites, the doctor and comparisons of recordings.
 
 A gradient that is right is one factor times the sum of what all ranks computed from all their microbatches. A mistake
-is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the table works
+is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the search works
 on vectors of any length: a flattened tensor, or its sketch (``tensors.fingerprints``), which is linear too.
 
-| signature | what the tensor is |
-|---|---|
-| S1 | all of it, by a factor |
-| S2 | one rank's own: nothing was reduced |
-| S3 | reduced without some ranks, or with one twice |
-| S4 | without some microbatches, or with one twice, or with those of earlier steps |
-| S5 | microbatches have different weights |
-| S6 | a norm of what one rank holds, or that counts what several hold on each |
-| S7 | of a parameter that no optimizer moves |
-| S8 | of a parameter that was tied |
-| S9 | another one on each of the ranks that hold the same elements |
-| S10 | missing |
-| S11 | of data that several ranks read |
-| S12 | of an earlier step, or of another rank's place |
-| S13 | rounded to a narrower dtype |
-
-S1 to S5 and S12 are told from vectors (:func:`diagnose`), S6 and S13 from values (:func:`guess_norm`,
-:func:`guess_from_values`); of the others there is nothing to compare, and the doctor's checks tell them. A signature
-never decides a verdict.
+The table of signatures is ``verdicts.codes``. Those of sums are told from vectors (:func:`diagnose`), those of norms
+and of rounding from values (:func:`guess_norm` and :func:`guess_from_values`); of the others there is nothing to
+compare, and the doctor's checks tell them. A signature never decides a verdict.
 """
 
 import dataclasses
@@ -32,13 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.numerics import ulp
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Guess
 from shardproof.harness.verdicts.texts import ranks_of
-
-#: Relative difference up to which a wrong tensor counts as equal to what a suspected bug produces. It affects the
-#: text of a failure only, never the verdict.
-_LIKENESS = 1e-3
 
 #: The dtypes to which a wider tensor may have been rounded on its way, coarsest first, with their names in messages.
 _NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
@@ -46,15 +28,8 @@ _NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))
 #: Elements other than zero from which it is no accident that all of them have one factor, or fit a narrower dtype.
 _ENOUGH = 4
 
-#: An error of rounding to a dtype is at most half an ulp. The largest of many is seldom below a quarter, and a sum of a
-#: few rounded values has a few times the error of one.
-_ROUNDING_ULPS = (0.25, 4.0)
-
 #: Ranks beyond which only named groups of ranks are tried, and no single ones left out or counted twice.
 _MOST_RANKS = 64
-
-#: How much nearer than the sum of all parts a mistake must be, to be named.
-_NEARER = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +37,7 @@ class Diagnosis:
     """What a gradient is.
 
     Attributes:
-        signature: "S1" to "S13".
+        signature: its code in ``verdicts.codes``.
         text: a predicate of the gradient: "has the last of 4 microbatches only".
         factor: by what the sum of its parts is multiplied.
         residual: the relative distance to that.
@@ -132,7 +107,7 @@ def diagnose(
         return None
     of_all = fit(seen, total(own))
     if of_all[1] <= tolerance:
-        return Diagnosis("S1", "is all of it", *of_all)
+        return Diagnosis(codes.SCALED, "is all of it", *of_all)
     found = [
         Diagnosis(one.signature, one.text, *fit(seen, one.vector), one.missing)
         for one in _candidates(own, rank, groups, earlier)
@@ -142,10 +117,10 @@ def diagnose(
     # between those that are equally near.
     nearest = min((one.residual for one in fitting), default=0.0)
     named = next((one for one in fitting if one.residual <= max(2 * nearest, tolerance / 64)), None)
-    if named is not None and named.residual * _NEARER <= of_all[1]:
+    if named is not None and named.residual * numerics.NEARER <= of_all[1]:
         return named
     # Several weights come near to a gradient of other parts, too.
-    nearer = min(tolerance, of_all[1] / _NEARER)
+    nearer = min(tolerance, of_all[1] / numerics.NEARER)
     return _mixed(seen, own, rank, nearer) or _with_scaled(seen, own, earlier, nearer)
 
 
@@ -158,18 +133,18 @@ def _candidates(
     alike = all(len(parts) == count for parts in own.values())
     if rank in by_rank and len(by_rank) > 1:
         yield _Candidate(
-            "S2", "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
+            codes.UNREDUCED, "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
         )
     for name, members in groups.items():
         inside = [one for one in members if one in by_rank]
         missing = tuple(one for one in everyone if one not in members)
         if missing and len(inside) > 1:
             text = f"is reduced over {name} ({ranks_of(members)}) only: {ranks_of(missing)} are missing"
-            yield _Candidate("S3", text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
+            yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
     for some in _blocks_and_strides(list(by_rank), rank):
         missing = tuple(one for one in everyone if one not in some)
         text = f"is reduced over {ranks_of(some)} only: {ranks_of(missing)} are missing"
-        yield _Candidate("S3", text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
+        yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
     whole = torch.stack(list(by_rank.values())).sum(0)
     if count > 1 and alike:
         by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
@@ -180,18 +155,20 @@ def _candidates(
         for other, vector in by_rank.items():
             if other != rank:
                 missing = tuple(one for one in everyone if one != other)
-                yield _Candidate("S2", f"is the gradient of rank {other} alone", vector, missing)
+                yield _Candidate(codes.UNREDUCED, f"is the gradient of rank {other} alone", vector, missing)
         for other, vector in by_rank.items():
             missing = (other,)
-            yield _Candidate("S3", f"is reduced without rank {other}", whole - vector, missing)
-            yield _Candidate("S3", f"counts rank {other} twice", whole + vector)
+            yield _Candidate(codes.SOME_RANKS, f"is reduced without rank {other}", whole - vector, missing)
+            yield _Candidate(codes.SOME_RANKS, f"counts rank {other} twice", whole + vector)
     sums = list(itertools.accumulate(earlier))
     for number, before in enumerate(sums):
         since = "the step before" if number == 0 else f"the {number + 1} steps before"
-        yield _Candidate("S4", f"still contains the gradients of {since}: they were never zeroed", whole + before)
+        yield _Candidate(
+            codes.SOME_MICROBATCHES, f"still contains the gradients of {since}: they were never zeroed", whole + before
+        )
     for number, before in enumerate(earlier):
         text = "is the gradient of the step before" if number == 0 else f"is the gradient of {number + 1} steps before"
-        yield _Candidate("S12", text, before)
+        yield _Candidate(codes.MISPLACED, text, before)
 
 
 def _blocks_and_strides(ranks: Sequence[int], rank: int) -> Iterator[Sequence[int]]:
@@ -208,26 +185,28 @@ def _blocks_and_strides(ranks: Sequence[int], rank: int) -> Iterator[Sequence[in
 def _of_microbatches(parts: Sequence[torch.Tensor], whose: str) -> Iterator[_Candidate]:
     count, whole = len(parts), torch.stack(list(parts)).sum(0)
     single = "has the {0} of {1} microbatches only" if not whose else "is " + whose + "the {0} of {1} microbatches only"
-    yield _Candidate("S4", single.format("last", count), parts[-1])
-    yield _Candidate("S4", single.format("first", count), parts[0])
+    yield _Candidate(codes.SOME_MICROBATCHES, single.format("last", count), parts[-1])
+    yield _Candidate(codes.SOME_MICROBATCHES, single.format("first", count), parts[0])
     if whose:
         return
     for number in range(1, count - 1):
-        yield _Candidate("S4", f"has microbatch {number} of {count} only", parts[number])
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has microbatch {number} of {count} only", parts[number])
     for number in range(1, count - 1):
-        yield _Candidate("S4", f"has the last {count - number} of {count} microbatches only",
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has the last {count - number} of {count} microbatches only",
                          torch.stack(list(parts[number:])).sum(0))  # fmt: skip
     for number in range(2, count):
-        yield _Candidate("S4", f"has the first {number} of {count} microbatches only",
+        yield _Candidate(codes.SOME_MICROBATCHES, f"has the first {number} of {count} microbatches only",
                          torch.stack(list(parts[:number])).sum(0))  # fmt: skip
     for number, part in enumerate(parts):
-        yield _Candidate("S4", f"lacks microbatch {number} of {count}", whole - part)
-        yield _Candidate("S4", f"counts microbatch {number} of {count} twice", whole + part)
+        yield _Candidate(codes.SOME_MICROBATCHES, f"lacks microbatch {number} of {count}", whole - part)
+        yield _Candidate(codes.SOME_MICROBATCHES, f"counts microbatch {number} of {count} twice", whole + part)
     halves = [part * 2.0**number for number, part in enumerate(parts)]
-    yield _Candidate("S4", f"is a running average: each of {count} microbatches counts half as much as the next one",
+    yield _Candidate(codes.SOME_MICROBATCHES, "is a running average: each of "
+                     f"{count} microbatches counts half as much as the next one",
                      torch.stack(halves).sum(0))  # fmt: skip
     growing = [part * 2.0 ** (count - 1 - number) for number, part in enumerate(parts)]
-    yield _Candidate("S4", f"is doubled with each microbatch: each of {count} counts twice as much as the next one",
+    yield _Candidate(codes.SOME_MICROBATCHES, "is doubled with each microbatch: each of "
+                     f"{count} counts twice as much as the next one",
                      torch.stack(growing).sum(0))  # fmt: skip
 
 
@@ -244,13 +223,13 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
             sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
             if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
                 text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
-                return Diagnosis("S2", text, found[0][0], found[1], weights=2)
+                return Diagnosis(codes.UNREDUCED, text, found[0][0], found[1], weights=2)
     found = _weights(seen, by_number) if len(seen) > count else None
     # Of a gradient of few elements any sum is one of its parts, with weights that no loop makes.
     if found is not None and found[1] <= tolerance and min(found[0]) > 0:
         listed = ", ".join(f"{weight:.4g}" for weight in found[0])
         text = f"has microbatches of different weights: {listed}"
-        return Diagnosis("S5", text, found[0][0], found[1], weights=count)
+        return Diagnosis(codes.WEIGHTED, text, found[0][0], found[1], weights=count)
     return None
 
 
@@ -259,7 +238,7 @@ def _with_scaled(seen: torch.Tensor, own: Parts, earlier: Sequence[torch.Tensor]
     if not earlier or (found := _weights(seen, [total(own), earlier[0]])) is None or min(found[0]) <= 0:
         return None
     text = "still contains the gradients of the step before: they were never zeroed"
-    return Diagnosis("S4", text, found[0][0], found[1], weights=2) if found[1] <= tolerance else None
+    return Diagnosis(codes.SOME_MICROBATCHES, text, found[0][0], found[1], weights=2) if found[1] <= tolerance else None
 
 
 def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[float], float] | None:
@@ -272,7 +251,7 @@ def _weights(seen: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[list[fl
     return weights.tolist(), float((matrix @ weights - seen).norm() / seen.norm())
 
 
-def name_of_factor(factor: float, sizes: Mapping[str, float], *, spread: float = 1e-5) -> str:
+def name_of_factor(factor: float, sizes: Mapping[str, float], *, spread: float = numerics.NAMED_FACTOR) -> str:
     """Name a factor by the sizes of a run: "1 / the size of dp", "the square root of the size of tp"; "" if none fits.
 
     Args:
@@ -311,10 +290,10 @@ def guess_gradient(
         if _alike(sharded, oracle * factor):
             return Guess(f"it is {factor:.4g} times the oracle's everywhere", cause)
     parts = {index: [gradient.double().flatten()] for index, gradient in enumerate(own) if gradient is not None}
-    found = diagnose(seen, parts, rank=rank, groups={}, tolerance=_LIKENESS) if parts else None
-    if found is None or found.signature == "S1":
+    found = diagnose(seen, parts, rank=rank, groups={}, tolerance=numerics.LIKENESS) if parts else None
+    if found is None or found.signature == codes.SCALED:
         return None
-    if found.signature == "S2":
+    if found.signature == codes.UNREDUCED:
         change = "" if _near(found.factor, 1) else f" divided by {1 / found.factor:.4g}"
         return Guess(f"it {found.text}{change}", "the reduction over the ranks is missing")
     return Guess(f"it {found.text}") if _near(found.factor, 1 / size) else None
@@ -328,7 +307,7 @@ def guess_weights(sharded: torch.Tensor, shares: Mapping[str, torch.Tensor]) -> 
     if not shares or sharded.numel() < 2 * len(shares):
         return None
     found = _weights(sharded.double().flatten(), [one.double().flatten() for one in shares.values()])
-    if found is None or found[1] > _LIKENESS:
+    if found is None or found[1] > numerics.LIKENESS:
         return None
     listed = [f"{name} x {weight:.4g}" for name, weight in zip(shares, found[0], strict=True)]
     return Guess(
@@ -370,11 +349,11 @@ def _guesses_from_values(sharded: torch.Tensor, oracle: torch.Tensor, magnitude:
         yield Guess(f"it is {factor:.4g} times the oracle's everywhere")
     errors = sharded.double() - oracle.double()
     worst = int(errors.abs().argmax()) if errors.numel() else 0
-    # Rounding leaves no element that counts far from what it was.
-    is_far = has_enough and float(errors.flatten()[worst].abs()) > 0.25 * float(oracle.flatten()[worst].abs())
+    far = numerics.NOT_ROUNDED * float(oracle.flatten()[worst].abs()) if has_enough else 0.0
+    is_far = has_enough and float(errors.flatten()[worst].abs()) > far
     if is_wide and has_enough and not is_far and _is_noise(errors):
         for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
-            low, high = _ROUNDING_ULPS
+            low, high = numerics.ROUNDING_ULPS
             if low <= float(errors.abs().max()) / ulp(magnitude, dtype) <= high:
                 yield Guess(f"its errors are as large as rounding to {name} makes")
 
@@ -404,14 +383,14 @@ def _common_factor(first: torch.Tensor, second: torch.Tensor) -> float | None:
     first, second = first.double().flatten(), second.double().flatten()
     largest = int(second.abs().argmax())
     factor = float(first[largest] / second[largest])
-    return factor if abs(factor - 1) > 2 * _LIKENESS and _alike(first, second * factor) else None
+    return factor if abs(factor - 1) > 2 * numerics.LIKENESS and _alike(first, second * factor) else None
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     first, second = first.double(), second.double()
     scale = float(second.abs().max()) if second.numel() else 0.0
-    return scale > 0 and float((first - second).abs().max()) <= _LIKENESS * scale
+    return scale > 0 and float((first - second).abs().max()) <= numerics.LIKENESS * scale
 
 
 def _near(first: float, second: float) -> bool:
-    return abs(first - second) <= _LIKENESS * abs(second)
+    return abs(first - second) <= numerics.LIKENESS * abs(second)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import ADAM_NOISE_ULPS, distance, not_finite, ulp
 from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm, guess_weights
@@ -16,10 +17,6 @@ from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import tensors_of
 from shardproof.harness.verdicts.finding import Finding, Guess, Location, Stage
 from shardproof.harness.verdicts.observations import Measured
-
-#: Largest error of the baseline, in ulps, at which it still counts as a reference. Above it the case is
-#: ill-conditioned, and the comparison raises an error instead of accepting a correspondingly large error.
-BASELINE_LIMIT_ULPS = 4096.0
 
 #: What is wrong with a pair of a model such as one with dropout.
 _DRAWS = (
@@ -208,10 +205,10 @@ class StepComparison:
         self.measured.append(
             Measured(stage, self.context.step, name, result.sharded_ulps, result.baseline_ulps, result.allowed_ulps)
         )
-        if result.baseline_ulps > BASELINE_LIMIT_ULPS:
+        if result.baseline_ulps > numerics.BASELINE_LIMIT_ULPS:
             raise RuntimeError(
                 f"{stage.value} of {name!r}: the baseline itself is {result.baseline_ulps:.3g} ulps from the oracle, "
-                f"more than {BASELINE_LIMIT_ULPS:g}; the case is too ill-conditioned to judge the sharded run"
+                f"more than {numerics.BASELINE_LIMIT_ULPS:g}; the case is too ill-conditioned to judge the sharded run"
                 + (f": {_DRAWS}" if self.context.draws_random_numbers else "")
             )
         if result.is_too_far:

@@ -11,9 +11,10 @@ import torch
 from shardproof.harness.collectives.differences import lacking_collectives
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.collectives.units import ROOT, UnitSize
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import exact_difference, numbers_of
 from shardproof.harness.judging.numerics import Distance, distance
-from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison
+from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.explainer import Place
 from shardproof.harness.verdicts.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.watching.capture import Event, Key
@@ -216,7 +217,7 @@ def _too_far(one: _Seen, context: Context) -> Finding | None:
         return Finding(location, f"has dtype {mine.dtype}; the baseline has {other.dtype}")
     exact = one.oracle.tensor if one.oracle is not None and event.stage not in _WITHOUT_ORACLE else None
     found = None if exact is None or exact.shape != other.shape else _distance(mine, other, exact)
-    if found is None or found.baseline_ulps > BASELINE_LIMIT_ULPS:
+    if found is None or found.baseline_ulps > numerics.BASELINE_LIMIT_ULPS:
         # Random numbers, or another order of ranks: only the baseline knows.
         exact, found = None, _distance(mine, other, other.double())
     if not found.is_too_far or found.index < 0:

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardproof.door import BadFile
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import put_into
-from shardproof.harness.training.evidence import EPS, Evidence, Start
+from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.recording import Recorded, Seen
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
@@ -79,7 +80,7 @@ class Step:
             one.dtype for seen in self.seen for one in seen if one.stage not in (Stage.INPUT, Stage.OPTIMIZER_STATE)
         }
         dtypes |= {name for one in self.recorded.ranks for name in one.autocast}
-        return max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+        return max((numerics.EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
 
     @property
     def parts(self) -> list[Part]:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.door import BadFile, printable
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
 from shardproof.harness.training.alignment import (
     FIELDS,
@@ -39,23 +40,10 @@ from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.recording import OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.harness.watching.records import Gradient
-
-#: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.
-SLACK = 32.0
-NOISE_FACTOR = 4.0
-
-#: What is allowed by a narrow dtype, above which a comparison says what it did not judge.
-_WIDE = 0.01
-
-#: By how much the distance of parameters before a step may grow in it.
-_GROWTH = 16.0
-
-#: Gradients of at most so many eps of the model's average, or of this part of it, are rounding noise, of which an
-#: optimizer like Adam makes updates.
-_NOISE = (64.0, 0.05)
 
 _BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)
 
@@ -136,7 +124,7 @@ class _Pair:
 
     def slack(self) -> float:
         """What is allowed in a step that begins with equal parameters."""
-        return SLACK * self.eps
+        return numerics.RUNS_EPS * self.eps
 
     @functools.cached_property
     def allowed(self) -> float:
@@ -146,7 +134,7 @@ class _Pair:
             distance = self.reduced(0, "initial", name)
             if distance is not None and distance <= self._allowed_at_start(name) and not self.is_noise(name):
                 begins.append(distance)
-        return self.slack() + _GROWTH * max(begins)
+        return self.slack() + numerics.GROWTH * max(begins)
 
     def _allowed_at_start(self, name: str) -> float:
         before = self.earlier[-1].worst("after", name) if self.is_adjacent else None
@@ -161,7 +149,8 @@ class _Pair:
 
     def _is_noise_here(self, name: str) -> bool:
         vector, floor = self.ref.first.get(("at_step", name)), self.ref.floor("at_step", name)
-        own = vector is not None and float(vector.norm()) < min(_NOISE[0] * self.eps, _NOISE[1]) * floor
+        in_eps, most = numerics.NOISE_OF_AVERAGE
+        own = vector is not None and float(vector.norm()) < min(in_eps * self.eps, most) * floor
         return own or name in self.ref.noisy
 
     def reduced(self, rank: int, field: str, name: str) -> float | None:
@@ -261,7 +250,7 @@ class _Pair:
     def _allow(self, seen: Seen) -> float:
         name, allowed = name_of_seen(seen), self.allowed
         if self._noise is not None:
-            return NOISE_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
+            return numerics.RUNS_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
         if seen.stage is Stage.INITIAL:
             allowed = self._allowed_at_start(name)
         elif seen.stage is Stage.OPTIMIZER_STATE:
@@ -405,7 +394,7 @@ class _Pair:
                     return None
                 found.append(factor)
         middles = [statistics.median(found) if found else 0.0 for found in factors.values()]
-        near = max(1e-5, 4 * self.allowed)
+        near = max(numerics.NAMED_FACTOR, 4 * self.allowed)
         for middle, found in zip(middles, factors.values(), strict=True):
             if not middle or any(abs(one - middle) > near * abs(middle) for one in found):
                 return None
@@ -438,8 +427,9 @@ class _Pair:
         if not names:
             return ""
         if not set(names) & self.run.records[rank].initial.keys():
-            return f"no optimizer steps {listed(names)} [S7]"
-        return f"{listed(names)} ha{'s' if len(names) == 1 else 've'} no gradient when the optimizer steps [S10]"
+            return f"no optimizer steps {listed(names)} [{codes.UNMOVED}]"
+        have = "has" if len(names) == 1 else "have"
+        return f"{listed(names)} {have} no gradient when the optimizer steps [{codes.MISSING}]"
 
     def explain(self, rank: int, seen: Seen) -> list[str]:
         """Return what a tensor that diverges is, in lines."""
@@ -458,7 +448,7 @@ class _Pair:
             return self._explain_gradient(rank, field, name, mine, other)
         before = self.run.vector(rank, "initial", name)
         if field == "after" and before is not None and torch.equal(before, mine):
-            return ["the optimizer has not moved it [S7]"]
+            return [f"the optimizer has not moved it [{codes.UNMOVED}]"]
         if field == "after" and (found := self._explain_update(rank, name)):
             return found
         return self._explain_factor(rank, field, name, mine, other) or self._explain_parts(rank, field, name)
@@ -473,7 +463,7 @@ class _Pair:
                          tolerance=max(evidence.tolerance(name), self.allowed)) if own else None  # fmt: skip
         if known is None:
             return self._explain_parts(rank, field, name) or ["it matches no known mistake"]
-        if known.signature == "S1":
+        if known.signature == codes.SCALED:
             return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
 
@@ -482,7 +472,7 @@ class _Pair:
         tolerance = 4 * self.allowed
         if residual > tolerance or abs(factor - 1) <= tolerance or factor == 0:
             return []
-        spread = max(1e-5, tolerance)
+        spread = max(numerics.NAMED_FACTOR, tolerance)
         same, count = [], 0
         for of, one in self.ref.first:
             seen = self.run.vector(rank, field, one) if of == field else None
@@ -497,7 +487,7 @@ class _Pair:
         who = f"every {what} is" if len(same) == count else f"{listed(same)} are"
         named = name_of_factor(factor, self._sizes(rank), spread=spread)
         text = f"{who} exactly {factor:.4f} x the reference's ({len(same)} of {count})"
-        lines = [f"{text}: {named} [S1]" if named else f"{text} [S1]"]
+        lines = [f"{text}: {named} [{codes.SCALED}]" if named else f"{text} [{codes.SCALED}]"]
         if field == "at_step" and self._scaled_since is not None:
             back, last = self._scaled_since
             lines.append(
@@ -518,16 +508,17 @@ class _Pair:
             least = min(float(mine.norm()), float(other.norm()))
             near = max(math.sqrt(self.allowed), 4 * self.eps * size / least) if least else math.inf
             factor, residual = fit(mine, other)
-            if residual <= near < 0.1 and abs(factor - 1) > 2 * near and factor > 0:
+            if residual <= near < numerics.UPDATES_TELL and abs(factor - 1) > 2 * near and factor > 0:
                 known[one] = ("rate", factor)
-            elif near < 0.1 and residual > near:
+            elif near < numerics.UPDATES_TELL and residual > near:
                 part, rest = fit(mine - other, begin)
-                if rest * float((mine - other).norm()) <= near * float(other.norm()) and rest <= 0.1:
+                if rest * float((mine - other).norm()) <= near * float(other.norm()) and rest <= numerics.UPDATES_TELL:
                     known[one] = ("decay", part)
         if name not in known:
             return self._explain_rates(names)
         kind, factor = known[name]
-        same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= 0.05 * abs(factor)]
+        spread = numerics.UPDATES_ALIKE * abs(factor)
+        same = [one for one, (of, k) in known.items() if of == kind and abs(k - factor) <= spread]
         which = "every parameter" if len(same) == len(names) else listed(same)
         if kind == "decay":
             return [f"with equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: the "
@@ -592,8 +583,9 @@ class _Pair:
         listed_ = ", ".join(f"{one / mean:.4g}" for one in known[:8])
         more = f" and {len(known) - 8} more" if len(known) > 8 else ""
         return [
-            f"microbatches count with other weights than in the reference: {listed_}{more} times the mean [S5]",
-            "next: the doctor says whether each counts alike, whatever its tokens [D17]",
+            f"microbatches count with other weights than in the reference: {listed_}{more} times the mean "
+            f"[{codes.WEIGHTED}]",
+            f"next: the doctor says whether each counts alike, whatever its tokens [{codes.TOKENS}]",
             f"  {_launched(self.run.recorded, 'doctor')}",
         ]
 
@@ -628,7 +620,7 @@ class _Pair:
                 return []  # lstsq refuses them
             weights = torch.linalg.lstsq(matrix, other[:, None]).solution.squeeze(1)
             rest = float((matrix @ weights - other).norm() / other.norm())
-            if not rest <= 16 * self.allowed or not bool((weights.abs() > 1e-6).all()):
+            if not rest <= 16 * self.allowed or not bool((weights.abs() > numerics.NO_WEIGHT).all()):
                 return []
             found += [1 / float(one) for one in weights]
         return found
@@ -641,7 +633,7 @@ class _Pair:
             expected = {one.rank: getattr(one, field).get(name) for one in self.ref.records}
             for other, part in expected.items():
                 if part is not None and other != rank and part.fingerprint.bits == mine.fingerprint.bits:
-                    return [f"rank {rank} holds what rank {other} should [S12]"]
+                    return [f"rank {rank} holds what rank {other} should [{codes.MISPLACED}]"]
             for other, part in parts.items():
                 right = expected[other]
                 is_alike = right is not None and right.box == part.box
@@ -650,10 +642,11 @@ class _Pair:
             spread = max(known) - min(known) if known else 0.0
             if all(rest <= 4 * self.allowed for _, rest in factors) and spread > 4 * self.allowed:
                 listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
-                return [f"ranks scale what they hold by factors of their own: {listed_} x the reference's [S6]"]
+                text = f"ranks scale what they hold by factors of their own: {listed_} x the reference's"
+                return [f"{text} [{codes.LOCAL_NORM}]"]
         alike = {one: other for one, other in parts.items() if other.box == mine.box and not other.pending}
         if len({other.fingerprint.identity for other in alike.values()}) > 1:
-            return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [S9]"]
+            return [f"{ranks_of(sorted(alike))} hold the same elements of it and differ [{codes.APART}]"]
         return []
 
     def scale(self, rank: int, seen: Seen) -> float:
@@ -813,7 +806,8 @@ def _untied(ref: Recorded, run: Recorded) -> Iterator[str]:
     for one, other in ((ref, run), (run, ref)):
         for names in one.head.ties:
             if set(names) <= other.head.parameters.keys() and set(names) not in map(set, other.head.ties):
-                yield f"{listed(list(names))} are one parameter in {one.path}, and {len(names)} in {other.path} [S8]"
+                text = f"{listed(list(names))} are one parameter in {one.path}, and {len(names)} in {other.path}"
+                yield f"{text} [{codes.UNTIED}]"
 
 
 def _incomplete(side: Recorded, one: OfRank, steps: Sequence[int]) -> str:
@@ -848,14 +842,15 @@ def render(found: Comparison) -> str:
     sides = [f"{name} {_ranks(one)}" for name, one in (("REF", found.ref), ("RUN", found.run))]
     rows = f"the same {found.rows[0]} sequences" if found.rows[0] else "inputs without rows"
     lines = [f"{', '.join(sides)}; {_steps(found.steps)}, {found.compared:,} tensors, {rows} in step {found.steps[-1]}"]
-    if abs(found.factor - 1) > 1e-3:
+    if abs(found.factor - 1) > numerics.ONE_FACTOR:
         lines.append(f"losses and gradients before their reduction are compared as {found.factor:.4g} x the run's")
     if not found.divergent:
         lines.append(f"no divergence (largest distance {found.largest:.1g})")
-        if found.slack > _WIDE:
-            wide = f"{found.slack:.0%} ({SLACK:g} eps of the narrowest dtype of the steps)"
+        if found.slack > numerics.WIDE:
+            wide = f"{found.slack:.0%} ({numerics.RUNS_EPS:g} eps of the narrowest dtype of the steps)"
             lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
-            lines.append("not judged: whether ranks that hold the same elements have equal bits; the doctor does [D1]")
+            text = "not judged: whether ranks that hold the same elements have equal bits; the doctor does"
+            lines.append(f"{text} [{codes.EQUAL_PARAMETERS}]")
     groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[Divergent]] = {}
     for one in found.divergent:
         groups.setdefault((one.step, one.stage, one.name, tuple(one.lines)), []).append(one)

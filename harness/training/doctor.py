@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import folders
 from shardproof.door import PARTIAL
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report, updates
-from shardproof.harness.training.evidence import EPS, Evidence, Start, flat_places, holders_of
+from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
@@ -37,7 +39,10 @@ from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import LayoutOf, Watch
 from shardproof.harness.watching.watching import Watching
 
-CHECKS = tuple(f"D{number}" for number in range(1, 18))
+CHECKS = tuple(codes.CHECKS)
+
+#: Findings of these explain that replicas drift apart from the step on.
+_OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.REDUCED_ONCE}
 
 _GONE = "the loop destroyed its process groups before the end of {}: this step and later ones are not watched"
 
@@ -101,7 +106,7 @@ class Doctor(Watching):
         registered: Ties | None = None,
     ) -> None:
         if unknown := sorted(set(checks) - set(CHECKS)):
-            raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: D1 to D{len(CHECKS)}")
+            raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: {CHECKS[0]} to {CHECKS[-1]}")
         super().__init__(steps)
         if on_finding not in ("raise", "warn", "collect"):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
@@ -342,7 +347,7 @@ class Doctor(Watching):
         if len(self._seen) > 1 and invariants.are_averaged(*self._seen[-2:]):
             self._are_averaged = True
             is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
-            if not is_told and any("D11" in one.checks for one in self._apart):
+            if not is_told and any(codes.REDUCED_ONCE in one.checks for one in self._apart):
                 self._add([invariants.of_averaged(self._seen[0])])
             self._apart.clear()
         if is_last:
@@ -361,7 +366,7 @@ class Doctor(Watching):
         if evidence.drops and found:
             # Gradients that are gone count where the rest is not all that the optimizer has.
             after = check_reduction(evidence.after_drops, self._reduced)
-            if evidence.are_drops_meant or not any("D11" in one.checks for one in after[0]):
+            if evidence.are_drops_meant or not any(codes.REDUCED_ONCE in one.checks for one in after[0]):
                 if not evidence.are_drops_meant:
                     self._doubts.append((evidence, found))
                 found, reduced = after
@@ -369,21 +374,24 @@ class Doctor(Watching):
         found += invariants.check_leaks(evidence)
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
-        is_wrong = any("D11" in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED) for one in found)
+        is_wrong = any(
+            codes.REDUCED_ONCE in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED)
+            for one in found
+        )
         if not began_apart and not is_wrong:
             found += invariants.check_replicas(evidence)
             self._of_replicas.append(evidence)
         if not any(not one.is_note for one in found):
             found += invariants.check_norm(evidence)
-            if not any("D10" in one.checks for one in (*self.findings, *found)):
+            if not any(codes.NORM in one.checks for one in (*self.findings, *found)):
                 found += invariants.check_limit(self._seen)
         known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
-        if any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in known):
-            found = [one for one in found if "D1" not in one.checks]
+        if any(_OF_REPLICAS & set(one.checks) and not one.is_note for one in known):
+            found = [one for one in found if codes.EQUAL_PARAMETERS not in one.checks]
         # What a step does not reduce or zero gets into the gradients of the next one.
-        if any("D11" in one.checks and one.title != reduction.PARTS for one in known):
-            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != "S5"]
+        if any(codes.REDUCED_ONCE in one.checks and one.title != reduction.PARTS for one in known):
+            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != codes.WEIGHTED]
         # Whoever wants an exception has it at the end of the step.
         if self._on_finding != "raise":
             apart = [one for one in found if _is_of_apart(one)]
@@ -393,7 +401,7 @@ class Doctor(Watching):
 
     def _check_states(self) -> list[Finding]:
         """Check the states of all steps in which replicas were to be alike; those that differ explain theirs."""
-        is_told = any({"D1", "D2", "D11"} & set(one.checks) and not one.is_note for one in self.findings)
+        is_told = any(_OF_REPLICAS & set(one.checks) and not one.is_note for one in self.findings)
         return [] if is_told or self._are_averaged else list(invariants.check_states_ever(self._of_replicas))
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
@@ -488,7 +496,7 @@ class Doctor(Watching):
 def _is_of_apart(finding: Finding) -> bool:
     """Whether parameters that are averaged later explain a finding."""
     is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
-    return not finding.is_note and (is_local or "D1" in finding.checks)
+    return not finding.is_note and (is_local or codes.EQUAL_PARAMETERS in finding.checks)
 
 
 doctor = Doctor
@@ -504,7 +512,7 @@ def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
     """Return the names of plain parameters all of whose elements are equal."""
-    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in EPS and one.numel()]
+    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in numerics.EPS and one.numel()]
     plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
     ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
     return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)

@@ -8,12 +8,10 @@ from typing import Any, cast
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
-
-#: The spacing of numbers at 1.
-EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +174,7 @@ class Evidence:
         """The spacing at 1 of the narrowest dtype in which ranks reduce as much as gradients are; 0 if none is seen."""
         numel = sum(math.prod(self.starts[0].shapes.get(name, ())) for name in self.names)
         reduced = _reduced_bytes(self.records[0], ("backward", "between"))
-        return max((EPS.get(dtype, 0.0) for dtype, nbytes in reduced.items() if nbytes >= numel), default=0.0)
+        return max((numerics.EPS.get(dtype, 0.0) for dtype, nbytes in reduced.items() if nbytes >= numel), default=0.0)
 
     def reader_of(self, rank: int) -> int:
         """Return the number of the data rank that a rank belongs to."""
@@ -228,7 +226,7 @@ class Evidence:
                 if not rest <= self.tolerance(name):
                     return 1.0
                 factors += [factor] if factor else []
-        is_one = factors and max(factors) - min(factors) <= 1e-3 * abs(factors[0])
+        is_one = factors and max(factors) - min(factors) <= numerics.ONE_FACTOR * abs(factors[0])
         return factors[0] if is_one else 1.0
 
     def data_peers(self, rank: int) -> tuple[int, ...]:
@@ -336,7 +334,7 @@ class Evidence:
         own = [gradient for record in self.records for _, gradient in record.own.get(name, [])]
         seen = [record.at_step.get(name) or record.after_backward.get(name) for record in self.records]
         dtypes = {gradient.dtype for gradient in [*own, *(one for one in seen if one is not None)]}
-        eps = max((EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
+        eps = max((numerics.EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
         eps = max(eps, self.reduced_eps)
         parts = math.sqrt(sum(gradient.fingerprint.squares for gradient in own))
         whole = (
@@ -345,7 +343,7 @@ class Evidence:
         # A sketch of K numbers of a vector is about sqrt(K) times as long.
         whole /= math.sqrt(8)
         cancelled = max(1.0, parts / whole) if whole > 0 and math.isfinite(parts) else 1.0
-        return 8 * eps * math.sqrt(max(len(self.records), 1)) * cancelled
+        return numerics.SUM_EPS * eps * math.sqrt(max(len(self.records), 1)) * cancelled
 
 
 def _reduced_bytes(record: StepRecord, phases: Sequence[str]) -> dict[str, int]:
@@ -456,7 +454,8 @@ def _are_same(one: Sequence[Gradient], other: Sequence[Gradient]) -> bool:
         return False
     for mine, theirs in zip(one, other, strict=True):
         a, b = vector_of(mine), vector_of(theirs)
-        if float((a - b).norm()) > 64 * EPS.get(mine.dtype, 2.0**-7) * max(float(a.norm()), float(b.norm())):
+        allowed = numerics.SAME_GRADIENT_EPS * numerics.EPS.get(mine.dtype, 2.0**-7)
+        if float((a - b).norm()) > allowed * max(float(a.norm()), float(b.norm())):
             return False
     return True
 

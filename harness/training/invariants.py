@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Gradient, StepRecord
@@ -29,6 +31,9 @@ APART = "model-parallel ranks read different data"
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
 
+#: The title of the finding that gradients are scaled by another norm than theirs.
+OTHER_NORM = "the norm is not the norm of all gradients"
+
 #: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
 _UNDER_DROPOUT = "their gradients differ by dropout"
 _FROM_THE_SAME = (
@@ -38,9 +43,6 @@ _FROM_THE_SAME = (
 
 #: The bytes of one number at most.
 _NUMBER = 8
-
-#: Relative difference up to which microbatches count alike.
-_SAME = 1e-3
 
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
@@ -56,7 +58,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         if len(seeds) > 1:
             lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
         lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
-        yield Finding(("D1",), "S9", 0, APART_AT_THE_START, tuple(lines))
+        yield Finding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 
 
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
@@ -92,7 +94,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         without = [rank for rank in first if names[0] not in evidence.records[rank].at_step]
         have = "has" if len(without) == 1 else "have"
         line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} {have} no gradient"
-        yield Finding(("D2",), "S9", evidence.step, "replicas differ: some have no gradient", (line,))
+        yield Finding(
+            (codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, "replicas differ: some have no gradient", (line,)
+        )
     for alike, names in _by_sets(gradients):
         yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
     rest = {name: sets for name, sets in after.items() if name not in drifted and name not in gradients}
@@ -111,7 +115,9 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         elif has_gradient and not any(len(one) > 1 for one in states):
             lines.append(_why_alone(evidence, alike[0], names[0]))
         title = "replicas differ after the step"
-        yield Finding(("D1",), "S9", evidence.step, title, tuple(lines), is_open=not is_of_states)
+        yield Finding(
+            (codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states
+        )
 
 
 def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -145,7 +151,9 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             line = (
                 f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
             )
-            yield Finding(("D3",), "S9", first, "optimizer states of replicas differ", (line,), is_open=True)
+            yield Finding(
+                (codes.EQUAL_STATES,), codes.APART, first, "optimizer states of replicas differ", (line,), is_open=True
+            )
 
 
 def _states(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
@@ -175,7 +183,7 @@ def _of_gradients(
     evidence: Evidence, members: Sequence[tuple[int, ...]], names: list[str], largest: float, drifted: set[str]
 ) -> Finding:
     """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
-    is_noise = largest < 1e-5
+    is_noise = largest < numerics.REPLICAS_NOISE
     lines = [
         f"gradient of {listed(names)}: {_sets(evidence, members)} hold the same elements and have different bits "
         f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
@@ -187,8 +195,16 @@ def _of_gradients(
     else:
         lines += _why_replicas_differ(evidence, members[0], names)
     if drift := [name for name in names if name in drifted]:
-        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [D1]")
-    return Finding(("D2",), "S9", evidence.step, DIFFER, tuple(lines), is_note=is_noise, is_open=not is_noise)
+        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [{codes.EQUAL_PARAMETERS}]")
+    return Finding(
+        (codes.EQUAL_GRADIENTS,),
+        codes.APART,
+        evidence.step,
+        DIFFER,
+        tuple(lines),
+        is_note=is_noise,
+        is_open=not is_noise,
+    )
 
 
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
@@ -199,12 +215,12 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
         seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
         for rank, vector in seen.items():
             factor, rest = fit(vector, seen[members[0]])
-            ratios.add(f"{factor:.4g}" if rest < _SAME else "")
+            ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
             both = evidence.computed(name, rank)
             are_seen &= both is not None
-            are_own &= both is not None and fit(*both)[1] < _SAME
+            are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
             alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
-            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < _SAME
+            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
     if "" not in ratios and len(ratios) <= len(members):
         return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
     if not are_seen:
@@ -259,7 +275,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     ]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
-        yield Finding(("D9",), "S11", evidence.step, APART, (line,))
+        yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
     same: dict[tuple[int, ...], list[int]] = {}
     for number, ranks in enumerate(evidence.readers):
         same.setdefault(batches[ranks[0]], []).append(number)
@@ -282,7 +298,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
                 has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
                 lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
             is_note = bool(parts) or (is_apart and not has_dropout)
-            yield Finding(("D9",), "S11", evidence.step, SAME, tuple(lines), is_note)
+            yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
     yield from _read_twice(evidence.after_drops)
 
 
@@ -296,7 +312,7 @@ def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
         size += float(first.square().sum())
         distance += max((float((one - first).square().sum()) for one in rest), default=0.0)
-    return distance > _SAME**2 * size
+    return distance > numerics.ALIKE**2 * size
 
 
 def _read_twice(evidence: Evidence) -> Iterator[Finding]:
@@ -319,7 +335,7 @@ def _read_twice(evidence: Evidence) -> Iterator[Finding]:
     if is_note:
         lines.append("its gradients differ: meant, as where a batch has several losses or dropout? else the sampler "
                      "repeats it")  # fmt: skip
-    yield Finding(("D9",), "S11", evidence.step, title, tuple(lines), is_note)
+    yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, title, tuple(lines), is_note)
 
 
 def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
@@ -343,7 +359,7 @@ def check_leaks(evidence: Evidence) -> Iterator[Finding]:
             "meant? else zero_grad() belongs between the two, as where a generator's loss goes through a discriminator",
         )
         title = "gradients for another model's optimizer are never zeroed"
-        yield Finding(("D11",), "S4", evidence.step, title, lines, is_note=True)
+        yield Finding((codes.REDUCED_ONCE,), codes.SOME_MICROBATCHES, evidence.step, title, lines, is_note=True)
 
 
 def are_averaged(before: Evidence, now: Evidence) -> bool:
@@ -366,7 +382,14 @@ def of_averaged(evidence: Evidence) -> Finding:
         "step begins",
         "meant, as in local SGD? else reduce gradients in each step",
     )
-    return Finding(("D11",), "S2", evidence.step, "parameters are averaged, and gradients are not", lines, is_note=True)
+    return Finding(
+        (codes.REDUCED_ONCE,),
+        codes.UNREDUCED,
+        evidence.step,
+        "parameters are averaged, and gradients are not",
+        lines,
+        is_note=True,
+    )
 
 
 def of_dropped(evidence: Evidence) -> Finding:
@@ -376,7 +399,14 @@ def of_dropped(evidence: Evidence) -> Finding:
         f"all ranks dropped the gradients of {count} backward{'s' * (count != 1)}, and stepped by those that followed",
         "meant, as where a step is skipped for its norm? else zero_grad() is called between microbatches",
     )
-    return Finding(("D11",), "S4", evidence.step, "gradients are dropped without a step", lines, is_note=True)
+    return Finding(
+        (codes.REDUCED_ONCE,),
+        codes.SOME_MICROBATCHES,
+        evidence.step,
+        "gradients are dropped without a step",
+        lines,
+        is_note=True,
+    )
 
 
 def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
@@ -387,7 +417,7 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
         "them: the parameters drift apart, and watching ends",
         "each rank decides by a number of its own: reduce the norm, loss or overflow that decides over all ranks first",
     )
-    return Finding(("D1",), "S9", step, "some ranks skip a step", lines)
+    return Finding((codes.EQUAL_PARAMETERS,), codes.APART, step, "some ranks skip a step", lines)
 
 
 def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
@@ -427,7 +457,7 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
     ]
     if (found := first_difference(traces)) is not None:
         lines = tuple(line.strip() for line in found.text.splitlines())
-        yield Finding(("D13",), "", evidence.step, "ranks issue different collectives", lines)
+        yield Finding((codes.COLLECTIVES,), "", evidence.step, "ranks issue different collectives", lines)
 
 
 def check_norm(evidence: Evidence) -> Iterator[Finding]:
@@ -435,16 +465,18 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
     count = len(evidence.records)
     if any(record.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
-        yield Finding(("D10",), "S6", evidence.step, "gradients are clipped while they are scaled", (line,))
+        yield Finding(
+            (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
+        )
     local = _local_norms(evidence)
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
-    if len(known) == count and count > 1 and max(known) - min(known) > 1e-4 * max(known):
+    if len(known) == count and count > 1 and max(known) - min(known) > numerics.SCALES_APART * max(known):
         listed_scales = ", ".join(f"{one:.4g}" for one in known[:8])
         lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
         products = [scale * norm for scale, norm in zip(known, local, strict=True)]
-        if max(products) - min(products) <= 1e-3 * max(products):
+        if max(products) - min(products) <= numerics.SAME_NORM * max(products):
             lines.insert(
                 0,
                 f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
@@ -453,18 +485,18 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
             lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
         else:
             lines.append(_why_scaled(evidence, known))
-        yield Finding(("D10",), "S6", evidence.step, "ranks scale gradients differently", tuple(lines))
+        yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines))
         return
     for rank, record in enumerate(evidence.records):
         for call in record.norms:
             if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true[rank]:
                 continue
             ratio = call.value / true[rank]
-            if abs(ratio - 1) < 1e-2 or call.function != "clip_grads_with_norm_":
+            if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
                 continue
-            if abs(call.value / max(local[rank], 1e-300) - 1) < 1e-3:
+            if abs(call.value / max(local[rank], 1e-300) - 1) < numerics.SAME_NORM:
                 what = f"it is the norm of what rank {rank} alone holds"
-            elif any(abs(ratio - math.sqrt(size)) < 1e-3 * ratio for size in _sizes(evidence)):
+            elif any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
                 what = f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
             else:
                 continue
@@ -473,7 +505,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                 f"{true[rank]:.4g}",
                 what,
             )
-            yield Finding(("D10",), "S6", evidence.step, "the norm is not the norm of all gradients", told)
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
             return
 
 
@@ -481,7 +513,7 @@ def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
     """Say by what ranks scale gradients differently, if it is what they count in the loss."""
     counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
     products = [scale * count for scale, count in zip(scales, counts, strict=True)]
-    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= 1e-3 * max(products):
+    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
         told = ", ".join(map(str, counts[:8]))
         return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
     return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
@@ -497,16 +529,16 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
     limits, scales = [], []
     for evidence in seen[-2:]:
         before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
-        if before and math.isfinite(before) and after < before * (1 - 1e-6):
+        if before and math.isfinite(before) and after < before * (1 - numerics.CLIPPED):
             limits.append(after)
             scales.append(after / before)
     if len(limits) < 2:
         return
     last = seen[-1]
-    if abs(limits[0] - limits[1]) > 1e-4 * limits[0]:
+    if abs(limits[0] - limits[1]) > numerics.LIMITS_APART * limits[0]:
         for what, combined in (("sum", sum), ("largest", max)):
             then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
-            if abs(then - now) < 1e-4 * now and _is_round(now):
+            if abs(then - now) < numerics.LIMITS_APART * now and _is_round(now):
                 by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
                 lines = (
                     f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
@@ -514,7 +546,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
                     f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
                     "reduce the sum of the squares, and take its root last",
                 )
-                yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+                yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
                 return
         return
     if _is_round(limits[1]):
@@ -526,7 +558,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
                 f"gradients are clipped to a norm of {limits[1]:.4g}, which is {times:.2g} / sqrt({len(members)})",
                 f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
             )
-            yield Finding(("D10",), "S6", last.step, "the norm is not the norm of all gradients", lines)
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
             return
 
 
@@ -546,7 +578,7 @@ def _local_norms(evidence: Evidence) -> list[float]:
 
 
 def _is_round(value: float) -> bool:
-    return abs(float(f"{value:.2g}") / value - 1) < 1e-4
+    return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
 
 
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
@@ -560,7 +592,7 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Fi
                 f"{' and '.join(map(repr, mine))} were one parameter and are {len(mine)}",
                 "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
             )
-            yield Finding(("D8",), "S8", evidence.step, "tied parameters are no longer tied", lines)
+            yield Finding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
 
 
 def check_tokens(evidence: Evidence) -> Iterator[Finding]:
@@ -569,7 +601,7 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
     ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
     for who, parts in (("microbatch", list(itertools.chain(*calls))), ("rank", ranks)):
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
-        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + _SAME):
+        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + numerics.ALIKE):
             fewest, most = min(counts), max(counts)
             seen = f"the loss of each {who} is divided by its own tokens"
             if all(record.are_means for record in evidence.records):
@@ -580,7 +612,14 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
                 f"{seen}: sum, divide by those of all ranks and microbatches,",
                 "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
             )
-            yield Finding(("D17",), "S5", evidence.step, f"each {who} counts alike, whatever its tokens", lines, True)
+            yield Finding(
+                (codes.TOKENS,),
+                codes.WEIGHTED,
+                evidence.step,
+                f"each {who} counts alike, whatever its tokens",
+                lines,
+                True,
+            )
             return
 
 
@@ -598,7 +637,7 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         if is_note:
             lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
-        yield Finding(("D16",), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
+        yield Finding((codes.FINITE,), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
 
 
 def _gradients(record: StepRecord) -> list[Gradient]:
@@ -620,7 +659,7 @@ def check_gathered(evidence: Evidence) -> Iterator[Finding]:
             "step, and the forward after it computes with their values from before: the loss is not of the new values",
             _RESHARD,
         )
-        yield Finding(("D14",), "", evidence.step, "forwards compute with outdated parameters", lines)
+        yield Finding((codes.RESHARDED,), "", evidence.step, "forwards compute with outdated parameters", lines)
 
 
 def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -635,7 +674,7 @@ def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         "forward was seen to compute with outdated values",
         f"meant, as where the next forward gathers anew? else {_RESHARD}",
     )
-    yield Finding(("D14",), "", evidence.step, "units stay gathered", lines, is_note=True)
+    yield Finding((codes.RESHARDED,), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:
@@ -652,7 +691,7 @@ def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding
         most, rank, then = max(grown)
         more, of = f"{most / 2**20:.1f} MiB", f"{then / 2**20:.1f} MiB"
         line = f"rank {rank} holds {more} more after step {last} than after step {before} ({of})"
-        yield Finding(("D15",), "", last, "memory grows", (line,), is_note=True)
+        yield Finding((codes.MEMORY,), "", last, "memory grows", (line,), is_note=True)
 
 
 def check_contributions(evidence: Evidence) -> Iterator[Finding]:
@@ -665,7 +704,7 @@ def check_contributions(evidence: Evidence) -> Iterator[Finding]:
         line = f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not"
         lines = [line, *_why_silent([evidence.records[rank].tokens for rank in silent])]
         title = "a rank contributes nothing"
-        yield Finding(("D5",), "S10", evidence.step, title, tuple(lines), is_open=len(lines) == 1)
+        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, evidence.step, title, tuple(lines), is_open=len(lines) == 1)
 
 
 def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
@@ -706,13 +745,15 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
             "out; more steps tell (--steps)",
         )
-        yield Finding(("D5",), "S10", records[-1].step, "modules have no turn", lines, is_note=True)
+        yield Finding(
+            (codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "modules have no turn", lines, is_note=True
+        )
     never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
         steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
         told = (line, *_why_never(records, never))
-        yield Finding(("D5",), "S10", records[-1].step, "parameters get no gradient", told)
+        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "parameters get no gradient", told)
 
 
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
@@ -755,10 +796,10 @@ def scale_of(evidence: Evidence, rank: int) -> float | None:
         if before.fingerprint.numel < 2:
             continue  # one number is a multiple of any other
         factor, residual = fit(vector_of(gradient), vector_of(before))
-        if residual > 2e-2:
+        if residual > numerics.ONE_SCALE:
             return None  # it was reduced as well, or more than scaled
         found.append(abs(factor))
-    if not found or max(found) - min(found) > 2e-2 * max(found):
+    if not found or max(found) - min(found) > numerics.ONE_SCALE * max(found):
         return None
     return sorted(found)[len(found) // 2]
 

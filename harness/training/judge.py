@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.judging.signatures import (
@@ -32,22 +33,11 @@ from shardproof.harness.tensors.layouts import part_of, put_into
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import Request, products
 from shardproof.harness.training.trainee import Key, Seen
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Location, Stage
 from shardproof.harness.verdicts.observations import Measured
 from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.events import Event
-
-#: Errors of the baseline, in ulps of the narrowest dtype of the step, above which a tensor judges nothing.
-ILL_CONDITIONED_ULPS = 4096.0
-
-#: By how many ulps of the narrowest dtype an element that was chosen may be below the one that should have been.
-ROUTING_ULPS = 64.0
-
-#: How far sketches may be apart beyond 4 times the baseline's distance, in eps of the narrowest dtype.
-_SKETCH_EPS = 64.0
-
-#: The most that a factor may be off its name, and a gradient off what it is said to be, however narrow the dtypes.
-_NEAR, _LIKE = 2.0**-8, 2.0**-4
 
 _SCALED = "gradients after backward, which user code reduces or scales before the optimizer's step"
 
@@ -184,11 +174,11 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
     if turned:
         outcome.lines.append(f"{listed(turned)}: the transpose of the reference's")
     elif moved:
-        outcome.signature = "S12"
+        outcome.signature = codes.MISPLACED
         names = len({one.location.name for one in outcome.found})
         told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(moved)[:4]]
         is_another_order = all(len(boxes) == 1 for boxes in held.values())
-        outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [S12]",
+        outcome.lines = [f"{', '.join(told)} ({names} of {len(full)} parameters) [{codes.MISPLACED}]",
                          "shards are in another order of ranks than that of the mesh" if is_another_order
                          else "some shards are on several ranks in place of others"]  # fmt: skip
     return outcome
@@ -215,9 +205,10 @@ class Judge:
         self._offsets = [0, *itertools.accumulate(counts)]
         self._eps = float(torch.finfo(narrow).eps)
         #: Ranks that compute parts of one forward round otherwise than one rank does, and a scalar shows all of it.
-        self._looser = 8.0 if any(size > 1 for name, size in request.mesh if name not in request.data_dims) else 1.0
+        is_divided = any(size > 1 for name, size in request.mesh if name not in request.data_dims)
+        self._looser = numerics.LOOSER_IN_PARTS if is_divided else 1.0
         #: Within which a factor is a name's.
-        self._near = min(64 * self._eps, _NEAR)
+        self._near = min(numerics.SAID_EPS * self._eps, numerics.MOST_OF_A_FACTOR)
         self._ill: dict[Stage, list[Divergent]] = {}
         self._well: dict[Stage, int] = {}
         self._is_routed_otherwise = False
@@ -276,8 +267,8 @@ class Judge:
             lost = rows.gather(-1, its[differ]).min(-1).values - rows.gather(-1, mine[differ]).min(-1).values
             margin = float(lost.max()) / ulp(float(values.abs().max()), self._narrow)
             text = f"{int(differ.sum())} of {len(differ)} choices differ, by a margin of {margin:.3g} ulps at most"
-            if margin > ROUTING_ULPS:
-                yield self._divergent(Stage.ROUTING, event, rank.rank, f"{text}; {ROUTING_ULPS:g} are allowed",
+            if margin > numerics.ROUTING_ULPS:
+                yield self._divergent(Stage.ROUTING, event, rank.rank, f"{text}; {numerics.ROUTING_ULPS:g} are allowed",
                                       name=f"choice {key[4]} of microbatch {key[3]}")  # fmt: skip
             elif not self._is_routed_otherwise:
                 self._is_routed_otherwise = True
@@ -376,12 +367,12 @@ class Judge:
             values = ", ".join(f"{one:.4g}" for one in _once((total / (parts * tokens)).tolist())[:6])
             counted = ", ".join(f"{one:.0f}" for one in _once(tokens.tolist())[:6])
             plural = "microbatches" if who == "microbatch" else "ranks"
-            self.outcome.signature = "S5"
+            self.outcome.signature = codes.WEIGHTED
             self.outcome.lines += [
                 f"losses have no common factor: {values}, and these are (tokens of all {plural}) / ({plural} x tokens "
                 "of this one)",
-                f"each {who} counts alike [S5]: the sum of its losses is divided by its own tokens ({counted}), not by "
-                f"those of the step ({total})",
+                f"each {who} counts alike [{codes.WEIGHTED}]: the sum of its losses is divided by its own tokens "
+                f"({counted}), not by those of the step ({total})",
             ]
             return
         shown_ = ", ".join(f"{one:.4g}" for one in _once(ratios.tolist())[:6])
@@ -403,12 +394,12 @@ class Judge:
         base, exact = (one.double() * factor for one in pair)
         size = float(exact.norm())
         apart = float((base - exact).norm()) / size if size else math.inf
-        if apart > ILL_CONDITIONED_ULPS * self._eps:
+        if apart > numerics.BASELINE_LIMIT_ULPS * self._eps:
             self.outcome.note("ill-conditioned: gradients before their reduction")
             return
         self.outcome.compared += 1
         self._has_own = True
-        residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + _SKETCH_EPS * self._eps
+        residual, allowed = float((sketch.double() - exact).norm()) / size, 4 * apart + numerics.SKETCH_EPS * self._eps
         if residual > allowed:
             text = (f"microbatch {key[3]}: a relative distance of {residual:.2g} from the oracle's; the baseline's is "
                     f"{apart:.2g}, and {allowed:.2g} are allowed")  # fmt: skip
@@ -428,9 +419,9 @@ class Judge:
                 del self.outcome.measured[key]
             return
         made, at_step = self._diagnosed(Stage.GRADIENT), self._diagnosed(Stage.CLIPPED_GRADIENT)
-        if any(one.signature != "S1" for _, one in made.values()):
+        if any(one.signature != codes.SCALED for _, one in made.values()):
             # What is reduced by hand after backward is judged as the optimizer gets it.
-            if at_step and all(one.signature == "S1" for _, one in at_step.values()):
+            if at_step and all(one.signature == codes.SCALED for _, one in at_step.values()):
                 found, made = clipped or found, at_step
         else:
             back, last = self._common(Stage.GRADIENT), self._at_step()
@@ -447,6 +438,11 @@ class Judge:
             self._say_of_sums(found)
         yield from found
 
+    @property
+    def _like(self) -> float:
+        """Within which a gradient is what it is said to be."""
+        return min(numerics.SAID_EPS * self._eps, numerics.MOST_OF_A_GRADIENT)
+
     def _common(self, stage: Stage) -> float | None:
         """Return by what all gradients of a stage are the reference's on the first rank; None without one factor."""
         found = []
@@ -454,7 +450,7 @@ class Judge:
             if key[0] == stage:
                 mine, whole = self._assembled(key, self._ranks[0]), digest(exact, Box(tuple(exact.shape))).numbers[:K]
                 factor, rest = (0.0, 1.0) if mine is None else fit(mine.double(), whole.double())
-                if rest > min(64 * self._eps, _LIKE):
+                if rest > self._like:
                     return None
                 found.append(factor)
         factors = torch.tensor(found, dtype=torch.float64)
@@ -488,8 +484,8 @@ class Judge:
                 local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
                 guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
                 text = self._summed(float(value), float(pair[1]), rank, kind)
-                if text := text or (f"{guess.seen} [S6]" if guess is not None else ""):
-                    self.outcome.signature, self.outcome.lines = "S6", [text]
+                if text := text or (f"{guess.seen} [{codes.LOCAL_NORM}]" if guess is not None else ""):
+                    self.outcome.signature, self.outcome.lines = codes.LOCAL_NORM, [text]
                 yield one
 
     # Comparisons ----------------------------------------------------------------------------
@@ -563,7 +559,7 @@ class Judge:
             unit = apart.unit * slack
             apart = Distance(apart.sharded_ulps / slack, apart.baseline_ulps / slack, apart.index, unit, is_scalar=True)
             slack = 1.0
-        if apart.baseline_ulps > ILL_CONDITIONED_ULPS * slack:
+        if apart.baseline_ulps > numerics.BASELINE_LIMIT_ULPS * slack:
             self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}")
             self._ill.setdefault(stage, []).append(self._divergent(
                 stage, event, rank, f"on one rank, what parallelize() makes is {apart.baseline_ulps:.2g} ulps off the "
@@ -598,7 +594,7 @@ class Judge:
                 if vector is None:
                     continue
                 made = diagnose(
-                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=min(64 * self._eps, _LIKE),
+                    vector, parts, rank=rank.data_rank, groups=self._groups(rank), tolerance=self._like,
                     earlier=[one[name] for one in self._earlier if name in one],
                 )  # fmt: skip
                 if made is not None:
@@ -609,7 +605,7 @@ class Judge:
 
     def _say(self, made: Mapping[str, tuple[list[int], Diagnosis]]) -> None:
         """Say what the gradients of a stage are, if it is one thing."""
-        others = {name: one for name, one in made.items() if one[1].signature != "S1"}
+        others = {name: one for name, one in made.items() if one[1].signature != codes.SCALED}
         count = len({key[2] for key in self._oracle.tensors if key[0] == Stage.GRADIENT})
         if not made or 2 * len(made) < count:
             return
@@ -639,9 +635,10 @@ class Judge:
                 names.append(name)
         if names:
             dims = [name for name, size in self._request.mesh if name not in self._request.data_dims and size > 1]
-            self.outcome.signature = "S9"
+            self.outcome.signature = codes.APART
             self.outcome.lines.append(f"ranks of {', '.join(dims)} hold the same elements of {listed(names)} and have "
-                                      f"different gradients: the sum over {dims[0]} is missing [S9]")  # fmt: skip
+                                      f"different gradients: the sum over {dims[0]} is missing "
+                                      f"[{codes.APART}]")  # fmt: skip
 
     def _say_of_scale(self) -> None:
         """Say if gradients that agree after backward have one factor at the step, and of which norm that is."""
@@ -672,12 +669,12 @@ class Judge:
         self.outcome.lines.append(f"gradients agree after backward and are {shown} x the reference's at the "
                                   f"optimizer's step on {where}: {why}")  # fmt: skip
         if is_norm:
-            self.outcome.signature = "S6"
+            self.outcome.signature = codes.LOCAL_NORM
             self.outcome.lines.append(told[0])
 
     def _summed(self, norm: float, exact: float, rank: OfRank, kind: float) -> str:
         """Say over which dimensions of the mesh a norm sums what ranks hold; nothing if over none."""
-        near = max(self._near, 1e-4) * norm
+        near = max(self._near, numerics.NORM_ROUNDING) * norm
         if abs(norm - exact) <= near:
             return ""  # rounding, which no sum over ranks explains
         held = []
@@ -695,11 +692,13 @@ class Judge:
                     continue
                 over = " and ".join(dims[number][0] for number in some)
                 if not some:
-                    return "it is the norm of what this rank alone holds: nothing of other ranks is in it [S6]"
+                    text = "it is the norm of what this rank alone holds: nothing of other ranks is in it"
+                    return f"{text} [{codes.LOCAL_NORM}]"
                 if norm > exact:
-                    return f"it sums what each rank of {over} holds, and what several hold as often as they do [S6]"
+                    text = f"it sums what each rank of {over} holds, and what several hold as often as they do"
+                    return f"{text} [{codes.LOCAL_NORM}]"
                 lacks = " and ".join(dims[number][0] for number in others)
-                return f"it sums what the ranks of {over} hold, and nothing over {lacks} [S6]"
+                return f"it sums what the ranks of {over} hold, and nothing over {lacks} [{codes.LOCAL_NORM}]"
         return ""
 
     def _say_of_factor(self, factors: Mapping[str, float], count: int) -> None:
@@ -712,7 +711,7 @@ class Judge:
         if spread > self._near:
             return
         exact, name = self._named(factor)
-        self.outcome.factor, self.outcome.signature = exact, "S1"
+        self.outcome.factor, self.outcome.signature = exact, codes.SCALED
         told = f": {exact:.4g} is {name}" if name else ""
         if name.startswith("1 / "):
             told = f": 1/{1 / exact:.4g} is {name}"
@@ -720,7 +719,7 @@ class Judge:
         which = "every gradient is" if everything else f"the gradients of {listed(list(wrong))} are"
         at = " at the optimizer's step, before clipping" if self._since is not None else ""
         lines = [f"{which} exactly {factor:.4f} x the reference's{at} ({len(wrong)} of {count} parameters, spread "
-                 f"{spread:.0e}){told} [S1]"]  # fmt: skip
+                 f"{spread:.0e}){told} [{codes.SCALED}]"]  # fmt: skip
         loss, size = self.outcome.loss_factor, self._request.data_size
         if self._since is not None:
             back, last = self._since

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import door, extras, folders
 from shardproof.door import BadFile
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import (
     Box,
     Digest,
@@ -101,10 +102,6 @@ class Head:
     steps: Sequence[Count] = says("the steps that were to be recorded")
     parameters: Mapping[str, Sequence[Count]] = says("the shapes of rank 0's parameters in full, by name")
     ties: Sequence[Sequence[str]] = says("the names of parameters that are one", default=())
-
-
-#: Elements of a gradient of one dimension that are at most so many eps of its largest are rounding noise.
-_NOISE_EPS = 16.0
 
 
 @described()
@@ -345,7 +342,8 @@ class Recording(Watching):
         if event.stage is Stage.CLIPPED_GRADIENT and tensor.ndim == 1 and tensor.numel():
             # Of a bias that several projections share, those of the keys cancel, and Adam makes updates of their rest.
             sizes = tensor.abs()
-            own.noise = ((sizes > 0) & (sizes <= _NOISE_EPS * torch.finfo(tensor.dtype).eps * sizes.max())).sum()
+            noise = numerics.NOISE_OF_LARGEST_EPS * torch.finfo(tensor.dtype).eps
+            own.noise = ((sizes > 0) & (sizes <= noise * sizes.max())).sum()
         if self._has_values and self._is_wanted(own, tensor):
             own.value = tensor.clone()
             self._bytes += tensor.numel() * tensor.element_size()

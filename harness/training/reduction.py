@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import ranks_of
 
 #: The titles of findings of gradients that are not summed over all ranks.
@@ -21,15 +23,11 @@ NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing
 #: The title of the note that the optimizer's step may reduce them.
 REDUCED_IN_STEP = "gradients are reduced in the optimizer's step, and not judged"
 
-#: Of gradients that a hook compresses: how much nearer those without a rank must be, and of how many numbers.
-_MUCH_NEARER, _ENOUGH = 0.6, 16
+#: Of how many numbers gradients that a hook compresses must be.
+_ENOUGH = 16
 
-#: How far rounding moves the factor of a sum of gradients.
-_ROUNDING = 1e-5
-
-#: The title of the finding of factors that differ; how near two factors are that are one, and in how many layers
-#: a series of them is none by accident.
-DIFFERENT_FACTORS, _NEAR, _LAYERS = "parameters have different factors", 1e-2, 3
+#: The title of the finding of factors that differ, and in how many layers a series of them is none by accident.
+DIFFERENT_FACTORS, _LAYERS = "parameters have different factors", 3
 
 #: The title of the note of parameters that differ between ranks from the start, and that each set reduces by itself.
 PARTS = "parameters differ between ranks from the start, and no gradient of theirs is reduced over all"
@@ -51,7 +49,7 @@ class Factor:
     def render(self) -> str:
         """Return the factor in words: "the mean over 4 ranks (c = 0.2500 x the sum of 8 parts)"."""
         text = f"c = {self.value:.4g} x the sum of {self.parts} parts, residual {self.residual:.0e}"
-        spread = max(1e-3, self.residual)
+        spread = max(numerics.ONE_FACTOR, self.residual)
         if self.readers > 1 and abs(self.value * self.readers - 1) < spread:
             return f"the mean over {self.readers} ranks ({text})"
         if abs(self.value - 1) < spread:
@@ -105,14 +103,14 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         outcome = [_judge(evidence, name, record.rank, own, fits, tolerance, earlier) for record in evidence.records]
         known = [one for one in outcome if one is not None]
         is_returned = any(name in record.returned for record in evidence.records)
-        if is_returned and any(one[0] not in ("S1", "S2", "S3") for one in known):
+        if is_returned and any(one[0] not in (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS) for one in known):
             found.unseen[name] = _MADE
             continue
         if not known:
             if any(name in record.at_step or name in record.after_backward for record in evidence.records):
                 found.unseen[name] = "it is not known, or user code did more than scale it after backward"
             continue
-        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != "S1"]
+        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != codes.SCALED]
         if bad and all(_is_of_part(evidence, name, rank, own, tolerance) for rank, _ in bad):
             parts.append(name)
             continue
@@ -163,7 +161,7 @@ _MADE = "not judged, as user code makes it of what torch.autograd.grad() returns
 
 def _is_usual(factor: float, readers: int) -> bool:
     """Whether a factor is that of a mean or of a sum, but for rounding."""
-    return any(abs(factor * size - 1) < _ROUNDING for size in (1, readers))
+    return any(abs(factor * size - 1) < numerics.FACTOR_ROUNDING for size in (1, readers))
 
 
 def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[torch.Tensor]], tolerance: float) -> bool:
@@ -188,7 +186,7 @@ def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
         "meant, as for parts of one model (tensor, expert or pipeline parallel by hand)? else initial values are not "
         "broadcast, and gradients are not reduced",
     )
-    return Finding(("D11",), "S2", evidence.step, PARTS, lines, is_note=True)
+    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, PARTS, lines, is_note=True)
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:
@@ -250,7 +248,7 @@ def _judge(
             continue
         seen, factor, residual = fitted
         if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(fits.whole.norm()) == 0:
-            return "S1", factor, residual, None
+            return codes.SCALED, factor, residual, None
         found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
         outcomes[stage] = ("?", factor, residual, None)
         # Some weights fit any gradient of as many elements, or of one more, as the bias before a softmax sums to zero.
@@ -285,7 +283,7 @@ def _are_parallel(evidence: Evidence, name: str) -> bool:
 def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
-    spread = max(1e-3, 4 * max((residual for _, residual in values.values()), default=0.0))
+    spread = max(numerics.ONE_FACTOR, 4 * max((residual for _, residual in values.values()), default=0.0))
     for name, (value, residual) in values.items():
         near = next((one for one in classes if abs(one[0] - value) <= spread * abs(value)), None)
         if near is None:
@@ -329,20 +327,22 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             f"of {residual:.2g} remains{of}",
             "and they match no known mistake",
         ]
-        return Finding(("D11",), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
+        return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
     exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
     texts = [one.text for _, one, _ in first if one is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
     lines = [f"each gradient of {who} {text} ({exactly}){of}"]
-    is_local = diagnosis.signature in ("S2", "S3") and bool(diagnosis.missing)
+    is_local = diagnosis.signature in (codes.UNREDUCED, codes.SOME_RANKS) and bool(diagnosis.missing)
     if is_local and evidence.reduces_in_step:
         lines += [
             "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
             "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
             "(docs/record.md)",
         ]
-        return Finding(("D11",), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True)
+        return Finding(
+            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True
+        )
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
     # What fits any sum, as a gradient of one element does, is no sign of a reduction.
     is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
@@ -352,17 +352,19 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
             "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
             "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
         )
-        return Finding(("D11",), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True)
-    if diagnosis.signature == "S2":
+        return Finding(
+            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True
+        )
+    if diagnosis.signature == codes.UNREDUCED:
         title = NOT_REDUCED
         over = _over(evidence)
         lines[0] += f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {over}"
         lines += _why_not_reduced(evidence, names)
-    elif diagnosis.signature == "S3":
+    elif diagnosis.signature == codes.SOME_RANKS:
         title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
         differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
         lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
-    elif diagnosis.signature == "S4":
+    elif diagnosis.signature == codes.SOME_MICROBATCHES:
         title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
         if "only" in diagnosis.text and "last" in diagnosis.text:
             lines.append(_why_last(evidence))
@@ -371,12 +373,12 @@ def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | No
         elif "zeroed" in diagnosis.text:
             title = "gradients are never zeroed"
             lines.append(_why_never_zeroed(evidence))
-    elif diagnosis.signature == "S5":
+    elif diagnosis.signature == codes.WEIGHTED:
         title = "microbatches have different weights"
     else:
         title = "gradients are of an earlier step"
-    is_open = diagnosis.signature in ("S5", "S12")
-    return Finding(("D11",), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
+    is_open = diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
+    return Finding((codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
 
 
 def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
@@ -451,13 +453,13 @@ def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) 
             f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
             f"look in the hook for where it leaves out what rank {rank} has, or reduces over a part of the ranks",
         )
-        return Finding(("D11",), "S3", evidence.step, SOME_MISSING, lines)
+        return Finding((codes.REDUCED_ONCE,), codes.SOME_RANKS, evidence.step, SOME_MISSING, lines)
     lines = (
         f"{hook}: a relative distance of {residual:.2g} to the sum of what all ranks computed remains{of}",
         "meant, as where it compresses? then a mistake of that size is not seen: train a few steps without it",
     )
     title = "a communication hook changes gradients, which are not judged"
-    return Finding(("D11",), "", evidence.step, title, lines, is_note=True)
+    return Finding((codes.REDUCED_ONCE,), "", evidence.step, title, lines, is_note=True)
 
 
 def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float] | None:
@@ -474,7 +476,7 @@ def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float
     gradient, whole = torch.cat(list(seen.values())), torch.stack(list(sums.values())).sum(0)
     near, rank = min((fit(gradient, whole - own)[1], rank) for rank, own in sums.items())
     distance = fit(gradient, whole)[1]
-    return (rank, near, distance) if near < _MUCH_NEARER * distance else None
+    return (rank, near, distance) if near < numerics.COMPRESSED_NEARER * distance else None
 
 
 def _over(evidence: Evidence) -> str:
@@ -490,7 +492,7 @@ def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
         f"({len(names)} of {len(evidence.trained)} parameters)",
         *_why_not_reduced(evidence, names),
     )
-    return Finding(("D11",), "S2", evidence.step, NOT_REDUCED, lines)
+    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, NOT_REDUCED, lines)
 
 
 def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
@@ -503,7 +505,7 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     sizes["the number of microbatches"] = float(max(record.backwards for record in evidence.records))
     for other in factors[1:]:
         ratio = other.value / most.value
-        name = name_of_factor(ratio, sizes, spread=1e-3)
+        name = name_of_factor(ratio, sizes, spread=numerics.ONE_FACTOR)
         times = f"{ratio:.4g} times as much{f': {name}' if name else ''}"
         lines.append(f"{listed(list(other.names))}: c = {other.value:.4f}, {times}")
         if by_hooks := {f"{found:.4g}" for one in other.names if (found := evidence.hooked(one)) != 1}:
@@ -513,7 +515,9 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
     if is_note:
         lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
-    return Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note)
+    return Finding(
+        (codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note
+    )
 
 
 def _of_scales(
@@ -534,7 +538,7 @@ def _of_scales(
     lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
     lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]
     lines.append("meant? others of the same class of modules have another factor")
-    return [Finding(("D12",), "S1", evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
+    return [Finding((codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
 
 
 def _are_of_classes(evidence: Evidence, values: dict[str, float]) -> bool:
@@ -565,4 +569,4 @@ def _is_series(values: Sequence[tuple[int, float]]) -> bool:
 
 
 def _are_near(one: float, other: float) -> bool:
-    return abs(one - other) <= _NEAR * abs(other)
+    return abs(one - other) <= numerics.SERIES_OF_FACTORS * abs(other)

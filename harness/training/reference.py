@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.adapters.registry import line_of_error
+from shardproof.harness.judging import numerics
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 from shardproof.harness.training import judge
@@ -25,6 +26,7 @@ from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 
 Answer = dict[str, Any]
@@ -233,10 +235,10 @@ class Worker:
         trainee.close()
         keys = [key for key in oracle.events if key[0] == Stage.GRADIENT and key in seen.events]
         one, other = (torch.cat([mine.events[key][1].double().flatten() for key in keys]) for mine in (seen, oracle))
-        if (apart := float((one - other).norm() / one.norm())) > _APART:
+        if (apart := float((one - other).norm() / one.norm())) > numerics.MICROBATCHES_APART:
             counted = ", ".join(map(str, tokens[:6]))
-            yield (f"each microbatch counts alike [S5], whatever the number of its tokens ({counted}): one batch of "
-                   f"them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
+            yield (f"each microbatch counts alike [{codes.WEIGHTED}], whatever the number of its tokens ({counted}): "
+                   f"one batch of them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
 
     def _trained(
         self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]
@@ -265,9 +267,6 @@ class Worker:
     def _file(self, rank: int, step: int, what: str = "state") -> str:
         return file_of(self._folder, rank, step, what)
 
-
-#: From which distance the gradient of one batch is another one than that of its microbatches.
-_APART = 1e-4
 
 #: Bytes of a parameter in the reference: baseline and oracle with gradients, Adam's state, and what is compared; the
 #: latter on the host, and where the models are, with what an optimizer makes of all parameters in one call.

@@ -14,36 +14,17 @@ import torch
 
 from shardproof import folders
 from shardproof.door import printable
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding, count_of, listed
 from shardproof.harness.training.reduction import Reduced
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.jsonfiles import encode
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementation, Run, Verdict, public_version
-
-#: What each check is about: the name of its record in a run file.
-NAMES = {
-    "D1": "replicas-have-equal-parameters",
-    "D2": "replicas-have-equal-gradients",
-    "D3": "replicas-have-equal-optimizer-states",
-    "D4": "the-optimizer-has-what-trains",
-    "D5": "each-parameter-gets-a-gradient",
-    "D6": "each-parameter-moves",
-    "D7": "each-parameter-has-optimizer-state",
-    "D8": "ties-are-kept",
-    "D9": "data-differ-where-they-should",
-    "D10": "the-norm-is-the-norm",
-    "D11": "gradients-are-reduced-once",
-    "D12": "one-factor",
-    "D13": "collectives-agree",
-    "D14": "units-are-resharded",
-    "D15": "memory-is-flat",
-    "D16": "all-is-finite",
-    "D17": "each-token-counts-alike",
-}
 
 _COLUMN = 10
 
@@ -119,12 +100,12 @@ def _norms(seen: Sequence[Evidence]) -> str:
     if any(a and invariants.scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
         return f"{at_step}; from backward to the step they change by more than one factor"
     text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
-    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > 1e-6]
+    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > numerics.CLIPPED]
     if not scales:
         return f"{text}; not scaled before the step"
     text += f"; scaled by {' '.join(scales)} before the step"
-    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - 1e-6)]
-    if len(limits) > 1 and max(limits) - min(limits) < 1e-3 * max(limits):
+    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - numerics.CLIPPED)]
+    if len(limits) > 1 and max(limits) - min(limits) < numerics.SAME_NORM * max(limits):
         text += f", that is to a norm of {limits[0]:.4g}"
     return text
 
@@ -163,7 +144,7 @@ def write(
     for check in sorted(checks, key=lambda name: int(name[1:])) if seen else ():
         mine = [one for one in findings if check in one.checks and not one.is_note]
         failure = Failure(text="\n".join(one.render() for one in mine), rank=0) if mine else None
-        name = f"doctor::{check.lower()}_{NAMES[check].replace('-', '_')}"
+        name = f"doctor::{check.lower()}_{codes.CHECKS[check].name.replace('-', '_')}"
         cases.append(_case(name, f"DOCTOR-{check[1:]}", world, seconds / len(checks), failure))
     _write(path, cases, seconds, incomplete)
 

@@ -31,6 +31,7 @@ from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
 from shardproof.harness.training.evidence import flat_places
 from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of
+from shardproof.harness.verdicts import codes
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import sizes_of_flat
@@ -210,7 +211,7 @@ class Trainee:
         mine = [id(one) for group in made_by.param_groups for one in group["params"]]
         if not set(mine) & {id(one) for _, one in parameters_of(root)}:
             raise NotCheckable(f"check: none of the {len(mine)} parameters of {type(made_by).__name__} is the model's: "
-                               "it was made before sharding, or from another model [S7]")  # fmt: skip
+                               f"it was made before sharding, or from another model [{codes.UNMOVED}]")  # fmt: skip
         return root, made_by
 
     def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:

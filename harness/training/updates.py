@@ -9,6 +9,7 @@ from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.training.invariants import has_gradient
+from shardproof.harness.verdicts import codes
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
@@ -31,7 +32,7 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
             what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
         lines = (f"{what}{_why_dead(one)}", "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
-        yield Finding(("D4",), "S7", evidence.step, title, lines)
+        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, evidence.step, title, lines)
 
 
 def _why_dead(optimizer: Optimizer) -> str:
@@ -64,10 +65,10 @@ def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             "is never called",
         )
         title = "an optimizer does not step in the watched steps"
-        yield Finding(("D4",), "S7", last.step, title, lines, is_note=True)
+        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, last.step, title, lines, is_note=True)
     if left := [name for name in left if name not in resting]:
         line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
-        yield Finding(("D4",), "S7", records[-1].step, "parameters are in no optimizer", (line,))
+        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, "parameters are in no optimizer", (line,))
 
 
 def _steps(seen: Sequence[Evidence]) -> str:
@@ -97,7 +98,7 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
     if still:
         line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
         lines = [line, *_too_small(evidence, still)]
-        yield Finding(("D6",), "S7", evidence.step, "parameters do not move", tuple(lines))
+        yield Finding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", tuple(lines))
     dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
     if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
@@ -108,10 +109,12 @@ def check_updates(evidence: Evidence) -> Iterator[Finding]:
             "meant, as at the start of a warm-up? else "
             + (more if dtypes[narrow[0]] in NARROW else "the learning rate is too small"),
         ]
-        yield Finding(("D6",), "S13", evidence.step, "updates are lost to rounding", tuple(lines), is_note=True)
+        yield Finding(
+            (codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", tuple(lines), is_note=True
+        )
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
-        yield Finding(("D7",), "S7", evidence.step, "parameters have no optimizer state", (line,))
+        yield Finding((codes.HAS_STATE,), codes.UNMOVED, evidence.step, "parameters have no optimizer state", (line,))
 
 
 def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -126,7 +129,7 @@ def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             f"{some} have a learning rate of 0 in the watched steps {_steps(records)}, and others one above 0",
             "meant, as where a part is frozen or warms up later? else look at how the rates of groups are computed",
         )
-        yield Finding(("D6",), "S7", records[-1].step, "a learning rate is 0", lines, is_note=True)
+        yield Finding((codes.MOVES,), codes.UNMOVED, records[-1].step, "a learning rate is 0", lines, is_note=True)
 
 
 def _must_move(held: Parameter, gradient: Gradient | None) -> bool:

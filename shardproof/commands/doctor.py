@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Sequence
 
 from shardproof import commands
+from shardproof.harness.verdicts import codes
 
 _EPILOG = """\
 examples:
@@ -50,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", default="0,1,2", metavar="0,1,2", help="the steps to watch")
     add("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
-    add("--checks", type=_names, metavar="D1,D2", help="the checks to make; all by default")
+    add("--checks", type=_names, metavar=",".join([*codes.CHECKS][:2]), help="the checks to make; all by default")
     add("--report", metavar="FILE", help="write a run file for the page and the gate")
     add("--strict", action="store_true", help="exit with 1 if there are findings")
     add("--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank")

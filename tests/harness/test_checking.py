@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from shardproof.commands.check import _say
 from shardproof.commands.check import check as command
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.training import checking, judge
@@ -384,7 +385,7 @@ def test_other_choices_judge_nothing_after_them_unless_they_are_wrong(world, tmp
             if key[0].value == "routing" and rank == 1:
                 chosen[0, 3, 0] = next(i for i in range(8) if i not in chosen[0, 3])
 
-    monkeypatch.setattr(judge, "ROUTING_ULPS", ulps)
+    monkeypatch.setattr(numerics, "ROUTING_ULPS", ulps)
     said = answer(tmp_path, seen=spoil, model=f"{HERE}:Routed", step=f"{HERE}:unreduced")
     assert {one["stage"] for one in said["found"]} == stages
     notes = [text for text in said["notes"] if text.startswith("routing: 1 of 16 choices differ, by a margin of ")]

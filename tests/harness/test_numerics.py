@@ -1,5 +1,6 @@
 """Ulps, distances and the oracle, against values worked out by hand."""
 
+import ast
 import math
 
 import pytest
@@ -9,6 +10,37 @@ from torch import nn
 from shardproof.harness.judging.numerics import BASELINE_FACTOR, SLACK_ULPS, distance, ulp
 from shardproof.harness.models import optim
 from shardproof.harness.parity.oracle import Oracle, total_norm
+from tests.harness.inner import ROOT
+
+#: The rooms whose thresholds are constants of ``judging.numerics``.
+JUDGING = ("judging", "parity", "training", "watching")
+#: Numbers with a point that are no thresholds there, by file.
+NO_THRESHOLDS = {
+    "parity/oracle.py": {1e-6},  # of the formula of torch's clip_grad_norm_
+    "training/doctor.py": {120.0},  # seconds
+    "training/invariants.py": {1e-300},  # instead of a division by zero
+    "training/recording.py": {0.9},  # a part of the bytes
+    "training/reference.py": {1e9},  # a unit
+    "training/trainee.py": {1e-2, 1e-3, 0.9},  # the rates of optimizers
+    "judging/signatures.py": {0.5},  # a square root
+}
+
+
+def points(source):
+    """The numbers of a source that are written with a point or an exponent, but for 0, 1 and 2."""
+    numbers = [one.value for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Constant)]
+    return {one for one in numbers if isinstance(one, float) and one not in (0.0, 1.0, 2.0)}
+
+
+def test_all_thresholds_are_in_one_file():
+    folder = ROOT / "harness"
+    paths = [path for room in JUDGING for path in (folder / room).rglob("*.py") if path.name != "numerics.py"]
+    found = {str(path.relative_to(folder)): numbers for path in paths if (numbers := points(path.read_text()))}
+    assert found == NO_THRESHOLDS
+
+
+def test_a_threshold_in_a_condition_is_seen():
+    assert points("if abs(x - 1) > 1e-3 or x < 2.5 * y or x ** 2.0: pass") == {1e-3, 2.5}
 
 
 @pytest.mark.parametrize(

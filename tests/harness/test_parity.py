@@ -11,10 +11,11 @@ from shardproof.harness.adapters.base import Clip, Traits
 from shardproof.harness.adapters.reference import ReferenceAdapter
 from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
+from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import exact_difference
 from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.models import optim
-from shardproof.harness.parity.comparison import BASELINE_LIMIT_ULPS, Context, StepComparison
+from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture
@@ -144,7 +145,7 @@ def test_element_is_told_in_the_full_tensor(step):
 
 def test_baseline_that_is_off_judges_nothing(step):
     for picture in step[:2]:
-        picture.gradients["weight"].tensor.mul_(1 + 2 * BASELINE_LIMIT_ULPS * 2.0**-23)
+        picture.gradients["weight"].tensor.mul_(1 + 2 * numerics.BASELINE_LIMIT_ULPS * 2.0**-23)
     with pytest.raises(RuntimeError, match=r"the baseline itself is .* ulps from the oracle"):
         compare(step)
 

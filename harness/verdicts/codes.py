@@ -1,0 +1,190 @@
+"""The codes at the end of a finding: signatures, the known mistakes, and the checks of the doctor.
+
+This is the one table of them. Whatever finds a mistake names a constant of this module, and no other module of the
+harness, of the commands or of the suites has a code in a text of its own (``tests/test_codes.py``). ``docs/doctor.md``
+has the rows for readers; there and in the table they are the same.
+
+Codes are plain strings, so that a run file, a recording and a user who reads ``doctor.findings`` have no other type.
+
+A row says what a code stands for, what to do about it, and which planted mistake shows it. What tells it is a function
+where its values are:
+
+- S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
+  ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
+- D1 to D3, D5, D8 to D10 and D13 to D17 are ``training.invariants``, D4, D6 and D7 ``training.updates``, D11 and D12
+  ``training.reduction``.
+
+A signature never decides a verdict.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+# Signatures: what a gradient, a norm or a parameter is.
+
+SCALED: Final = "S1"
+UNREDUCED: Final = "S2"
+SOME_RANKS: Final = "S3"
+SOME_MICROBATCHES: Final = "S4"
+WEIGHTED: Final = "S5"
+LOCAL_NORM: Final = "S6"
+UNMOVED: Final = "S7"
+UNTIED: Final = "S8"
+APART: Final = "S9"
+MISSING: Final = "S10"
+SHARED_DATA: Final = "S11"
+MISPLACED: Final = "S12"
+ROUNDED: Final = "S13"
+
+# Checks: what holds in each right training.
+
+EQUAL_PARAMETERS: Final = "D1"
+EQUAL_GRADIENTS: Final = "D2"
+EQUAL_STATES: Final = "D3"
+OPTIMIZED: Final = "D4"
+HAS_GRADIENT: Final = "D5"
+MOVES: Final = "D6"
+HAS_STATE: Final = "D7"
+TIES: Final = "D8"
+DATA: Final = "D9"
+NORM: Final = "D10"
+REDUCED_ONCE: Final = "D11"
+ONE_FACTOR: Final = "D12"
+COLLECTIVES: Final = "D13"
+RESHARDED: Final = "D14"
+MEMORY: Final = "D15"
+FINITE: Final = "D16"
+TOKENS: Final = "D17"
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A row of the table.
+
+    Attributes:
+        code: "S2" or "D11".
+        name: what it is about, in words with hyphens; of a check the name of its record in a run file.
+        sentence: of a signature what the gradient or the norm is, of a check what holds in each right training.
+        mend: what to do.
+        planted: a mistake that shows it, as "file::row": the row of a table of loops, incidents or changed records.
+        anchor: where the documentation has it.
+    """
+
+    code: str
+    name: str
+    sentence: str
+    mend: str
+    planted: str
+    anchor: str = "docs/doctor.md#what-it-checks"
+
+
+_INCIDENTS = "tests/test_incidents.py::"
+_LOOPS = "tests/harness/test_doctor_loops.py::"
+_GATHERS = "tests/harness/test_doctor_gathers.py::"
+_RECORDS = "tests/harness/test_doctor_checks.py::"
+
+
+def _by_code(rows: Iterable[Code]) -> Mapping[str, Code]:
+    return {one.code: one for one in rows}
+
+
+SIGNATURES = _by_code([
+    Code(SCALED, "scaled", "all of it, by a factor",
+         "multiply the loss, or the gradients, by the factor that is named", _INCIDENTS + "g01_divided_twice"),
+    Code(UNREDUCED, "unreduced", "one rank's own: nothing was reduced",
+         "call the wrapped module, and have the last backward of a step outside of `no_sync()`",
+         _INCIDENTS + "g02_no_sync"),
+    Code(SOME_RANKS, "some-ranks", "reduced without some ranks, or with one twice",
+         "give the wrapper the mesh or the group of all ranks whose data differ", _INCIDENTS + "g03_sub_mesh"),
+    Code(SOME_MICROBATCHES, "some-microbatches",
+         "without some microbatches, with one twice, or with those of earlier steps",
+         "call `zero_grad()` once, after the step", _INCIDENTS + "g04_zero_grad"),
+    Code(WEIGHTED, "weighted", "of microbatches with different weights",
+         "divide the loss by the tokens of the whole step", _INCIDENTS + "g05_means_of_means",
+         "docs/doctor.md#the-mend-of-d17"),
+    Code(LOCAL_NORM, "local-norm", "the norm of what one rank holds, or one that counts on each rank what several hold",
+         "clip by the norm of all gradients, each element once", _INCIDENTS + "g06_local_norm"),
+    Code(UNMOVED, "unmoved", "of a parameter that no optimizer moves",
+         "make the optimizer of the parameters that the model has, after it is sharded",
+         _INCIDENTS + "g07_early_optimizer"),
+    Code(UNTIED, "untied", "of a parameter that was tied", "tie it again where its storage is new",
+         _INCIDENTS + "g08_untied"),
+    Code(APART, "apart", "another one on each of the ranks that hold the same elements",
+         "sum or broadcast it over the dimension that is named", _INCIDENTS + "g09_sequence_parallel_norm"),
+    Code(MISSING, "missing", "missing", "keep a way from the loss to it: by collectives that have a backward",
+         _INCIDENTS + "g10_detached_router"),
+    Code(SHARED_DATA, "shared-data", "of data that several ranks read",
+         "give each data-parallel rank samples of its own, and model-parallel ranks the same",
+         _LOOPS + "sampler repeats"),
+    Code(MISPLACED, "misplaced", "of an earlier step, or of another rank's place",
+         "wait for what is reduced in its own step; load shards in the order of ranks",
+         _INCIDENTS + "g15_stale_reduction"),
+    Code(ROUNDED, "rounded", "rounded to a narrower dtype",
+         "keep it in the wider dtype, unless the narrower one is meant", _RECORDS + "D6-lost"),
+])  # fmt: skip
+"""The signatures by their codes, in their order."""
+
+CHECKS = _by_code([
+    Code(EQUAL_PARAMETERS, "replicas-have-equal-parameters",
+         "ranks that hold the same elements of a parameter hold the same bits, at the start and after each step",
+         "begin with one seed or a broadcast, and update all of them alike", _LOOPS + "one rank skips"),
+    Code(EQUAL_GRADIENTS, "replicas-have-equal-gradients",
+         "ranks that hold the same elements have gradients of the same bits at the optimizer's step, unless the step "
+         "moves parameters that are equal after it",
+         "reduce them over these ranks, and scale them by one number", _INCIDENTS + "g09_sequence_parallel_norm"),
+    Code(EQUAL_STATES, "replicas-have-equal-optimizer-states",
+         "and optimizer states of the same bits, unless a step of the optimizer shows that ranks divide its work",
+         "load the same states on all of them", _RECORDS + "D3"),
+    Code(OPTIMIZED, "the-optimizer-has-what-trains",
+         "the optimizer's parameters are the model's, and each parameter that requires a gradient is in one (a note of "
+         "one that does not step in the watched steps)",
+         "make the optimizer after the model is sharded, of all that trains", _INCIDENTS + "g07_early_optimizer"),
+    Code(HAS_GRADIENT, "each-parameter-gets-a-gradient",
+         "each parameter that requires a gradient gets one in one of the steps (a note of modules that no forward "
+         "calls, as where layers are drawn at random)",
+         "use it in the loss, or set `requires_grad=False`", _INCIDENTS + "g10_detached_router"),
+    Code(MOVES, "each-parameter-moves",
+         "a parameter whose gradient is not zero moves in the step (a note where the update is below the spacing of "
+         "its values, or its learning rate is 0 beside others)",
+         "give it a learning rate, or values of a wider dtype", _LOOPS + "parameter held back"),
+    Code(HAS_STATE, "each-parameter-has-optimizer-state",
+         "and, where it does not move, has optimizer state if others of its optimizer have",
+         "let the optimizer step it", _RECORDS + "D7"),
+    Code(TIES, "ties-are-kept", "tied parameters are one parameter still", "tie them again where storage is new",
+         _INCIDENTS + "g08_untied"),
+    Code(DATA, "data-differ-where-they-should",
+         "data-parallel ranks read different microbatches, model-parallel ranks the same, and none one twice in a "
+         "step, each with a backward of its own",
+         "give ranks of data different samples, and ranks of one model the same", _LOOPS + "sampler repeats"),
+    Code(NORM, "the-norm-is-the-norm",
+         "the scale between backward and step is the same on all ranks; the norm by which gradients are clipped is "
+         "theirs",
+         "clip by the norm over all ranks, once gradients are unscaled", _INCIDENTS + "g06_local_norm"),
+    Code(REDUCED_ONCE, "gradients-are-reduced-once",
+         "each gradient is one factor times the sum of what all ranks computed from all microbatches",
+         "see its signature", _INCIDENTS + "g02_no_sync"),
+    Code(ONE_FACTOR, "one-factor",
+         "all parameters have the same factor (a note where a whole class of modules has another one, as in muP)",
+         "reduce and scale all of them alike", _LOOPS + "wrong factor"),
+    Code(COLLECTIVES, "collectives-agree",
+         "the members of a group issue the same collectives, reductions by the same operator, as far as they are "
+         "issued from Python",
+         "take the same branches on all ranks", _LOOPS + "numbers mixed up"),
+    Code(RESHARDED, "units-are-resharded",
+         "forwards compute with the values that the shards have; no unit stays gathered after the step (a note)",
+         "`set_reshard_after_backward(True)` for the last backward of a step",
+         _GATHERS + "resharded-before-the-step"),
+    Code(MEMORY, "memory-is-flat",
+         "allocated memory does not grow from step to step (a note; accelerators only)",
+         "keep no tensor of a step with its graph, as a loss that is summed for a log", _RECORDS + "D15"),
+    Code(FINITE, "all-is-finite",
+         "no module output and no gradient is NaN or infinite; the first is named (a note where all gradients are "
+         "finite)",
+         "look into the module that is named", _RECORDS + "D16"),
+    Code(TOKENS, "each-token-counts-alike",
+         "a token counts as much as any other in the loss of the step, whichever rank and microbatch it is in (a note, "
+         "because a mean of means may be meant)",
+         "divide the loss by the tokens of the whole step", _RECORDS + "D17", "docs/doctor.md#the-mend-of-d17"),
+])  # fmt: skip
+"""The checks by their codes, in their order."""
