@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.testing import Capability, Rank, Run, contract, models, needs, states, world
+from shardproof.testing import Capability, Rank, contract, models, needs, states, world
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS, subjects
 from shardproof.testing.compare import check_bits, each_once, in_one_tensor_with, step_label
 from shardproof.testing.make import (
@@ -396,19 +396,11 @@ def test_whole_parameters(
         if how.keeps_changes:
             states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
-        for kind in ("named_parameters", "named_buffers"):
-            names, paths = ([name for name, _ in call(run.adapter.module)] for call in _listing(run, kind))
-            assert names == paths, f"once they are freed, {kind}() has {names}, and the modules are at {paths}"
     twin = run_by_units(rank, plain, **options)
     batch = (rank.batch(0, (2, 9)),)
     outputs, expected = run.evaluate(batch), twin.evaluate(batch)
     assert torch.equal(outputs[0], expected[0]), "the forward after the context has other values"
     check_twins(rank, (run, twin), batches(rank, 2, (4, 9)), why=WHY)
-
-
-def _listing(run: Run, kind: str) -> tuple[Any, Any]:
-    """A method that lists tensors, of the model's class and of any module, which knows no wrapper."""
-    return getattr(type(run.adapter.module), kind), getattr(nn.Module, kind)
 
 
 @contract("EVALUATION-4")
