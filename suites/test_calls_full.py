@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.suites.apis import fsdp1
+from shardproof.suites.apis import NAMES, fsdp1
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
 from shardproof.testing.compare import full_of
@@ -67,9 +67,12 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
     """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
 
     By default both are, also if the wrapper is not the root. A plain module around it has no parameters of its own.
+    The wrapper names its parameters and buffers without wrappers while they are full, and by their paths afterwards.
     """
     fsdp = fsdp1(rank)
     model = fsdp.nested()
+    for layer in model.module:
+        layer.register_buffer("spare", torch.zeros(2, device=fsdp.device))
     fsdp.forward(fsdp.wrap(nn.Sequential(model)))
 
     def counts(module: nn.Module, **options: bool) -> list[int]:
@@ -82,6 +85,12 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
     assert own < 20 and inside < 20, f"called on a plain module around them, they show {[inside, own]}"
     found = counts(model)
     assert found == [20, 20], f"called on the outer unit with recurse=True, they show {found}"
+    for kind, expected in (("named_parameters", NAMES), ("named_buffers", ["0.spare", "1.spare"])):
+        with fsdp.kind.summon_full_params(model):
+            names = [name for name, _ in getattr(model, kind)()]
+        assert sorted(names) == expected, f"{kind}() has the full {names}"
+        names, paths = ([name for name, _ in getattr(one, kind)(model)] for one in (fsdp.kind, nn.Module))
+        assert names == paths, f"once they are freed, {kind}() has {names}, and the modules are at {paths}"
 
 
 @contract("CALLS-3")

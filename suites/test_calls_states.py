@@ -1,7 +1,9 @@
 """Chapter CALLS: state dicts by the API of ``FullyShardedDataParallel``, of the model and of the optimizer."""
 
 import copy
+import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +26,10 @@ ON_CPU = needs(Capability.WHOLE_ON_CPU)
 
 @contract("CALLS-4")
 def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
-    """Each call that sets the form of state dicts returns the previous settings; a context restores them."""
+    """Each call that sets the form of state dicts returns the previous settings; a context restores them.
+
+    Calls that save or load leave them as they are, also where they save in another form.
+    """
     fsdp = fsdp1(rank)
     model, forms = fsdp.nested_on_groups(), fsdp.api.StateDictType
     configs = [kind(rank0_only=True) for kind in (fsdp.api.FullStateDictConfig, fsdp.api.FullOptimStateDictConfig)]
@@ -41,6 +46,34 @@ def test_setting_a_form_returns_the_previous_one(rank: Rank) -> None:
     assert before[-1].state_dict_config.rank0_only is True, "the configuration of the form is lost"
     optimizers = before[-1].optim_state_dict_config
     assert optimizers.rank0_only is True, "the configuration of the optimizer's form is lost"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a model without shards is saved in full; the older call is deprecated
+        wrong = changed_settings(fsdp)
+    assert not wrong, "\n".join(wrong)
+
+
+def changed_settings(fsdp: Fsdp1) -> list[str]:
+    """Which calls leave a model, sharded or not, with other settings than they found: each may need its own a while."""
+    api, kind, wrong = fsdp.api, fsdp.kind, list[str]()
+    for model in (fsdp.nested(), fsdp.without_shards()):
+        optimizer = fsdp.train(model)
+        calls: dict[str, Callable[[], Any]] = {
+            "state_dict()": model.state_dict,
+            "load_state_dict()": functools.partial(model.load_state_dict, model.state_dict()),
+            "optim_state_dict()": functools.partial(kind.optim_state_dict, model, optimizer),
+            "full_optim_state_dict()": functools.partial(kind.full_optim_state_dict, model, optimizer),
+        }
+        for form, options in (("Sharded", {"offload_to_cpu": True}), ("Full", {"rank0_only": True})):
+            configs = [getattr(api, f"{form}{one}")(**options) for one in ("StateDictConfig", "OptimStateDictConfig")]
+            for name, call in calls.items():
+                if name == "load_state_dict()" and form == "Sharded":
+                    continue  # of a full state dict
+                kind.set_state_dict_type(model, api.StateDictType[f"{form.upper()}_STATE_DICT"], *configs)
+                before = [copy.copy(kind.get_state_dict_type(one)) for one in kind.fsdp_modules(model)]
+                call()
+                after = [kind.get_state_dict_type(one) for one in kind.fsdp_modules(model)]
+                wrong += [f"{name} changes the settings {before} to {after}"] if after != before else []
+    return wrong
 
 
 @contract("CALLS-4")

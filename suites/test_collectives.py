@@ -57,7 +57,7 @@ def _set(**settings: Any) -> Callable[[Adapter], None]:
     return lambda adapter: adapter.change(Settings(**settings))
 
 
-NO_UNIT = ("FSDPModule", "Linear")
+NO_UNIT = ("FSDPModule",)  # an attribute error of a layer would name its class
 #: Settings that are invalid, each with words one of which is in the error.
 WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -60,12 +61,14 @@ class _Seen:
         sizes: the elements of the shares that functions and collectives of user code have got.
         gradients: a gradient of each unit, by label, as it was in the second.
         operators: those by which collectives of user code have reduced units in the second, by label.
+        groups: the process groups among which these have done so, by label.
     """
 
     steps: list[list[Collective]]
     sizes: list[int]
     gradients: dict[str, torch.Tensor]
     operators: dict[str, Any]
+    groups: dict[str, dist.ProcessGroup]
 
     def units(self, step: int, phase: str, kind: str) -> set[str]:
         """The units of collectives."""
@@ -78,7 +81,7 @@ class _Setting:
 
     Attributes:
         name: its name.
-        make: the value to set, from where functions of user code note the sizes of what they get.
+        make: the value to set, from where functions of user code note the sizes of what they get; None for the default.
         back: the value that takes it back.
         found: the labels of the units on which it acts, or the elements of their shares, from what steps without and
             with it have shown; None if user code has noted these.
@@ -86,7 +89,7 @@ class _Setting:
     """
 
     name: str
-    make: Callable[[list[int]], Any]
+    make: Callable[[list[int]], Any] | None
     back: Callable[[], Any]
     found: Callable[[_Seen, _Seen], set[Any]] | None
     recursive: bool = True
@@ -99,6 +102,10 @@ def _missing(step: int, phase: str, kind: str) -> Callable[[_Seen, _Seen], set[s
 
 def _by_sums(usual: _Seen, now: _Seen) -> set[str]:
     return {name for name, operator in now.operators.items() if operator == dist.ReduceOp.SUM}
+
+
+def _in_own_groups(usual: _Seen, now: _Seen) -> set[str]:
+    return {name for name, group in now.groups.items() if group is not usual.groups[name]}
 
 
 def _all_reduced(usual: _Seen, now: _Seen) -> set[int]:
@@ -131,24 +138,30 @@ SETTINGS = (
     _Setting("set_custom_reduce_scatter", _Noted, Own, None, False),
 )
 SUMS = _Setting("set_force_sum_reduction_for_comms", _of(True), _of(False), _by_sums, False)
+OWN_GROUP = _Setting("set_separate_reduce_scatter_group", None, _of(False), _in_own_groups)
 FACTOR = _Setting("set_gradient_divide_factor", _of(1.0), _of(2.0), _doubled, False)
+EARLIER_FACTOR = dataclasses.replace(FACTOR, name="set_reduce_scatter_divide_factor")
 ALL_REDUCE = _Setting("set_requires_all_reduce", _of(False), _of(True), _all_reduced)
 
 
 @contract("COLLECTIVES-10")
 @world(2)
 def test_units_of_a_setting(rank: Rank) -> None:
-    """Each setter acts on the unit on which it is called, with ``recurse`` on those inside too, and on no other."""
+    """Each setter acts on its unit, with ``recurse``, which is the default where there is one, on those inside too."""
     run = _run(rank)
     check_settings(rank, run, SETTINGS)
     reduces = {name or ROOT: Own() for name in INSIDE}
     for name, reduce in reduces.items():
         _unit(run, "" if name == ROOT else name).set_custom_reduce_scatter(reduce)
-    check_settings(rank, run, (SUMS,), reduces)
+    has_own = Capability.OWN_REDUCE_GROUP in rank.implementation.capabilities()
+    check_settings(rank, run, (SUMS, *([OWN_GROUP] if has_own else [])), reduces)
     for name in INSIDE:
         _unit(run, name).set_force_sum_reduction_for_comms(True)  # over gloo torch takes a factor for sums alone
         _unit(run, name).set_gradient_divide_factor(2.0)
-    check_settings(rank, run, (FACTOR,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)  # about the earlier name
+        check_settings(rank, run, (FACTOR, EARLIER_FACTOR))
 
 
 @contract("COLLECTIVES-10")
@@ -188,21 +201,26 @@ def check_settings(
     numbers = {unit.padded_numel // run.adapter.config.shard_size: unit.label for unit in run.units}
     for setting in settings:
         for name in ("", "a"):
+            # By default, which is tried on the root, a setter that can act on all units inside does.
             for recurse in (False, True) if setting.recursive else (False,):
-                options = {"recurse": recurse} if setting.recursive else {}
+                options = {"recurse": recurse} if setting.recursive and (name or not recurse) else {}
                 sizes: list[int] = []
                 setter = getattr(_unit(run, name), setting.name)
-                setter(setting.make(sizes), **options)
+                setter(*([setting.make(sizes)] if setting.make else []), **options)
                 seen = _steps(rank, run, sizes, reduces)
                 noted = setting.found(usual, seen) if setting.found else {*sizes}
                 found = {numbers[one] if isinstance(one, int) else one for one in noted}
                 expected = {name or ROOT, *(INSIDE[name] if recurse else ())}
                 assert found == expected, (
-                    f"{setting.name}() on {name or ROOT}, recurse={recurse}, acts on {sorted(found)}, not on "
+                    f"{setting.name}() on {name or ROOT}, {_said(options)}, acts on {sorted(found)}, not on "
                     f"{sorted(expected)}"
                 )
                 # What it leaves, such as gathered parameters, is gone after the first of the next two steps.
                 setter(setting.back(), **options)
+
+
+def _said(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "by default"
 
 
 def _run(rank: Rank, **options: Any) -> Run:
@@ -225,7 +243,8 @@ def _steps(rank: Rank, run: Run, sizes: list[int], reduces: Mapping[str, Own] = 
         for name, piece in run.adapter.gradients().items()
         if piece is not None
     }
-    return _Seen(steps, sizes, gradients, {name: reduce.ops[-1] for name, reduce in reduces.items()})
+    operators, groups = ({name: getattr(one, kind)[-1] for name, one in reduces.items()} for kind in ("ops", "groups"))
+    return _Seen(steps, sizes, gradients, operators, groups)
 
 
 def _step(rank: Rank, run: Run) -> None:

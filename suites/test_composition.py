@@ -445,16 +445,19 @@ def check_values(rank: Rank, found: dict[str, Piece], first: dict[str, torch.Ten
 @needs(Capability.SYNC_STATES)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
-    """Uneven plain parameters, integer and transposed buffers take the first rank's values, on replicas too."""
+    """Uneven plain parameters and buffers of any dtype, transposed or unsaved, take the first rank's values."""
     mesh = rank.mesh((2, 2), ("replicate", "shard")) if replicas else rank.mesh()
     torch.manual_seed(rank.seeds.init + rank.index)
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
     model[0].register_buffer("columns", torch.zeros(4, 6, device=rank.device)[:, ::2])  # with gaps in memory
     model[1].register_buffer("turned", torch.zeros(6, 4, device=rank.device).t())
+    model[2].register_buffer("unsaved", torch.zeros(3, dtype=torch.float64, device=rank.device), persistent=False)
+    model.register_buffer("of_the_root", torch.zeros(2, dtype=torch.bfloat16, device=rank.device), persistent=False)
     for number, buffer in enumerate(model.buffers(), start=1):
         buffer.copy_(torch.arange(buffer.numel()).view(buffer.shape) + 100 * number + rank.index)
-    first = rank.exchange({name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()})[0]
     buffers = [name for name, _ in model.named_buffers()]
+    mine = {name: value.detach().cpu().clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
+    first = rank.exchange(mine)[0]
     run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
     shown = map(piece_of, run.adapter.module.buffers())
     check_values(rank, {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}, first)

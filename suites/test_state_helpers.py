@@ -580,8 +580,9 @@ def test_refusals(rank: Rank) -> None:
     sent = StateDictOptions(broadcast_from_rank0=True)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     others = build(rank, Nested(), kind="numbers", units=[["deep"]])
-    lacking, empty = (clone_of(get_optimizer_state_dict(module, own)) for _ in range(2))
+    lacking, empty, twice = (clone_of(get_optimizer_state_dict(module, own)) for _ in range(3))
     del lacking["state"]["other.weight"]
+    twice["state"]["other.weight"] |= {"of.two": torch.ones(1), "of": {"two": torch.ones(1)}}
     own.add_param_group({"params": []})
     attempts: dict[str, Callable[[], Any]] = {
         "only supports tensor, int, float, dict": lambda: get_optimizer_state_dict(
@@ -603,6 +604,10 @@ def test_refusals(rank: Rank) -> None:
     keys = set_model_state_dict(module, {}, options=StateDictOptions(strict=False))
     assert not any(keys), f"of an empty state dict a load that is not strict returns {keys}"
     del own.param_groups[-1]
+    if Capability.FSDP1_API not in rank.implementation.capabilities():  # which does not flatten
+        full = StateDictOptions(full_state_dict=True)
+        names_twice = Refusal(rank, lambda: set_optimizer_state_dict(module, own, twice, options=full), may_send=True)
+        names_twice.check_names("duplicated flatten key")
     lines = [*twins.wrong()]
     assert not lines, f"what was refused has changed something: {lines[0]}"
 
@@ -789,6 +794,14 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
 # Copies on the CPU.
 
 
+def erase(state: Any) -> None:
+    """Set all tensors of a state dict to zero, in place."""
+    for _, value in tensors_in(state):
+        shards: Any = getattr(value, "local_shards", None)  # FSDP1 on process groups has them
+        for part in [one.tensor for one in shards()] if shards else [local_of(value)]:
+            part.zero_()
+
+
 @contract("STATE-14")
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("odd", marks=_OF_TENSORS)])
 @pytest.mark.parametrize(
@@ -814,6 +827,7 @@ def test_copies_for_background_saves(rank: Rank, means: str, kind: str) -> None:
         elif means != "shared":
             state["own"] = expected["own"] = fractions.Fraction(1, 3)
         copied = stager.stage(state)
+        erase(state)  # FSDP1 gives out copies, which the training that goes on would not change
         twins.fill(2)
         for path, value in tensors_in(copied):
             other = dict(tensors_in(state))[path]

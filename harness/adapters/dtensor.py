@@ -364,7 +364,8 @@ class DTensorAdapter(ByParameter):
                 continue
             setter = _SETTERS[one.name]
             if one.name in _RECURSIVE:
-                getattr(target, setter)(value, recurse=recurse)
+                # A call without `recurse` is for all units inside too, and trainers make it so.
+                getattr(target, setter)(value, **({} if recurse else {"recurse": False}))
             else:
                 for each in targets:
                     getattr(each, setter)(value)
