@@ -37,9 +37,11 @@ def test_a_failure_has_its_place_and_signature(text: str, own: dict[str, str], s
     assert frozen.line_of(record) == {"verdict": "fail", "found": [place | {"signature": signature}]}
 
 
-def test_what_did_not_fail_has_its_verdict_alone() -> None:
+def test_what_did_not_fail_and_what_was_drawn_has_no_place() -> None:
     assert frozen.line_of({"verdict": "pass", "failure": None}) == {"verdict": "pass"}
     assert frozen.line_of(None) == {"verdict": "not run"}
+    drawn = {"verdict": "fail", "failure": FAILURE | {"text": "found by example 3"}, "examples": 3}
+    assert frozen.line_of(drawn) == {"verdict": "fail", "examples": 3}
 
 
 def test_each_sentence_of_the_table_tells_its_signature() -> None:
