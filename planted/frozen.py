@@ -20,8 +20,8 @@ code in the text or, as suites print none, that of the sentence (:data:`SENTENCE
 in rank 0, because its run file has neither notes nor fields; a finding has checks, signature and step, but names and
 ranks stand in its text alone: those are the parameters that it quotes, and what follows the word "rank".
 
-Not frozen: elements, numbers, guesses without a signature; where drawn items fail; items that need GPUs or packages that
-are not installed; rows of history that no item has found; ``check --bisect``, whose trials take minutes.
+Not frozen: elements, numbers, guesses without a signature; where drawn items fail; what needs GPUs or packages that are
+not installed; rows of history that no item has found; ``check --bisect``, whose trials take minutes.
 """
 
 import argparse
@@ -30,7 +30,6 @@ import concurrent.futures
 import importlib.util
 import itertools
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -296,19 +295,18 @@ def _checked(folder: pathlib.Path, name: str, functions: dict[str, str]) -> Line
 # Making a file.
 
 
-def read(path: pathlib.Path) -> Iterator[Line]:
-    """The lines of a file without one that a kill has cut, which is cut off the file as well."""
-    if not path.exists():
-        return
-    text = path.read_bytes()
-    if text and not text.endswith(b"\n"):
-        os.truncate(path, text.rfind(b"\n") + 1)
-    yield from map(json.loads, path.read_bytes().splitlines())
+def read(path: pathlib.Path) -> list[Line]:
+    """The lines of a file, without one that a kill has cut."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def make(file: pathlib.Path, part: Iterable[str], *, jobs: int, seconds: float, only: str) -> int:
     """Do what a file does not have yet of some parts, until a time; 1 if anything failed or is left."""
     until, lock = time.monotonic() + seconds, threading.Lock()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as opened:
+        opened.seek(0)
+        opened.truncate(opened.read().rfind(b"\n") + 1)
     done = {(line["part"], line["done"]) for line in read(file) if "done" in line}
     todo = [work for one in part for work in PARTS[one]() if re.search(only, work.name)]
     left = [work for work in todo if (work.part, work.name) not in done]
@@ -362,10 +360,10 @@ def _flat(line: Line) -> Line:
 
 def compare(old: pathlib.Path, new: pathlib.Path) -> int:
     """Print what differs; 1 if anything does."""
+    if missing := [str(path) for path in (old, new) if not path.exists()]:
+        raise SystemExit(f"{', '.join(missing)}: there is no such file")
     found = [*differences(read(old), read(new))]
-    for line in found:
-        print(line)
-    print(f"{len(found)} differences")
+    print(*found, f"{len(found)} differences", sep="\n")
     return int(bool(found))
 
 

@@ -97,17 +97,18 @@ def test_a_file_goes_on_where_it_was_killed(
         return frozen.make(path, ["rows"], jobs=1, seconds=seconds, only=only)
 
     path = tmp_path / "frozen.jsonl"
-    assert make(seconds=0) == 1 and not path.exists() and not runs
+    assert make(seconds=0) == 1 and frozen.read(path) == runs == []
     assert make("b", only="a|b") == 1 and runs == ["a", "b"]
     assert "rows b: RuntimeError: pytest ended with 4\n0 done before, 1 done, 1 failed" in capsys.readouterr().out
     with path.open("a") as file:
         file.write('{"part": "rows", "id": "cu')
+    assert frozen.compare(path, path) == 0 and path.read_text().endswith('"cu')
     assert make() == 0 and runs == ["a", "b", "b", "c"]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line.get("id") or line["done"] for line in lines] == ["a", "a", "b", "b", "c", "c"]
 
 
-def test_each_difference_has_a_line() -> None:
+def test_each_difference_has_a_line(tmp_path: pathlib.Path) -> None:
     def line(name: str, verdict: str, *found: frozen.Line) -> frozen.Line:
         return {"part": "rows", "id": name, "verdict": verdict, "found": [*found]}
 
@@ -116,6 +117,8 @@ def test_each_difference_has_a_line() -> None:
     assert [*frozen.differences(old, new)] == [
         "rows a: missing", "rows c: found 1 -> 2", "rows c: 0.rank 1 -> 0", "rows c: 1.step null -> 2", "rows d: new",
     ]  # fmt: skip
+    with pytest.raises(SystemExit, match=r"missing.jsonl: there is no such file"):
+        frozen.compare(tmp_path / "missing.jsonl", tmp_path)
 
 
 def test_all_that_is_judged_has_its_work() -> None:
@@ -148,7 +151,7 @@ def test_a_tree_says_the_same_twice(tmp_path: pathlib.Path) -> None:
     for path in (old, new):
         assert frozen.make(path, ["history", "scripts"], jobs=2, seconds=600, only=SAMPLE) == 0
         assert frozen.make(path, ["rows"], jobs=1, seconds=600, only="test_evaluation.py.* 0$") == 0
-    lines = [*frozen.read(old)]
+    lines = frozen.read(old)
     assert [*frozen.differences(lines, frozen.read(new))] == []
     found = {one["id"]: [each["signature"] for each in one["found"]] for one in lines if one.get("found")}
     assert found["twin/ddp_plain"] == ["S11"] and found["check/g12_reversed_shards-parallelize"] == ["S12"]
