@@ -20,8 +20,8 @@ code in the text or, as suites print none, that of the sentence (:data:`SENTENCE
 in rank 0, because its run file has neither notes nor fields; a finding has checks, signature and step, but names and
 ranks stand in its text alone: those are the parameters that it quotes, and what follows the word "rank".
 
-Not frozen: elements, numbers, guesses without a signature; where drawn items fail; what needs GPUs or packages that are
-not installed; rows of history that no item has found; ``check --bisect``, whose trials take minutes.
+Not frozen: elements, numbers, guesses without a signature; of drawn items more than verdict and number of the example;
+what needs GPUs or packages that are not installed; rows of history that no item has found; ``check --bisect``.
 """
 
 import argparse
@@ -107,8 +107,10 @@ def rows() -> Iterator[Work]:
     def work(bugs: Sequence[table.Bug], folder: pathlib.Path) -> Iterator[Line]:
         records = run.run(bugs, folder)
         for bug in bugs:
-            said = {"sound": line_of(records.get(bug.item))["verdict"], "as_row": run.problem(bug, records) is None}
-            yield {"id": bug.id, **line_of(records.get(bug.with_bug(bug.item))), **said}
+            line = line_of(records.get(bug.with_bug(bug.item)))
+            # What a drawn example says depends on how far it is shrunk.
+            said = {} if "examples" in line else {"as_row": run.problem(bug, records) is None}
+            yield {"id": bug.id, **line, "sound": line_of(records.get(bug.item))["verdict"], **said}
 
     def key(bug: table.Bug) -> tuple[str, int, int]:
         return bug.file, bug.gpus, bug.simulate
