@@ -7,9 +7,9 @@
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
 loses the item that it ran, and no other. ``branches.md`` lists by function the branches that no item takes, each with
 its reason from ``reasons/branches.toml``, or "open"; ``lines.json.gz`` has by line some items that came to it, for
-mutants; ``functions.json.gz`` has the functions that each item calls, for
-``--changed`` (``harness/plugin/changed.py``) and for mutants (``mutants/``), with ``--onto`` after the items of another
-map, of implementations that were not run again. Both belong to the installed version of torch.
+mutants (``mutants/``); ``functions.json.gz`` has the functions that each item calls, for ``--changed``
+(``harness/plugin/changed.py``) and for mutants, with ``--onto`` after the items of another map, of implementations that
+were not run again. All belong to the installed version of torch.
 
 Branches of the modules themselves are left out: they run when torch is imported, before a rank is forked.
 """
@@ -199,9 +199,19 @@ def comers(folder: pathlib.Path) -> dict[str, dict[int, list[str]]]:
 def lines_of(folder: pathlib.Path, ending: str) -> Iterator[dict[str, Any]]:
     """The lines that ranks of watched runs have left in files of an ending, without one that a killed rank began."""
     for path in sorted(folder.glob(f"*.{ending}")):
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                yield json.loads(text)
+        yield from lines_in(path)
+
+
+def lines_in(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file to which processes append JSON, without one that a killed process began."""
+    for text in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(text)
+
+
+def is_in(place: str, names: Collection[str]) -> bool:
+    """Whether a function, "module:qualified name", is one of these functions, or in one of these classes or modules."""
+    return place in names or any(place.startswith((f"{one}.", f"{one}:")) for one in names)
 
 
 def rows_of(path: pathlib.Path, key: str, kinds: Collection[str], place: str) -> list[dict[str, Any]]:
@@ -265,8 +275,7 @@ class Reason:
     targets: tuple[str, ...] = ("",)
 
     def covers(self, branch: Branch) -> bool:
-        place = f"{branch.module}:{branch.function}"
-        is_there = place in self.places or any(place.startswith((f"{one}.", f"{one}:")) for one in self.places)
+        is_there = is_in(f"{branch.module}:{branch.function}", self.places)
         return is_there and branch.text.startswith(self.lines) and branch.target.startswith(self.targets)
 
     def parts(self) -> Iterator["Reason"]:

@@ -158,7 +158,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
     if command_line.asks_for_a_run(config):
-        garbage.retire_at_exit()
         config.stash[_RESTING].enter_context(garbage.resting())
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:

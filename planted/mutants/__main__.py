@@ -53,11 +53,7 @@ class Group:
 
     def has(self, place: str) -> bool:
         """Whether a function belongs to the group."""
-        return _is_in(place, self.modules) and not _is_in(place, self.without)
-
-
-def _is_in(place: str, names: Iterable[str]) -> bool:
-    return any(place == one or place.startswith((f"{one}.", f"{one}:")) for one in names)
+        return coverage.is_in(place, self.modules) and not coverage.is_in(place, self.without)
 
 
 _FSDP2 = "torch.distributed.fsdp._fully_shard"
@@ -89,7 +85,7 @@ def drawn(group: Group, known: changed.Map, *, count: int, seed: int, inside: st
     called = {name for one in group.implementations for names in known.items.get(one, {}).values() for name in names}
     reasons, found = coverage.reasons(), {}
     for place in sorted(called):
-        if group.has(place) and (not inside or _is_in(place, [inside])):
+        if group.has(place) and (not inside or coverage.is_in(place, [inside])):
             module, _, name = place.partition(":")
             if (path := rules.path_of(module)) is not None:
                 found[place] = rules.mutants_of(rules.source_of(path), module, name, reasons)
@@ -128,7 +124,7 @@ class Mark:
 
     def covers(self, one: Mapping[str, Any]) -> bool:
         """Whether the mutant of a result is meant."""
-        is_there = _is_in(one["place"], self.place) and (not self.rules or one["rule"] in self.rules)
+        is_there = coverage.is_in(one["place"], self.place) and (not self.rules or one["rule"] in self.rules)
         return is_there and _is_one_of(one["old"], self.old) and _is_one_of(one["new"], self.new)
 
 
@@ -189,14 +185,8 @@ def results(lines: Iterable[dict[str, Any]]) -> dict[str, Result]:
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The lines of a file of results, without one that a killed process began."""
-    found = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            found.append(json.loads(text))
-        except json.JSONDecodeError:
-            continue
-    return found
+    """The lines of a file of results; none of one that is not there yet."""
+    return [*coverage.lines_in(path)] if path.exists() else []
 
 
 def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
