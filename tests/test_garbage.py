@@ -9,10 +9,10 @@ from tests.harness.inner import PASSES, python
 
 #: Makes a circle whose end is told, as a process of a run, of a command or of nobody.
 CIRCLE = """
-import sys
+import os, sys
 from shardproof import __main__, garbage
 class Told:
-    def __del__(self): print("collected")
+    def __del__(self, write=os.write): write(1, b"collected\\n")  # at the end print may be gone
 one = Told()
 one.itself = one
 {body}
@@ -44,8 +44,10 @@ def test_the_end_of_a_process_collects_what_a_user_may_count_on(body, printed):
     assert python("-c", CIRCLE.format(body=body)).stdout == printed
 
 
-def test_a_run_collects_garbage_from_its_first_case_on(pytester):
-    pytester.makeconftest("import gc\ndef pytest_runtestloop(session): print('is on:', gc.isenabled())")
+def test_a_run_collects_garbage_from_its_first_case_on_and_none_at_its_end(pytester):
+    session = "import gc\ndef pytest_runtestloop(session): print('is on:', gc.isenabled())\n"
+    pytester.makeconftest(session + CIRCLE.format(body=""))
     pytester.makepyfile(PASSES + "import gc\nprint('collects:', gc.isenabled())\n")
     done = pytester.runpytest_subprocess("-p", "shardproof.plugin", "--impl", "ddp", "--device", "cpu", "-s")
     done.stdout.fnmatch_lines(["collects: False", "is on: True"], consecutive=False)
+    done.stdout.no_fnmatch_line("collected")

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -196,8 +197,8 @@ class _Both:
         everyone, self._deferred = self._rank.exchange_tensors(self._deferred), {}
         found = {}
         for name in everyone[0]:
-            sums = [_added([everyone[rank][name] for rank in ranks]) for ranks in self._groups]
-            found[name] = _added(sums) / self._divisor
+            sums = [functools.reduce(torch.add, [everyone[rank][name] for rank in ranks]) for ranks in self._groups]
+            found[name] = functools.reduce(torch.add, sums) / self._divisor
         return found
 
     def _recover(self, call: Call) -> None:
@@ -408,13 +409,6 @@ def _factory(program: Program) -> OptimizerFactory:
 
 def _halved(module: nn.Module, arguments: Any, output: Any) -> Any:
     return tuple(one * 0.5 for one in output) if isinstance(output, tuple) else output * 0.5
-
-
-def _added(tensors: list[torch.Tensor]) -> torch.Tensor:
-    found = tensors[0]
-    for one in tensors[1:]:
-        found = found + one
-    return found
 
 
 def _difference(
