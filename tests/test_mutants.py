@@ -260,7 +260,8 @@ def test_a_mutant_that_cannot_be_planted(module: Any) -> None:
 
 
 def _line(one: Mutant, ran: int, **more: Any) -> dict[str, Any]:
-    line = {"id": one.id, "group": "fsdp2", "torch": mutants.TORCH, **dataclasses.asdict(one), "covering": 30}
+    line = {"id": one.id, "group": "fsdp2", "torch": mutants.TORCH, **dataclasses.asdict(one), "effort": "standard"}
+    line |= {"covering": 30}
     return line | {"ran": [f"item{number}" for number in range(ran)], "reached": ran - 1, "seconds": 1.0} | more
 
 
@@ -275,6 +276,7 @@ def test_the_report(
     row = '[[mutant]]\nkind = "equivalent"\nwhy = "nobody reads it"\nin = "m:{}"\nrule = "bound"\n'
     marks.write_text(row.format("h") + row.format("f"))
     lines = [_line(ONE, 3, found_by="item2"), _line(TWO, 20), _line(TWO, 10), _line(THREE, 0)]
+    lines.insert(0, _line(ONE, 4, effort="quick"))
     lines.append({"unsound": "item9", "torch": mutants.TORCH, "verdict": "fail"})
     (file := tmp_path / "r.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + '{"id"')
     try:
@@ -282,9 +284,9 @@ def test_the_report(
     finally:
         mutants.marks.cache_clear()
     out = capsys.readouterr().out
-    assert "fsdp2              3       1         1       1  50.0% of those" in out
+    assert "fsdp2              3       1         1       1  50.0% of those not marked are found, 0.0% at quick" in out
     assert "33.3% are marked" in out
-    assert "m:g\n  3: bound: `0` -> `1`; 30 of 30 items ran, 28 came to it" in out
+    assert "m:g\n  3: bound: `0` -> `1`; 30 of 30 items of standard ran, 28 came to it" in out
     assert "equivalent: nobody reads it" in out
     assert "A row of marks.toml covers a mutant that is found" in out
     assert "1 items do not pass without a mutant\n  item9" in out
@@ -329,11 +331,27 @@ def test_a_later_call_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (ONE, TWO, THREE)])
     monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
     mutants.main(["run", str(file), "--items", "19"])
-    assert [fields["place"] for _, fields, *_ in given] == ["m:h"]
+    assert [fields["place"] for _, fields, _ in given] == ["m:h"]
     given.clear()
     mutants.main(["run", str(file), "--items", "25"])
-    counts = [(fields["place"], len(ran), reached) for _, fields, ran, reached in given]
+    counts = [(fields["place"], len(before["ran"]), before["reached"]) for _, fields, before in given]
     assert counts == [("m:g", 20, 19), ("m:h", 0, 0)]
+
+
+def test_efforts_add_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What quick finds need not run at standard; what standard finds runs at quick. No item runs at both."""
+    file, given = tmp_path / "r.jsonl", list[Any]()
+    lines = [_line(ONE, 3, found_by="item2", effort="quick"), _line(TWO, 3, found_by="item2"), _line(THREE, 4)]
+    file.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (ONE, TWO, THREE)])
+    monkeypatch.setattr(mutants, "_run", lambda options, todo, *_: given.extend(todo))
+    mutants.main(["run", str(file)])
+    assert [fields["place"] for _, fields, _ in given] == ["m:h"]
+    given.clear()
+    mutants.main(["run", str(file), "--effort", "quick"])
+    assert [(fields["place"], before["ran"], len(before["others"])) for _, fields, before in given] == [
+        ("m:g", [], 3), ("m:h", [], 4)
+    ]  # fmt: skip
 
 
 def test_a_marked_mutant_does_not_run_until_its_mark_is_gone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
@@ -346,7 +364,7 @@ def test_a_marked_mutant_does_not_run_until_its_mark_is_gone(tmp_path: pathlib.P
         assert not given and [one["is_marked"] for one in mutants.read(file)] == [True]
     marks.clear()
     mutants.main(["run", str(file)])
-    assert [fields["place"] for _, fields, *_ in given] == ["m:f"]
+    assert [fields["place"] for _, fields, _ in given] == ["m:f"]
 
 
 @pytest.mark.parametrize(
@@ -423,7 +441,7 @@ def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(mutants, "chosen", lambda options: [("fsdp2", one) for one in (same, wrong)])
     assert mutants.main(["run", str(tmp_path / "r"), "--items", "4", "--jobs", "1", "--deadline", "30"]) == 0
     known = mutants.results(mutants.read(tmp_path / "r"))
-    assert (known[same.id].found_by, len(known[same.id].ran), known[same.id].reached) == ("", 4, 4)
+    assert (known[same.id].found_by, known[same.id].said()[:1], known[same.id].reached["standard"]) == ({}, "4", 4)
     assert known[wrong.id].found_by
 
 
@@ -438,3 +456,8 @@ def test_the_order_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changed, "ordered", lambda items, *_: items)
     order = tries.turns([a1, a2, slow, a3, b1, named], "m:C._backward_prefetch", changed.Map("", {}))
     assert order == [a1, named, b1, a2, a3, slow]
+
+
+def test_items_that_came_to_a_line_take_turns_with_others() -> None:
+    a, b, c, d = (types.SimpleNamespace(nodeid=name) for name in "abcd")
+    assert tries.alternating(["c", "d"], [a, b, c, d]) == [c, a, d, b]  # type: ignore[list-item]

@@ -35,6 +35,7 @@ from planted.mutants import rules, tries
 from planted.mutants.rules import Mutant
 from shardproof import door
 from shardproof.harness.plugin import changed, hooks
+from shardproof.harness.plugin.options import Effort
 from shardproof.harness.worlds import instruments
 
 TORCH = importlib.metadata.version("torch")
@@ -153,22 +154,55 @@ class Result:
 
     Attributes:
         line: the newest line of the mutant.
-        ran: the items that ran.
+        ran: the items that ran, by effort.
         reached: with how many of them a rank came to the changed statement.
-        found_by: the item that found it; empty for a survivor.
+        covering: how many items of an effort call its function.
+        found_by: the item that found it, by effort; empty for a survivor.
     """
 
     line: dict[str, Any]
-    ran: list[str] = dataclasses.field(default_factory=list)
-    reached: int = 0
-    found_by: str = ""
+    ran: dict[str, list[str]] = dataclasses.field(default_factory=lambda: collections.defaultdict(list))
+    reached: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    covering: dict[str, int] = dataclasses.field(default_factory=dict)
+    found_by: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def is_done(self, items: int) -> bool:
-        """Whether no item is left of as many as may run; of one that was marked, and is no more, all are."""
-        if self.line.get("is_marked"):
+    def add(self, line: dict[str, Any]) -> None:
+        """Add what a call has seen."""
+        effort = line["effort"]
+        self.line = line
+        self.ran[effort] += line["ran"]
+        self.reached[effort] += line["reached"]
+        self.covering[effort] = line["covering"]
+        if "found_by" in line:
+            self.found_by[effort] = line["found_by"]
+
+    def is_done(self, items: int, effort: str) -> bool:
+        """Whether no item of an effort is left of as many as may run; of one that was marked, and is no more, all are.
+
+        What an item of quick finds is found by one of standard.
+        """
+        if self.line.get("is_marked") or (effort not in self.covering and not self.is_found(effort)):
             return False
-        counts = len(self.ran), self.reached
-        return bool(self.found_by) or tries.is_enough(*counts, items=items, covering=self.line["covering"])
+        counts = len(self.ran[effort]), self.reached[effort]
+        return self.is_found(effort) or tries.is_enough(*counts, items=items, covering=self.covering[effort])
+
+    def is_found(self, effort: str) -> bool:
+        """Whether an item of an effort has found it."""
+        return bool(self.found_by) if effort == Effort.STANDARD else effort in self.found_by
+
+    def said(self) -> str:
+        """How many items ran, of each effort."""
+        parts = [
+            f"{len(ran)} of {self.covering[effort]} items of {effort} ran, {self.reached[effort]} came to it"
+            for effort, ran in self.ran.items()
+            if ran
+        ]
+        return ", ".join(parts) or "not run"
+
+    def before(self, effort: str) -> tries.Before:
+        """What a call of an effort needs to know of earlier ones."""
+        others = [item for other, ran in self.ran.items() if other != effort for item in ran]
+        return tries.Before(self.ran[effort], self.reached[effort], others)
 
 
 def results(lines: Iterable[dict[str, Any]]) -> dict[str, Result]:
@@ -176,11 +210,7 @@ def results(lines: Iterable[dict[str, Any]]) -> dict[str, Result]:
     found: dict[str, Result] = {}
     for line in lines:
         if "id" in line:
-            one = found.setdefault(line["id"], Result(line))
-            one.line = line
-            one.ran += line["ran"]
-            one.reached += line["reached"]
-            one.found_by = line.get("found_by", one.found_by)
+            found.setdefault(line["id"], Result(line)).add(line)
     return found
 
 
@@ -192,12 +222,15 @@ def read(path: pathlib.Path) -> list[dict[str, Any]]:
 def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
     """The counts by group and by rule, and the survivors by function."""
     lines = []
+    has_quick = any(Effort.QUICK in one.covering for one in found.values())
     for key in ("group", "rule"):
         lines += [f"{key:<12}{'mutants':>8}{'found':>8}{'survived':>10}{'marked':>8}"]
         for name in dict.fromkeys(one.line[key] for one in found.values()):
             mine = [one for one in found.values() if one.line[key] == name]
             kinds = collections.Counter(_kind(one, rows) for one in mine)
-            share = f"{kinds['found'] / max(1, len(mine) - kinds['marked']):.1%} of those not marked are found"
+            unmarked = max(1, len(mine) - kinds["marked"])
+            share = f"{kinds['found'] / unmarked:.1%} of those not marked are found"
+            share += f", {sum(one.is_found(Effort.QUICK) for one in mine) / unmarked:.1%} at quick" if has_quick else ""
             share += f", {kinds['marked'] / len(mine):.1%} are marked"
             counts = f"{len(mine):>8}{kinds['found']:>8}{kinds['survived']:>10}{kinds['marked']:>8}"
             lines.append(f"{name:<12}{counts}  {share}")
@@ -210,8 +243,8 @@ def report(found: Mapping[str, Result], rows: Sequence[Mark]) -> str:
         lines.append(place)
         for one in sorted(survivors, key=lambda one: int(one.line["line"])):
             line, mark = one.line, next((row for row in rows if row.covers(one.line)), None)
-            ran = f"{len(one.ran)} of {line['covering']} items ran, {one.reached} came to it" if one.ran else "not run"
-            lines.append(f"  {line['line']}: {line['rule']}: {_short(line['old'])} -> {_short(line['new'])}; {ran}")
+            edit = f"{line['rule']}: {_short(line['old'])} -> {_short(line['new'])}"
+            lines.append(f"  {line['line']}: {edit}; {one.said()}")
             lines += [f"      {mark.kind}: {mark.why}"] if mark else []
     for row in rows:
         covered = [one for one in found.values() if row.covers(one.line)]
@@ -275,33 +308,35 @@ def ran(options: argparse.Namespace) -> int:
     for group, mutant in chosen(options):
         fields = dataclasses.asdict(mutant)
         before = known.get(mutant.id)
-        if not any(row.covers(fields) for row in marks()) and (before is None or not before.is_done(options.items)):
-            todo.append((group, fields, *((before.ran, before.reached) if before else ([], 0))))
+        is_done = before is not None and before.is_done(options.items, options.effort)
+        if not any(row.covers(fields) for row in marks()) and not is_done:
+            todo.append((group, fields, dataclasses.asdict((before or Result(fields)).before(options.effort))))
         elif before is None:
-            line = {"id": mutant.id, "group": group, "torch": TORCH, **fields, "ran": [], "reached": 0, "covering": 0}
-            tries.append(options.file, {**line, "is_marked": True})
+            line = {"id": mutant.id, "group": group, "torch": TORCH, **fields, "effort": options.effort, "ran": []}
+            tries.append(options.file, {**line, "reached": 0, "covering": 0, "is_marked": True})
     if todo:
         _run(options, todo, until, [one["unsound"] for one in lines if "unsound" in one])
     after = results(one for one in read(options.file) if one["torch"] == TORCH)
-    left = [one for one in todo if (now := after.get(Mutant(**one[1]).id)) is None or not now.is_done(options.items)]
-    found = sum(bool(one.found_by) for one in after.values())
-    print(f"{found} of {len(after)} are found; {len(left)} mutants are left for a later call")
+    ended = (after.get(Mutant(**fields).id) for _, fields, _ in todo)
+    left = sum(one is None or not one.is_done(options.items, options.effort) for one in ended)
+    found = sum(one.is_found(options.effort) for one in after.values())
+    print(f"{found} of {len(after)} are found at {options.effort}; {left} mutants are left for a later call")
     return 0
 
 
 def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: list[str]) -> None:
     names = dict.fromkeys(name for group, *_ in todo for name in GROUPS[group].implementations)
     command = [sys.executable, "-m", "pytest", "suites", "-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
-    command += ["-p", "planted.mutants.tries", "--impl", ",".join(names), "--device", "cpu", "--effort", "standard"]
-    command += ["--deadline", str(options.deadline), "-n", "0"]
+    command += ["-p", "planted.mutants.tries", "--impl", ",".join(names), "--device", "cpu"]
+    command += ["--effort", options.effort, "--deadline", str(options.deadline), "-n", "0"]
     with tempfile.TemporaryDirectory(prefix="m") as name:
         folder = pathlib.Path(name)
         (folder / "claims").mkdir()
         terminal = os.dup(sys.stdout.fileno())
         plan = tries.Plan(
             results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
-            lines=read_lines(options.lines) if options.lines else {}, items=options.items, until=until, torch=TORCH,
-            mutants=todo, unsound=unsound,
+            lines=read_lines(options.lines) if options.lines else {}, effort=options.effort, items=options.items,
+            until=until, torch=TORCH, mutants=todo, unsound=unsound,
             implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
         )  # fmt: skip
         (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
@@ -363,6 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
     one = commands.add_parser("run", parents=[draw])
     one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
+    one.add_argument("--effort", type=Effort, default=Effort.STANDARD, choices=(Effort.QUICK, Effort.STANDARD))
     one.add_argument("--lines", type=pathlib.Path, metavar="FILE", help="items that come to a line, which run first")
     one.add_argument("--items", type=int, default=20, help="that come to a mutant (default: 20); thrice as many run")
     one.add_argument("--seconds", type=float, default=540, help="after which no item begins (default: 540)")

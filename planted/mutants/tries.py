@@ -42,6 +42,21 @@ _PASSING = (Verdict.PASS, Verdict.EXPECTED_FAIL)
 
 
 @dataclasses.dataclass(frozen=True)
+class Before:
+    """What earlier calls have run of a mutant.
+
+    Attributes:
+        ran: the items of this effort.
+        reached: how many of these came to it.
+        others: the items of other efforts, which do not run again.
+    """
+
+    ran: list[str]
+    reached: int
+    others: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What the processes of one call have in common.
 
@@ -50,11 +65,12 @@ class Plan:
         claims: the folder in which each leaves a file with the id of a mutant before it begins with it.
         map: the map of items to functions.
         lines: the items that come to a line, by module and line (``coverage.LINES``); {} if they are not known.
+        effort: the effort whose items run.
         items: the number of items that run with a mutant, as :func:`is_enough` counts.
         implementations: by group, those whose items run.
         until: the time, of ``time.time``, after which no item begins.
         torch: its version.
-        mutants: of each, its group, the mutant, the items that ran before, and how many of these came to it.
+        mutants: of each, its group, the mutant, and the fields of its :class:`Before`.
         unsound: items that do not pass without a mutant.
         terminal: the file descriptor to which each writes its results.
     """
@@ -63,11 +79,12 @@ class Plan:
     claims: str
     map: str
     lines: dict[str, dict[str, list[str]]]
+    effort: str
     items: int
     implementations: dict[str, list[str]]
     until: float
     torch: str
-    mutants: list[tuple[str, dict[str, Any], list[str], int]]
+    mutants: list[tuple[str, dict[str, Any], dict[str, Any]]]
     unsound: list[str]
     terminal: int
 
@@ -99,10 +116,14 @@ def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> l
     return sorted(_in_turn(both), key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
 
 
-def first(comers: Iterable[str], items: Iterable[pytest.Function]) -> list[pytest.Function]:
-    """Items in their order, those that came to the line of a mutant before those that call its function alone."""
+def alternating(comers: Iterable[str], items: Sequence[pytest.Function]) -> list[pytest.Function]:
+    """Items in their order, those that came to the line of a mutant in turn with those of which it is not known.
+
+    To a line that is seldom passed only the first kind comes. To one that each call passes come all, and then the first
+    kind is what each process ran first: the same few chapters for each mutant.
+    """
     known = set(comers)
-    return sorted(items, key=lambda item: item.nodeid not in known)
+    return _in_turn([[item for item in items if (item.nodeid in known) is kind] for kind in (True, False)])
 
 
 def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
@@ -198,30 +219,30 @@ class Tries:
     def run(self) -> None:
         """Run each mutant that no other process has claimed."""
         try:
-            for group, fields, ran, reached in self._plan.mutants:
+            for group, fields, before in self._plan.mutants:
                 mutant = Mutant(**fields)
                 if self._is_over:
                     break
                 with contextlib.suppress(FileExistsError):
                     os.close(os.open(pathlib.Path(self._plan.claims, mutant.id), os.O_CREAT | os.O_EXCL))
-                    line = self._line(group, mutant, ran, reached)
+                    line = self._line(group, mutant, Before(**before))
                     append(self._results, line)
                     os.write(self._plan.terminal, f"{said(line)}\n".encode())
         finally:
             self._worlds.close()
 
-    def _line(self, group: str, mutant: Mutant, before: Sequence[str], reached_before: int) -> dict[str, Any]:
+    def _line(self, group: str, mutant: Mutant, before: Before) -> dict[str, Any]:
         started = time.time()
         packed = packed_of(mutant)
         comers = self._plan.lines.get(mutant.module, {}).get(str(mutant.line), ())
-        callers = first(comers, turns(self._items[group], mutant.place, self._known))
-        todo = [item for item in callers if self._sound.get(item.nodeid, True)]
+        callers = alternating(comers, turns(self._items[group], mutant.place, self._known))
+        todo = [item for item in callers if self._sound.get(item.nodeid, True) and item.nodeid not in before.others]
         ran, reached, found = list[str](), 0, dict[str, str]()
         with self._worlds.planted(packed):
             for item in todo:
-                if item.nodeid in before:
+                if item.nodeid in before.ran:
                     continue
-                counts = len(before) + len(ran), reached_before + reached
+                counts = len(before.ran) + len(ran), before.reached + reached
                 if self._is_late(item) or is_enough(*counts, items=self._plan.items, covering=len(todo)):
                     break
                 made, has_reached = self._worlds.with_mutant(item)
@@ -237,8 +258,9 @@ class Tries:
                     break
         covering = sum(self._sound.get(item.nodeid, True) for item in todo)
         return {
-            "id": mutant.id, "group": group, "torch": self._plan.torch, **dataclasses.asdict(mutant), "ran": ran,
-            "reached": reached, "covering": covering, "seconds": round(time.time() - started, 1), **found,
+            "id": mutant.id, "group": group, "torch": self._plan.torch, **dataclasses.asdict(mutant),
+            "effort": self._plan.effort, "ran": ran, "reached": reached, "covering": covering,
+            "seconds": round(time.time() - started, 1), **found,
         }  # fmt: skip
 
     def _is_sound(self, item: pytest.Function) -> bool:
