@@ -95,7 +95,7 @@ def records_of(
     else:
         raise RuntimeError(ended)
     partial.unlink(missing_ok=True)
-    return {_node_id(case): case for case in cases}
+    return {node_id(case): case for case in cases}
 
 
 def search_path() -> str:
@@ -103,7 +103,7 @@ def search_path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
-def _node_id(case: Mapping[str, Any]) -> str:
+def node_id(case: Mapping[str, Any]) -> str:
     """The id of a record, which leaves out the implementation, as pytest has it."""
     function, _, parameters = case["id"].partition("[")
     return f"{function}[{case['implementation']}-{parameters}"

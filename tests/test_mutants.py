@@ -15,9 +15,10 @@ import pytest
 
 from planted import coverage
 from planted.mutants import __main__ as mutants
-from planted.mutants import plant, rules, tries
+from planted.mutants import gate, plant, rules, tries
 from planted.mutants.rules import Mutant, Source
 from shardproof.harness.plugin import changed
+from shardproof.harness.worlds import instruments
 
 GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
@@ -429,6 +430,37 @@ def test_a_map_onto_another(tmp_path: pathlib.Path) -> None:
         coverage.onto(path, new)
 
 
+def test_the_gate_is_asked(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each mutant that was found is planted in a run of its function; an item that never passes finds none."""
+    name = "FSDPParamGroup.unshard"
+    path = rules.path_of(GROUP)
+    assert path is not None
+    one, two, *_ = rules.mutants_of(rules.source_of(path), GROUP, name)
+    lines = [_line(one, 1, found_by="item0"), _line(two, 1, found_by="item0"), _line(ONE, 3)]
+    lines.append({"unsound": "s/test_a.py::test_b[x-w2]", "torch": mutants.TORCH, "verdict": "fail"})
+    (file := tmp_path / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = list[list[str]]()
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        asked.append(command)
+        assert pathlib.Path(env[instruments.FOLDER], plant.FILE).exists()
+        failed = ["test_b[w2]", "test_c[w2]"][: len(asked)]  # the first run sees the item alone that never passes
+        cases = [{"id": f"s/test_a.py::{one}", "implementation": "x", "verdict": "fail"} for one in failed]
+        pathlib.Path(command[command.index("--report") + 1]).write_text(json.dumps({"cases": cases}))
+
+    monkeypatch.setattr(gate.subprocess, "run", run)
+    assert mutants.main(["gate", str(file), "--in", GROUP, "--seconds", "7"]) == 0
+    assert all(f"{path}:{name}" in command and "7.0" in command for command in asked)
+    out = capsys.readouterr().out
+    assert out.count(": not found (1 items") == 1 and out.count(": found by test_c[x-w2] (2 items") == 1
+    assert "1 of 2 are found in 7 s" in out
+    with pytest.raises(SystemExit):
+        mutants.main(["gate", str(file), "--jobs", "9999"])
+    assert "--jobs 9999: each has two cores of its own, and there are" in capsys.readouterr().err
+
+
 @pytest.mark.nightly
 def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What changes nothing survives all items that run; what is wrong is found, and not by what runs after it."""
@@ -443,19 +475,6 @@ def test_two_mutants(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) ->
     known = mutants.results(mutants.read(tmp_path / "r"))
     assert (known[same.id].found_by, known[same.id].said()[:1], known[same.id].reached["standard"]) == ({}, "4", 4)
     assert known[wrong.id].found_by
-
-
-def test_the_order_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
-    def item(chapter: str, name: str, **world: Any) -> Any:
-        mark = types.SimpleNamespace(kwargs=world)
-        path, function = pathlib.Path(f"test_{chapter}.py"), types.SimpleNamespace(__name__=f"test_{name}")
-        return types.SimpleNamespace(path=path, function=function, iter_markers=lambda _: [mark])
-
-    a1, a2, a3, b1 = item("a", "one"), item("a", "two"), item("a", "three"), item("b", "one")
-    named, slow = item("prefetching", "c"), item("a", "prefetch", own_hash_seeds=True)
-    monkeypatch.setattr(changed, "ordered", lambda items, *_: items)
-    order = tries.turns([a1, a2, slow, a3, b1, named], "m:C._backward_prefetch", changed.Map("", {}))
-    assert order == [a1, named, b1, a2, a3, slow]
 
 
 def test_items_that_came_to_a_line_take_turns_with_others() -> None:

@@ -5,8 +5,7 @@ is a set of functions. Where the map does not know a function, as one that is ne
 function of its module; of a module that it does not know, the chapters that import it.
 
 The items that call what was changed run in an order, until ``--seconds`` are over; the rest is left out of the run,
-with that reason. One item of each test function comes before a second one of any. Chapters of which a greater share
-calls what was changed come before others: if all do, the order is that of the suites.
+with that reason. The order (:func:`ordered`) is that in which ``planted.mutants`` runs items, too.
 """
 
 import ast
@@ -272,7 +271,13 @@ def _around(path: pathlib.Path, line: int) -> list[str]:
 
 
 def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> list[pytest.Function]:
-    """Return those items that call what was changed, the likeliest finders first."""
+    """Return those items that call what was changed, the likeliest finders first.
+
+    Chapters take turns, because of what every step calls each chapter sees another side. Every second item is one whose
+    chapter or test function has a word of a changed function in its name, as long as there are any. In both kinds those
+    chapters begin of which a greater share calls what was changed, and in a chapter one item of each test function
+    comes before a second one of any. Last are items whose worlds each execute a new interpreter or the like.
+    """
     found: dict[tuple[str, str, str], list[tuple[int, int, pytest.Function]]] = collections.defaultdict(list)
     called_in, all_in = collections.Counter[str](), collections.Counter[str]()
     for item in items:
@@ -282,13 +287,36 @@ def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> lis
         all_in[chapter] += bool(called)
         if change.touches(called) or chapter in change.chapters:
             called_in[chapter] += 1
-            place = implementation, chapter, item.function.__name__
+            place = chapter, item.function.__name__, implementation
             found[place].append((cases.launch_of(item).size, len(called), item))
     share = {chapter: called_in[chapter] / max(1, all_in[chapter]) for chapter in called_in}
-    # Few ranks first, and of as many ranks the item that calls the least besides: more of them fit into the time.
-    each = [[item for *_, item in sorted(same, key=lambda one: one[:2])] for same in found.values()]
-    each.sort(key=lambda same: -share[same[0].path.name])
-    return [item for turn in itertools.zip_longest(*each) for item in turn if item is not None]
+    words = frozenset[str]().union(*(_words(re.split("[:.]", name)[-1]) for name in change.functions))
+    by_chapter: dict[tuple[bool, str], list[list[pytest.Function]]] = collections.defaultdict(list)
+    for place, same in found.items():
+        # Few ranks first, and of as many ranks the item that calls the least besides: more of them fit into the time.
+        mine = [item for *_, item in sorted(same, key=lambda one: one[:2])]
+        by_chapter[bool(words & _words("_".join(place[:2]))), place[0]].append(mine)
+    chapters = sorted(by_chapter, key=lambda key: -share[key[1]])
+    kinds = ([in_turn(by_chapter[key]) for key in chapters if key[0] is is_named] for is_named in (True, False))
+    turns = in_turn(in_turn(same) for same in kinds)
+    return sorted(turns, key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
+
+
+def in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
+    """The first of each list, then the second of each, and so on."""
+    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+
+
+@functools.cache
+def _words(name: str) -> frozenset[str]:
+    """The beginnings of the longer words of a name, such as "redu" of "reduce" and "reduction"."""
+    return frozenset(one[:4] for one in re.findall(r"[a-z]{4,}", name)) - {"para", "test", "modu"}
+
+
+def one_at_a_time(config: pytest.Config) -> None:
+    """Have xdist hand out items one by one: a worker that begins with a long piece would run what should come late."""
+    if getattr(config.option, "maxschedchunk", 0) is None:
+        config.option.maxschedchunk = 1
 
 
 class Ending:

@@ -154,6 +154,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(effort.Shortening(state))
     if config.option.shardproof_changed or config.option.shardproof_changed_since:
         config.pluginmanager.register(changed.Ending(lambda: state.selection))
+        changed.one_at_a_time(config)
     config.pluginmanager.register(terminal.AlikeFailures())
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)

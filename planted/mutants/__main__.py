@@ -2,6 +2,7 @@
 
     python -m planted.mutants run FILE [--group NAME] [--jobs 2]    appends results to FILE until --seconds are over
     python -m planted.mutants report FILE                           what was found, and the survivors by function
+    python -m planted.mutants gate FILE [--in PLACE]                how many of those found a run of --changed finds
     python -m planted.mutants list [--group NAME]                   the mutants that are drawn
 
 Of each group of functions ``--count`` mutants are drawn with ``--seed``, among the functions that items call by the map
@@ -31,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from planted import coverage, run
-from planted.mutants import rules, tries
+from planted.mutants import gate, rules, tries
 from planted.mutants.rules import Mutant
 from shardproof import door
 from shardproof.harness.plugin import changed, hooks
@@ -386,16 +387,36 @@ def reported(options: argparse.Namespace) -> int:
     return 0
 
 
+def gated(options: argparse.Namespace) -> int:
+    """Ask runs of ``--changed`` for mutants that items of a file have found, as ``gate`` does."""
+    lines = [one for one in read(options.file) if one["torch"] == TORCH]
+    found = [one.line for one in results(lines).values() if one.found_by]
+    mine = [one for one in found if not options.inside or coverage.is_in(one["place"], [options.inside])]
+    names = [field.name for field in dataclasses.fields(Mutant)]
+    chosen = [
+        (one["group"], Mutant(**{name: one[name] for name in names}), GROUPS[one["group"]].implementations)
+        for one in sorted(mine, key=lambda one: str(one["id"]))[: options.count]
+    ]
+    unsound = {one["unsound"] for one in lines if "unsound" in one}
+    number = 0
+    for one in gate.asked(chosen, unsound=unsound, known=options.map, seconds=options.seconds, jobs=options.jobs):
+        number += bool(one["found_by"])
+        print(tries.said(one), flush=True)
+    print(f"{number} of {len(chosen)} are found in {options.seconds:g} s by the items that --changed asks")
+    return 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw mutants, run them, or print what earlier calls have seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    draw = argparse.ArgumentParser(add_help=False)
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("--in", dest="inside", default="", metavar="PLACE", help="a module, or MODULE:CLASS.FUNCTION")
+    place.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
+    draw = argparse.ArgumentParser(add_help=False, parents=[place])
     draw.add_argument("--group", action="append", choices=GROUPS, help="may be given several times (default: all)")
     draw.add_argument("--count", type=int, default=400, help="mutants of each group (default: 400)")
     draw.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
-    draw.add_argument("--in", dest="inside", default="", metavar="PLACE", help="a module, or MODULE:CLASS.FUNCTION")
-    draw.add_argument("--map", type=pathlib.Path, default=changed.PACKED, metavar="FILE", help="of items to functions")
     one = commands.add_parser("run", parents=[draw])
     one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
     one.add_argument("--effort", type=Effort, default=Effort.STANDARD, choices=(Effort.QUICK, Effort.STANDARD))
@@ -407,6 +428,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.set_defaults(run=ran)
     other = commands.add_parser("list", parents=[draw])
     other.set_defaults(run=listed)
+    other = commands.add_parser("gate", parents=[place])
+    other.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results of run")
+    other.add_argument("--count", type=int, default=50, help="mutants (default: 50)")
+    other.add_argument("--seconds", type=float, default=60, help="of each run (default: 60)")
+    other.add_argument("--jobs", type=int, default=1, help="runs at once, each on two cores of its own (default: 1)")
+    other.set_defaults(run=gated)
     other = commands.add_parser("report")
     other.add_argument("file", type=pathlib.Path, metavar="FILE")
     other.set_defaults(run=reported)

@@ -9,8 +9,6 @@ that fails runs once more in ranks without a mutant, once in the whole run: one 
 import contextlib
 import dataclasses
 import fcntl
-import functools
-import itertools
 import json
 import os
 import pathlib
@@ -101,21 +99,6 @@ def append(results: pathlib.Path, line: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def turns(items: Iterable[pytest.Function], place: str, known: changed.Map) -> list[pytest.Function]:
-    """The items that call a function, the likeliest finders first: as ``--changed`` orders them, by chapters in turn.
-
-    ``--changed`` has a minute. A mutant has a number of items, and where every chapter calls its function, these would
-    all be of the first one. Every second item is one whose chapter or test function has a word of the function in its
-    name, as long as there are any. Last are those whose worlds each execute a new interpreter or the like.
-    """
-    words, by_chapter = _words(re.split("[:.]", place)[-1]), dict[tuple[bool, str], list[pytest.Function]]()
-    for item in changed.ordered(items, changed.Change(functions=frozenset({place})), known):
-        is_named = bool(words & _words(f"{item.path.stem}_{item.function.__name__}"))
-        by_chapter.setdefault((is_named, item.path.name), []).append(item)
-    both = [_in_turn(same for (is_named, _), same in by_chapter.items() if is_named is kind) for kind in (True, False)]
-    return sorted(_in_turn(both), key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
-
-
 def alternating(comers: Iterable[str], items: Sequence[pytest.Function]) -> list[pytest.Function]:
     """Items in their order, those that came to the line of a mutant in turn with those of which it is not known.
 
@@ -123,17 +106,7 @@ def alternating(comers: Iterable[str], items: Sequence[pytest.Function]) -> list
     kind is what each process ran first: the same few chapters for each mutant.
     """
     known = set(comers)
-    return _in_turn([[item for item in items if (item.nodeid in known) is kind] for kind in (True, False)])
-
-
-def _in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
-    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
-
-
-@functools.cache
-def _words(name: str) -> frozenset[str]:
-    """The beginnings of the longer words of a name, such as "redu" of "reduce" and "reduction"."""
-    return frozenset(one[:4] for one in re.findall(r"[a-z]{4,}", name)) - {"para", "test", "modu"}
+    return changed.in_turn([[item for item in items if (item.nodeid in known) is kind] for kind in (True, False)])
 
 
 def may_run(item: pytest.Item, state: State) -> TypeGuard[pytest.Function]:
@@ -235,7 +208,8 @@ class Tries:
         started = time.time()
         packed = packed_of(mutant)
         comers = self._plan.lines.get(mutant.module, {}).get(str(mutant.line), ())
-        callers = alternating(comers, turns(self._items[group], mutant.place, self._known))
+        change = changed.Change(functions=frozenset({mutant.place}))
+        callers = alternating(comers, changed.ordered(self._items[group], change, self._known))
         todo = [item for item in callers if self._sound.get(item.nodeid, True) and item.nodeid not in before.others]
         ran, reached, found = list[str](), 0, dict[str, str]()
         with self._worlds.planted(packed):
@@ -248,7 +222,7 @@ class Tries:
                 made, has_reached = self._worlds.with_mutant(item)
                 if made.verdict == Verdict.HARNESS_ERROR:  # of the machine, perhaps
                     made, has_reached = self._worlds.with_mutant(item)
-                if not made.verdict.is_skip and made.verdict not in _PASSING:
+                if made.verdict.fails:
                     if not self._is_sound(item):
                         continue
                     found = {"found_by": item.nodeid, "says": f"{made.verdict}: {_reason(made.text)}"}
@@ -290,7 +264,7 @@ def packed_of(mutant: Mutant) -> bytes:
 
 def said(line: dict[str, Any]) -> str:
     """A result in one line."""
-    what = "found by " + line["found_by"].partition("::")[2] if "found_by" in line else "not found"
+    what = "found by " + line["found_by"].partition("::")[2] if line.get("found_by") else "not found"
     name = line["place"].partition(":")[2]
     return f"{line['group']} {name} {line['rule']}: {what} ({len(line['ran'])} items, {line['seconds']} s)"
 

@@ -71,6 +71,38 @@ def test_cases_that_call_what_was_changed_run_in_their_order(run, map_file, give
     assert names[: len(cases)] == cases
 
 
+def test_chapters_take_turns(monkeypatch):
+    """Every second case has a word of the function in its name or its chapter's; the slowest kind is last."""
+
+    def item(chapter, name, size=2, **world):
+        mark = types.SimpleNamespace(kwargs=world)
+        path, function = pathlib.Path(f"test_{chapter}.py"), types.SimpleNamespace(__name__=f"test_{name}")
+        return types.SimpleNamespace(path=path, function=function, size=size, iter_markers=lambda _: [mark])
+
+    a1, a2, a3, b1, b2 = item("a", "one"), item("a", "two"), item("a", "one", 4), item("b", "one"), item("b", "two")
+    named, slow = item("prefetching", "c"), item("a", "prefetch", own_hash_seeds=True)
+    monkeypatch.setattr(
+        changed.cases, "launch_of", lambda item: types.SimpleNamespace(implementation="ddp", size=item.size)
+    )
+    monkeypatch.setattr(changed.cases, "case_id", lambda item: "other" if item is b2 else "case")
+    place = f"{GROUP}:Group._backward_prefetch"
+    known = changed.Map("", {"ddp": {"case": frozenset({place}), "other": frozenset({f"{GROUP}:Group.reshard"})}})
+    change = changed.Change(functions=frozenset({place}))
+    # Half of b's cases call it: after a, all of whose cases do.
+    assert changed.ordered([b2, b1, a1, a3, a2, slow, named], change, known) == [a1, named, b1, a2, a3, slow]
+
+
+def test_workers_get_case_after_case():
+    """Of 200 cases a worker would otherwise begin with 25, and another one with the next 25."""
+    config = types.SimpleNamespace(option=types.SimpleNamespace(maxschedchunk=None))
+    changed.one_at_a_time(config)
+    assert config.option.maxschedchunk == 1
+    config.option.maxschedchunk = 7
+    changed.one_at_a_time(config)
+    assert config.option.maxschedchunk == 7
+    changed.one_at_a_time(types.SimpleNamespace(option=types.SimpleNamespace()))  # without xdist
+
+
 def test_a_function_that_is_unknown_counts_as_its_module(found):
     change = found("_group.py:Group.prefetch")
     assert (change.functions, change.modules) == (frozenset(), {GROUP})
