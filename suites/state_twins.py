@@ -122,11 +122,30 @@ class RenamingByDefault(Renaming):
         return self.hidden_names()
 
 
+class Showing(nn.Module):
+    """A wrapper of user code that shows what it wraps, as torch's for recomputation does, with the same name of it.
+
+    Unlike that one it leaves the name in its state dict.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = nn.Linear(DIM, DIM)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_checkpoint_wrapped_module"), name)
+
+
 # Optimizers.
 
 
 class Odd(torch.optim.Optimizer):
     """Has states of other kinds than torch's optimizers, and no learning rate under the usual name.
+
+    Its methods are those of an older optimizer: a step wants the closure, and gradients become zeros by default.
 
     Args:
         kinds: "numbers" for tensors like the parameter, numbers and None; "nested" for tensors of other shapes and
@@ -137,11 +156,14 @@ class Odd(torch.optim.Optimizer):
         super().__init__(parameters, {"rate": rate, "kinds": kinds})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
                     self.state[parameter] = self._state(parameter, group["kinds"])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
 
     def _state(self, parameter: torch.Tensor, kinds: str) -> dict[str, Any]:
         average = torch.zeros_like(parameter)
@@ -178,6 +200,11 @@ def _of(kind: Callable[..., torch.optim.Optimizer], *, frozen: bool = True) -> C
     return lambda named: [kind([value for _, value in named if frozen or value.requires_grad])]
 
 
+def _of_biases(named: Named) -> list[Any]:
+    """One optimizer that trains biases alone, of which no state has two dimensions."""
+    return [_adam([value for name, value in named if name.endswith("bias") and value.requires_grad])]
+
+
 _adam = functools.partial(torch.optim.AdamW, lr=0.5, foreach=False)
 _sgd = functools.partial(torch.optim.SGD, lr=0.5, foreach=False)
 
@@ -189,6 +216,7 @@ OPTIMIZERS: dict[str, Callable[[Named], list[Any]]] = {
     "sgd": _in_groups(_sgd, lr=0.25),
     "momentum": _in_groups(functools.partial(_sgd, momentum=0.5), lr=0.25, dampening=0.5),
     "adagrad": _of(functools.partial(torch.optim.Adagrad, lr=0.5, foreach=False), frozen=False),
+    "biases": _of_biases,
     "several": _several,
     **{kind: _of(functools.partial(Odd, rate=0.5, kinds=kind)) for kind in ("numbers", "nested", "odd")},
 }
@@ -204,7 +232,7 @@ def step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        optimizer.step(None)
         optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:

@@ -1,5 +1,6 @@
 """Chapter STATE: torch's functions for state dicts, ``torch.distributed.checkpoint.state_dict``, with their options."""
 
+import collections
 import copy
 import fractions
 import functools
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.suites.state_twins import (
     DIM,
@@ -31,10 +33,12 @@ from shardproof.suites.state_twins import (
     Renaming,
     RenamingByDefault,
     Report,
+    Showing,
     Twins,
     build,
     clone_of,
     differences,
+    fill,
     flattened,
     load_by_number,
     model_entries,
@@ -46,7 +50,7 @@ from shardproof.suites.state_twins import (
 from shardproof.testing import Capability, Rank, contract, needs, world
 from shardproof.testing.compare import local_of
 from shardproof.testing.make import sharded
-from shardproof.testing.measure import private
+from shardproof.testing.measure import Recorder, private
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import parallel
 
@@ -108,12 +112,15 @@ def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: d
 
 # Models.
 
+#: A unit of modules, and one that has parameters itself.
+UNITS = [["deep"], ["other"]]
+
 
 @contract("STATE-14")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_models_are_read(rank: Rank, wrapper: str) -> None:
     """A model's state dict has the entries of the unsharded model that the options choose, in the form they choose."""
-    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]]), Report(rank)
+    twins, report = build(rank, Nested(), wrapper=wrapper, units=UNITS), Report(rank)
     for name, options in READS.items():
         if not works(rank, options):
             continue
@@ -124,6 +131,11 @@ def test_models_are_read(rank: Rank, wrapper: str) -> None:
         found, states = get_state_dict(twins.module, [])
         check_read(rank, report, found, model_entries(twins.plain), {})
         report.note([f"the optimizers' state dict is {states}"] if states else [])
+    with report.of("objects of user code"):
+        for model in (twins.plain.get_submodule("deep.1"), twins.modules["deep.1"]):
+            model.runs = fractions.Fraction(1, 3)  # type: ignore[assignment]
+        # Copies and full values are of the kinds that the documentation lists.
+        check_read(rank, report, get_model_state_dict(twins.module), model_entries(twins.plain), {})
     report.end()
 
 
@@ -138,8 +150,8 @@ def works(rank: Rank, options: dict[str, Any] | None) -> bool:
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_models_are_loaded(rank: Rank, wrapper: str) -> None:
     """A model has the values of the state dict that was loaded, whatever the options."""
-    source = build(rank, Nested(), number=2, wrapper=wrapper, units=[["deep"]])
-    twins, report = build(rank, Nested(), wrapper=wrapper, units=[["deep"]]), Report(rank)
+    source = build(rank, Nested(), number=2, wrapper=wrapper, units=UNITS)
+    twins, report = build(rank, Nested(), wrapper=wrapper, units=UNITS), Report(rank)
     of_both = {f"{name}, with no optimizer": LOADS[name] for name in ("no options", "full")}
     for number, (name, options) in enumerate([*LOADS.items(), *of_both.items()], start=3):
         source.fill(number)
@@ -166,10 +178,10 @@ def loadable(rank: Rank, options: dict[str, Any] | None, entries: Any, shards: C
 
 # Optimizers.
 
-#: FSDP1 has states in flat parameters: tensors like the parameter, and numbers.
+#: FSDP1 has states in flat parameters: tensors like the parameter, and numbers, of all parameters of a unit.
 _OF_TENSORS = needs(Capability.DTENSOR_PARAMETERS)
 KINDS = pytest.mark.parametrize(
-    "kind", [pytest.param(one, marks=_OF_TENSORS) if one in ("nested", "odd") else one for one in OPTIMIZERS]
+    "kind", [pytest.param(one, marks=_OF_TENSORS) if one in ("nested", "odd", "biases") else one for one in OPTIMIZERS]
 )
 
 
@@ -260,6 +272,10 @@ def test_new_optimizers_are_loaded(rank: Rank, kind: str) -> None:
         twins = build(rank, Nested(), kind=kind, units=[["deep"]], steps=False)
         with report.of(name):
             check_loaded(rank, report, source, twins, LOADS[name])
+    if kind not in ("numbers", "odd"):  # which no flattened state dict can have
+        twins = build(rank, Nested(), kind=kind, units=[["deep"]], steps=False)
+        with report.of("flattened"):
+            check_flattened(report, source, twins)
     report.end()
 
 
@@ -383,13 +399,19 @@ def test_states_of_other_optimizers(rank: Rank, saved: str, loaded: str) -> None
 def test_flattened_states_are_loaded(rank: Rank, kind: str) -> None:
     """A flattened state dict loads the states and options that it has, also beside frozen parameters."""
     source, twins = (build(rank, Nested(), number=number, kind=kind, units=[["deep"]]) for number in (2, 1))
-    report, options = Report(rank), StateDictOptions(flatten_optimizer_state_dict=True)
+    report = Report(rank)
     with report.of("flattened"):
-        state = clone_of(get_optimizer_state_dict(source.module, given(source), options=options))
-        set_optimizer_state_dict(twins.module, given(twins), state, options=options)
-        load_by_number(twins.plain, twins.optimizers, optimizer_entries(source.plain, source.optimizers))
-        report.note(twins.wrong())
+        check_flattened(report, source, twins)
     report.end()
+
+
+def check_flattened(report: Report, source: Twins, twins: Twins) -> None:
+    """Load the flattened state dict of one pair of twins' optimizers into another, and note what is wrong then."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = clone_of(get_optimizer_state_dict(source.module, given(source), options=options))
+    set_optimizer_state_dict(twins.module, given(twins), state, options=options)
+    load_by_number(twins.plain, twins.optimizers, optimizer_entries(source.plain, source.optimizers))
+    report.note(twins.wrong())
 
 
 # Calls.
@@ -424,7 +446,8 @@ def test_submodules(rank: Rank, wrapper: str) -> None:
             check_read(rank, report, found, within(expected), {})
         states, deep = optimizer_entries(plain, twins.optimizers), {twins.root.get_submodule("deep")}
         with report.of("optimizer"):
-            found = get_optimizer_state_dict(twins.module, twins.own, submodules=deep)
+            with pytest.warns(FutureWarning, match="submodules only"):
+                found = get_optimizer_state_dict(twins.module, twins.own, submodules=deep)
             check_read(rank, report, found, states, {})
         with report.of("both"):
             found, of_all = get_state_dict(twins.module, twins.own, submodules=deep)
@@ -580,8 +603,12 @@ def test_refusals(rank: Rank) -> None:
     sent = StateDictOptions(broadcast_from_rank0=True)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     others = build(rank, Nested(), kind="numbers", units=[["deep"]])
-    lacking, empty, twice = (clone_of(get_optimizer_state_dict(module, own)) for _ in range(3))
-    del lacking["state"]["other.weight"]
+    lacking, empty, twice, unlisted = (clone_of(get_optimizer_state_dict(module, own)) for _ in range(4))
+    for one in (lacking, unlisted):
+        del one["state"]["other.weight"]
+    for group in unlisted["param_groups"]:
+        group["params"] = [name for name in group["params"] if name != "other.weight"]
+    flat = {**module.state_dict(), "deep._flat_param": torch.ones(3)}
     twice["state"]["other.weight"] |= {"of.two": torch.ones(1), "of": {"two": torch.ones(1)}}
     own.add_param_group({"params": []})
     attempts: dict[str, Callable[[], Any]] = {
@@ -589,6 +616,7 @@ def test_refusals(rank: Rank) -> None:
             others.module, others.own, options=options
         ),
         "Missing optimizer state for parameter": lambda: set_optimizer_state_dict(module, own, lacking),
+        "Missing optimizer state for parameter 'other.weight'": lambda: set_optimizer_state_dict(module, own, unlisted),
         "exactly one param group": lambda: set_optimizer_state_dict(module, own, empty),
         "full_state_dict must be True": lambda: get_model_state_dict(module, options=sent),
         "Optimizers are not passed in": lambda: get_optimizer_state_dict(module, []),
@@ -597,6 +625,7 @@ def test_refusals(rank: Rank) -> None:
             module, own, model_state_dict=dict(module.state_dict()), optim_state_dict={}
         ),
         "state_dict is empty": lambda: set_model_state_dict(module, {}),
+        "the model is not the root module": lambda: set_model_state_dict(module, flat),
         "optim state_dict is empty": lambda: set_optimizer_state_dict(module, own, {}),
     }
     for words, attempt in attempts.items():
@@ -610,6 +639,89 @@ def test_refusals(rank: Rank) -> None:
         names_twice.check_names("duplicated flatten key")
     lines = [*twins.wrong()]
     assert not lines, f"what was refused has changed something: {lines[0]}"
+
+
+@contract("STATE-14")
+def test_models_that_are_refused(rank: Rank) -> None:
+    """Names of which torch's functions cannot tell the unsharded one are refused by every rank."""
+    extra = nn.Sequential(collections.OrderedDict(_extra_state=nn.Linear(DIM, DIM)))
+    models = {"to be the last obj name": nn.Sequential(extra), "an unexpected key": nn.Sequential(Showing())}
+    if Capability.DTENSOR_PARAMETERS not in rank.implementation.capabilities():
+        del models["an unexpected key"]  # FSDP1 takes the name out
+    for words, model in models.items():
+        module = sharded(rank, model.to(rank.device), units=[]).module
+        Refusal(rank, functools.partial(get_model_state_dict, module), may_send=True).check_names(words)
+
+
+@contract("STATE-14")
+def test_modules_with_two_names(rank: Rank) -> None:
+    """Of a module in two places the optimizer has the first name, and its states are missing if they are under none."""
+    linear = nn.Linear(DIM, DIM)
+    model = nn.Sequential(nn.Sequential(linear), nn.Linear(DIM, 3), nn.Sequential(linear))
+    source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", units=[["1"]]) for number in (2, 1))
+    report = Report(rank)
+    with report.of("read"):
+        check_read(rank, report, get_model_state_dict(source.module), model_entries(source.plain), {})
+    if Capability.SHARDED in rank.implementation.capabilities():  # DDP does not find the second name: findings/F114.py
+        with report.of("loaded"):
+            set_model_state_dict(twins.module, clone_of(get_model_state_dict(source.module)))
+            twins.plain.load_state_dict(model_entries(source.plain))
+    for name in ("no options", "full", "sent"):
+        with report.of(name):
+            check_optimizers(rank, report, source, READS.get(name, READS["full"]))
+            check_loaded(rank, report, source, twins, LOADS[name])
+    report.end()
+    lacking = clone_of(get_optimizer_state_dict(twins.module, given(twins)))
+    del lacking["state"]["0.0.bias"]
+    for group in lacking["param_groups"]:
+        group["params"] = [name for name in group["params"] if name != "0.0.bias"]
+    refused = Refusal(rank, lambda: set_optimizer_state_dict(twins.module, given(twins), lacking), may_send=True)
+    refused.check_names("Missing optimizer state for parameter '0.0.bias'")
+
+
+class Beside(nn.Module):
+    """A sharded model, and a module of which each rank has all."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.shards, self.copies = one, other
+
+
+@contract("STATE-14")
+def test_models_beside_replicas(rank: Rank) -> None:
+    """Where DDP keeps copies of a part of a model, that has its unsharded names too, as any combination has them."""
+    twins, report = build(rank, Nested(), units=UNITS), Report(rank)
+    copies, plain = (nn.Linear(DIM, DIM).to(rank.device) for _ in range(2))
+    model, right = Beside(twins.module, DistributedDataParallel(copies)), Beside(twins.plain, plain)
+    for number, name in enumerate(("no options", "full", "sent"), start=3):
+        with report.of(name):
+            fill(plain, number)
+            twins.fill(number)
+            copies.load_state_dict(plain.state_dict())
+            read = functools.partial(get_model_state_dict, model, **made(READS.get(name, READS["full"])))
+            entries = model_entries(right)
+            check_read(rank, report, read(), entries, LOADS[name])
+            state = loadable(rank, LOADS[name], entries, read)
+            twins.fill(1)
+            fill(copies, 1)
+            keys = set_model_state_dict(model, state, **made(LOADS[name]))
+            report.note([f"it returned {keys}"] if any(keys) else [])
+            right.load_state_dict(entries)
+            report.note(twins.wrong())
+            report.note(differences(dict(copies.state_dict()), dict(plain.state_dict()), "copies"))
+    report.end()
+
+
+@contract("STATE-14")
+def test_what_the_first_rank_sends(rank: Rank) -> None:
+    """The first rank sends each tensor of a full state dict, and sends it once."""
+    twins = build(rank, Nested(), units=UNITS)
+    entries, recorder = model_entries(twins.plain), Recorder(lambda *_: "", announcer=rank.announcer)
+    with recorder.during("load"):
+        set_model_state_dict(twins.module, loadable(rank, LOADS["sent"], entries, dict), **made(LOADS["sent"]))
+    sent = sorted(one.nbytes for one in recorder.trace if (one.kind, one.dtype) == ("broadcast", "float32"))
+    expected = sorted(one.nbytes for _, one in tensors_in(entries) if one.ndim)
+    assert sent == expected, f"broadcasts have these bytes of floating-point numbers: {sent}, instead of {expected}"
 
 
 @contract("STATE-14")
@@ -715,8 +827,9 @@ def _spread(rank: Rank, mesh: str) -> Any:
         return {"units": [["deep"]]}
     if mesh == "replicas":
         return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("replicate", "shard"))}
-    if mesh == "subgroup":
-        return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("copy", "dp"))["dp"]}
+    if mesh in ("subgroup", "process-groups"):  # FSDP1 has ShardedTensors on process groups
+        mine = rank.mesh((2, 2), ("copy", "dp"))["dp"]
+        return {"units": [["deep"]], "mesh": mine, "as_groups": mesh == "process-groups"}
     both = rank.mesh((2, 2), ("dp", "tp"))
     plan = functools.partial(parallel.parallelize_mlps, mesh=both["tp"])
     return {"units": [["layers.0"], ["layers.1"]], "mesh": both["dp"], "wrapper": plan}
@@ -730,6 +843,7 @@ def _spread(rank: Rank, mesh: str) -> Any:
         "ranks",
         pytest.param("replicas", marks=needs(Capability.HYBRID)),
         pytest.param("subgroup", marks=needs(Capability.SHARDED)),
+        pytest.param("process-groups", marks=needs(Capability.SHARDED, Capability.PROCESS_GROUPS)),
         pytest.param(
             "tensor-parallel", marks=needs(Capability.TENSOR_PARALLEL_CHECKPOINT, Capability.DTENSOR_PARAMETERS)
         ),
@@ -739,6 +853,8 @@ def test_meshes(rank: Rank, mesh: str) -> None:
     """Model and optimizer are read and loaded on replicas, on a subgroup and beside tensor parallelism as elsewhere."""
     # Of sizes that two times two ranks divide: others do not load, findings/F323.py.
     model: Any = parallel.MLPStack(8) if mesh == "tensor-parallel" else Nested()
+    if mesh == "process-groups":
+        model = model.double()  # as a rank without a row is to make its part in the dtype of the others'
     options = _spread(rank, mesh)
     source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", **options) for number in (2, 1))
     report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
@@ -756,7 +872,7 @@ def test_meshes(rank: Rank, mesh: str) -> None:
             state = loadable(rank, LOADS[name], entries, lambda: get_model_state_dict(source.module))
             set_model_state_dict(twins.module, state, **made(LOADS[name]))
             twins.plain.load_state_dict(entries)
-            if is_flat and mesh == "subgroup" and "sent" in name:
+            if is_flat and mesh in ("subgroup", "process-groups") and "sent" in name:
                 load_by_number(twins.plain, twins.optimizers, optimizer_entries(twins.plain, twins.optimizers))
                 continue  # sent by a rank of another group: findings/F312.py
             check_loaded(rank, report, source, twins, LOADS[name])
@@ -794,11 +910,16 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
 # Copies on the CPU.
 
 
+def parts_of(value: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a rank has of a tensor of a state dict."""
+    shards: Any = getattr(value, "local_shards", None)  # FSDP1 on process groups has them
+    return [one.tensor for one in shards()] if shards else [local_of(value)]
+
+
 def erase(state: Any) -> None:
     """Set all tensors of a state dict to zero, in place."""
     for _, value in tensors_in(state):
-        shards: Any = getattr(value, "local_shards", None)  # FSDP1 on process groups has them
-        for part in [one.tensor for one in shards()] if shards else [local_of(value)]:
+        for part in parts_of(value):
             part.zero_()
 
 
@@ -833,8 +954,10 @@ def test_copies_for_background_saves(rank: Rank, means: str, kind: str) -> None:
             other = dict(tensors_in(state))[path]
             if type(value) is not type(other) or value.device.type != "cpu":
                 report.note([f"{path} is a {type(value).__name__} on {value.device}, was a {type(other).__name__}"])
-            if means == "shared" and local_of(value).numel() and not local_of(value).is_shared():
-                report.note([f"{path} is not in shared memory"])
+            is_shared = means == "shared"
+            parts = [part for part in parts_of(value) if part.numel() or not is_shared]
+            if any(part.is_shared() != is_shared for part in parts):
+                report.note([f"{path} is {'not ' if is_shared else ''}in shared memory"])
         report.note(differences(whole(rank, copied), expected, ""))
     stager.close()
     report.end()
