@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from shardproof.testing import Rank, states
+from shardproof.testing import Capability, Rank, states
 from shardproof.testing.compare import local_of, map_leaves, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
@@ -88,6 +89,14 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "both": _wrapped(by=[checkpoint_wrapper, _compiled]),
     "compiled-root": lambda model: model,  # which is compiled once it is sharded
 }
+
+
+class Beside(nn.Module):
+    """A sharded model, and a module of which each rank has all."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.shards, self.copies = one, other
 
 
 class Renaming(nn.Module):
@@ -595,3 +604,81 @@ class Report:
         found = [f"rank {index}: {line}" for index, lines in enumerate(everyone) for line in lines]
         more = f"\n  and {len(found) - 12} more" if len(found) > 12 else ""
         assert not found, "\n  ".join(["torch's functions for state dicts:", *found[:12]]) + more
+
+
+# Calls with options.
+
+#: By name, the options with which state dicts are read; None leaves the argument out.
+READS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "defaults": {},
+    "cpu": {"cpu_offload": True},
+    "full": {"full_state_dict": True},
+    "first rank": {"full_state_dict": True, "cpu_offload": True},
+    "trainable": {"ignore_frozen_params": True},
+    "full trainable": {"full_state_dict": True, "ignore_frozen_params": True},
+    "first rank, trainable": {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "cpu flattened": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
+    "full flattened": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+}
+
+#: By name, the options with which state dicts are loaded.
+LOADS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "cpu": {"cpu_offload": True},
+    "lenient": {"strict": False},
+    "full": {"full_state_dict": True},
+    "full lenient": {"full_state_dict": True, "strict": False},
+    "sent": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "sent lenient": {"full_state_dict": True, "broadcast_from_rank0": True, "strict": False},
+    "sent, cpu": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
+}
+
+
+def made(options: dict[str, Any] | None) -> Any:
+    """The arguments of a call with these options."""
+    return {} if options is None else {"options": StateDictOptions(**options)}
+
+
+def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: dict[str, Any] | None) -> None:
+    """Note how a state dict that was read differs from the right one, or does not have the form of its options."""
+    given = options or {}
+    of_first = given.get("full_state_dict") and given.get("cpu_offload")
+    if of_first and rank.index:
+        report.note([f"this rank has {sorted(found)}, although it is not the first"] if found else [])
+        return
+    for path, value in tensors_in(found):
+        if given.get("full_state_dict") and (isinstance(value, DTensor) or hasattr(value, "local_shards")):
+            report.note([f"{path} is a {type(value).__name__}"])
+        if given.get("cpu_offload") and value.device.type != "cpu":
+            report.note([f"{path} is on {value.device}"])
+    if not of_first:
+        found = whole(rank, found)
+    report.note(differences(found, expected, ""))
+
+
+def works(rank: Rank, options: dict[str, Any] | None) -> bool:
+    """Whether full values can go to the CPU: FSDP1 frees or mixes up what is there already (F-41, F-171)."""
+    moves = bool(options and options.get("full_state_dict") and options.get("cpu_offload"))
+    flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    return not (moves and flat and rank.device.type == "cpu")
+
+
+def loadable(rank: Rank, options: dict[str, Any] | None, entries: Any, shards: Callable[[], Any]) -> Any:
+    """A state dict of the form that the options of a load want."""
+    given = options or {}
+    if given.get("broadcast_from_rank0"):
+        return copy.deepcopy(entries) if rank.index == 0 else {}
+    return copy.deepcopy(entries) if given.get("full_state_dict") else clone_of(shards())
+
+
+def given(twins: Twins) -> Any:
+    """The optimizers as a call takes them: one by itself, several as an iterator."""
+    return twins.own[0] if len(twins.own) == 1 else iter(twins.own)
+
+
+def has_numbers(twins: Twins) -> bool:
+    """Whether optimizers have states that are no tensors."""
+    states = [state for optimizer in twins.optimizers for state in optimizer.state.values()]
+    return any(not isinstance(value, torch.Tensor) for state in states for value in state.values())

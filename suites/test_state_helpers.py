@@ -22,13 +22,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.suites.state_twins import (
     DIM,
+    LOADS,
     OPTIMIZERS,
+    READS,
     WRAPPERS,
+    Beside,
     Nested,
     Renaming,
     RenamingByDefault,
@@ -36,16 +38,22 @@ from shardproof.suites.state_twins import (
     Showing,
     Twins,
     build,
+    check_read,
     clone_of,
     differences,
     fill,
     flattened,
+    given,
+    has_numbers,
     load_by_number,
+    loadable,
+    made,
     model_entries,
     optimizer_entries,
     step,
     tensors_in,
     whole,
+    works,
 )
 from shardproof.testing import Capability, Rank, contract, needs, world
 from shardproof.testing.compare import local_of
@@ -59,56 +67,6 @@ pytestmark = [needs(Capability.STATE_HELPERS, Capability.TIED_PARAMETERS, Capabi
 patch_model = private.take("torch.distributed.checkpoint.state_dict._patch_model_state_dict")
 patch_optimizer = private.take("torch.distributed.checkpoint.state_dict._patch_optimizer_state_dict")
 patched_ones: Any = private.find("torch.distributed.checkpoint.state_dict._patched_state_dict")
-
-#: By name, the options with which state dicts are read; None leaves the argument out.
-READS: dict[str, dict[str, Any] | None] = {
-    "no options": None,
-    "defaults": {},
-    "cpu": {"cpu_offload": True},
-    "full": {"full_state_dict": True},
-    "first rank": {"full_state_dict": True, "cpu_offload": True},
-    "trainable": {"ignore_frozen_params": True},
-    "full trainable": {"full_state_dict": True, "ignore_frozen_params": True},
-    "first rank, trainable": {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True},
-    "flattened": {"flatten_optimizer_state_dict": True},
-    "cpu flattened": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
-    "full flattened": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
-}
-
-#: By name, the options with which state dicts are loaded.
-LOADS: dict[str, dict[str, Any] | None] = {
-    "no options": None,
-    "cpu": {"cpu_offload": True},
-    "lenient": {"strict": False},
-    "full": {"full_state_dict": True},
-    "full lenient": {"full_state_dict": True, "strict": False},
-    "sent": {"full_state_dict": True, "broadcast_from_rank0": True},
-    "sent lenient": {"full_state_dict": True, "broadcast_from_rank0": True, "strict": False},
-    "sent, cpu": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
-}
-
-
-def made(options: dict[str, Any] | None) -> Any:
-    """The arguments of a call with these options."""
-    return {} if options is None else {"options": StateDictOptions(**options)}
-
-
-def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: dict[str, Any] | None) -> None:
-    """Note how a state dict that was read differs from the right one, or does not have the form of its options."""
-    given = options or {}
-    of_first = given.get("full_state_dict") and given.get("cpu_offload")
-    if of_first and rank.index:
-        report.note([f"this rank has {sorted(found)}, although it is not the first"] if found else [])
-        return
-    for path, value in tensors_in(found):
-        if given.get("full_state_dict") and (isinstance(value, DTensor) or hasattr(value, "local_shards")):
-            report.note([f"{path} is a {type(value).__name__}"])
-        if given.get("cpu_offload") and value.device.type != "cpu":
-            report.note([f"{path} is on {value.device}"])
-    if not of_first:
-        found = whole(rank, found)
-    report.note(differences(found, expected, ""))
-
 
 # Models.
 
@@ -139,13 +97,6 @@ def test_models_are_read(rank: Rank, wrapper: str) -> None:
     report.end()
 
 
-def works(rank: Rank, options: dict[str, Any] | None) -> bool:
-    """Whether full values can go to the CPU: FSDP1 frees or mixes up what is there already (F-41, F-171)."""
-    moves = bool(options and options.get("full_state_dict") and options.get("cpu_offload"))
-    flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
-    return not (moves and flat and rank.device.type == "cpu")
-
-
 @contract("STATE-14")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_models_are_loaded(rank: Rank, wrapper: str) -> None:
@@ -166,14 +117,6 @@ def test_models_are_loaded(rank: Rank, wrapper: str) -> None:
             twins.plain.load_state_dict(model_entries(source.plain))
             report.note(twins.wrong())
     report.end()
-
-
-def loadable(rank: Rank, options: dict[str, Any] | None, entries: Any, shards: Callable[[], Any]) -> Any:
-    """A state dict of the form that the options of a load want."""
-    given = options or {}
-    if given.get("broadcast_from_rank0"):
-        return copy.deepcopy(entries) if rank.index == 0 else {}
-    return copy.deepcopy(entries) if given.get("full_state_dict") else clone_of(shards())
 
 
 # Optimizers.
@@ -207,11 +150,6 @@ def check_optimizers(rank: Rank, report: Report, twins: Twins, options: dict[str
     entries = optimizer_entries(twins.plain, twins.optimizers)
     found = get_optimizer_state_dict(twins.module, given(twins), **made(options))
     check_read(rank, report, found, flattened(entries) if is_flat else entries, options)
-
-
-def given(twins: Twins) -> Any:
-    """The optimizers as a call takes them: one by itself, several as an iterator."""
-    return twins.own[0] if len(twins.own) == 1 else iter(twins.own)
 
 
 NEW = pytest.mark.parametrize(
@@ -277,12 +215,6 @@ def test_new_optimizers_are_loaded(rank: Rank, kind: str) -> None:
         with report.of("flattened"):
             check_flattened(report, source, twins)
     report.end()
-
-
-def has_numbers(twins: Twins) -> bool:
-    """Whether optimizers have states that are no tensors."""
-    states = [state for optimizer in twins.optimizers for state in optimizer.state.values()]
-    return any(not isinstance(value, torch.Tensor) for state in states for value in state.values())
 
 
 @contract("STATE-14")
@@ -677,14 +609,6 @@ def test_modules_with_two_names(rank: Rank) -> None:
         group["params"] = [name for name in group["params"] if name != "0.0.bias"]
     refused = Refusal(rank, lambda: set_optimizer_state_dict(twins.module, given(twins), lacking), may_send=True)
     refused.check_names("Missing optimizer state for parameter '0.0.bias'")
-
-
-class Beside(nn.Module):
-    """A sharded model, and a module of which each rank has all."""
-
-    def __init__(self, one: nn.Module, other: nn.Module) -> None:
-        super().__init__()
-        self.shards, self.copies = one, other
 
 
 @contract("STATE-14")
