@@ -198,9 +198,10 @@ def _in_groups(kind: Callable[..., torch.optim.Optimizer], **second: Any) -> Cal
 
 
 def _several(named: Named) -> list[Any]:
-    """One optimizer for the parameters of the unit, two groups of one for the others, in turn."""
+    """One optimizer for the parameters of the unit, three groups of one for the others: in turn, and the last alone."""
     unit, others = ([value for name, value in named if ("deep" in name) == inside] for inside in (True, False))
-    groups: list[Any] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
+    rest, last = others[:-1], others[-1:]
+    groups: list[Any] = [{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.125}, {"params": last, "lr": 0.0625}]
     return [_sgd(unit, momentum=0.5), _adam(groups, lr=0.25)]
 
 
@@ -564,7 +565,16 @@ def clone_of(value: Any) -> Any:
 
 def whole(rank: Rank, value: Any) -> Any:
     """A container with all tensors full and on the CPU (collective)."""
-    return map_leaves(functools.partial(states.whole_on_cpu, rank), value, kind=torch.Tensor)
+    return map_leaves(functools.partial(_whole_one, rank), value, kind=torch.Tensor)
+
+
+def _whole_one(rank: Rank, value: Any) -> torch.Tensor:
+    if not hasattr(value, "local_shards"):
+        return states.whole_on_cpu(rank, value)
+    # FSDP1 on process groups, of which others may have the same rows.
+    group = {one.placement.rank() for one in value.metadata().shards_metadata}
+    everyone = rank.exchange([one.tensor.cpu() for one in value.local_shards()])
+    return torch.cat([part for index, parts in enumerate(everyone) if index in group for part in parts])
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

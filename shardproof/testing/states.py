@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -171,10 +172,7 @@ def whole_on_cpu(member: Member, value: torch.Tensor) -> torch.Tensor:
     shards = _shards(value)
     if shards is not None:
         # Shards are rows, in the order of the ranks. They may be on the CPU, for which their group has no backend.
-        everyone = member.exchange([one.tensor.cpu() for one in shards])
-        # Those of its group: other groups may have the same rows.
-        group: Any = {one.placement.rank() for one in cast(Any, value).metadata().shards_metadata}
-        return torch.cat([part for index, parts in enumerate(everyone) if index in group for part in parts])
+        return torch.cat([*itertools.chain(*member.exchange([one.tensor.cpu() for one in shards]))])
     return full_of(value).detach().cpu().clone()
 
 
