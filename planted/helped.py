@@ -16,6 +16,9 @@ from torch import nn
 from torch.distributed.checkpoint import staging, state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardproof.testing.compare import map_tensors
 
 BUGS: dict[str, tuple[Any, str, Callable[..., Any]]] = {}
 """By the name of a class: the owner and the name of what is replaced, and the mistake."""
@@ -254,3 +257,99 @@ def models_without_optimizers_left(set_: Any, model: nn.Module, optimizers: Any,
 def submodules_of_optimizers_alone(get: Any, *args: Any, submodules: Any = None, **others: Any) -> Any:
     """The model is saved in full, whatever the submodules."""
     return get(*args, **others)
+
+
+@of("get_model_state_dict")
+def moved_unasked(get: Any, model: nn.Module, *, options: Any = None, **others: Any) -> Any:
+    """What is not made full is moved to the CPU, and is looked through for that."""
+    is_full = options is not None and options.full_state_dict
+    return get(model, options=options if is_full else _without(options, cpu_offload=True), **others)
+
+
+@of("get_optimizer_state_dict")
+def closures_forgotten(get: Any, model: nn.Module, optimizers: Any, **others: Any) -> Any:
+    """The step that makes states is called without a closure, which older optimizers want."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    for one in given:
+        if not one.state:
+            one.step()
+    return get(model, given, **others)
+
+
+@of("set_optimizer_state_dict")
+def flattened_states_of_new_ones_lost(
+    set_: Any, model: nn.Module, optimizers: Any, state: Any, *, options: Any = None
+) -> Any:
+    """An optimizer that has not stepped has no state after a load of a flattened state dict."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    new = [one for one in given if not one.state]
+    set_(model, given, state, options=options)
+    for one in new if "state" not in state else []:
+        one.state.clear()
+
+
+@of("set_optimizer_state_dict")
+def states_without_matrices_refused(
+    set_: Any, model: nn.Module, optimizers: Any, state: Any, *, options: Any = None
+) -> Any:
+    """Which device states are on is asked of those of two dimensions."""
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+    held = [value for one in given for states in one.state.values() for value in states.values()]
+    dimensions = [value.ndim for value in held if isinstance(value, torch.Tensor)]
+    assert not (options is not None and options.full_state_dict and max(dimensions, default=2) < 2), "no device is set"
+    return set_(model, given, state, options=options)
+
+
+@of("set_model_state_dict")
+def flat_names_dropped(set_: Any, model: nn.Module, state: Any, **others: Any) -> Any:
+    """Entries of flat parameters are dropped."""
+    return set_(model, {name: value for name, value in state.items() if "_flat_param" not in str(name)}, **others)
+
+
+@of("get_model_state_dict")
+def strange_names_returned(get: Any, model: nn.Module, **others: Any) -> Any:
+    """A model with a name that cannot be told is read as it is."""
+    try:
+        return get(model, **others)
+    except RuntimeError:
+        return model.state_dict()
+
+
+@of("set_optimizer_state_dict")
+def missing_ones_left(set_: Any, *args: Any, **others: Any) -> Any:
+    """States that are missing are left out in silence."""
+    try:
+        return set_(*args, **others)
+    except RuntimeError as error:
+        if "Missing optimizer state" not in str(error):
+            raise
+
+
+@of("get_model_state_dict")
+def prefix_of_copies(get: Any, model: nn.Module, **others: Any) -> Any:
+    """What DDP keeps has the name of its wrapper."""
+    names = [f"{name}." for name, one in model.named_modules() if isinstance(one, DistributedDataParallel)]
+    found = get(model, **others)
+    for name, prefix in [(name, prefix) for name in found for prefix in names if name.startswith(prefix)]:
+        found[f"{prefix}module.{name.removeprefix(prefix)}"] = found.pop(name)
+    return found
+
+
+@of("set_model_state_dict")
+def sent_again(set_: Any, model: nn.Module, state: Any, *, options: Any = None) -> Any:
+    """What the first rank sends is sent once more."""
+    if options is not None and options.broadcast_from_rank0:
+        set_(model, dict(state), options=options)
+    return set_(model, state, options=options)
+
+
+@of("get_optimizer_state_dict")
+def submodules_unheard(get: Any, *args: Any, submodules: Any = None, **others: Any) -> Any:
+    """Submodules are left out in silence, whose state dicts are deprecated."""
+    return get(*args, **others)
+
+
+@of("stage", owner=staging.BlockingAsyncStager)
+def staged_in_shared_memory(stage: Any, self: Any, state: Any) -> Any:
+    """Copies for background saves are in memory that processes share, of which a machine may have little."""
+    return map_tensors(lambda one: one.share_memory_() if type(one) is torch.Tensor else one, stage(self, state))

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from shardproof.testing import Rank, states
+from shardproof.testing import Capability, Rank, states
 from shardproof.testing.compare import local_of, map_leaves, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
@@ -90,6 +91,14 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Beside(nn.Module):
+    """A sharded model, and a module of which each rank has all."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.shards, self.copies = one, other
+
+
 class Renaming(nn.Module):
     """A module whose state dict has the entries of ``inner`` as its own, as a wrapper that hides itself does."""
 
@@ -122,11 +131,30 @@ class RenamingByDefault(Renaming):
         return self.hidden_names()
 
 
+class Showing(nn.Module):
+    """A wrapper of user code that shows what it wraps, as torch's for recomputation does, with the same name of it.
+
+    Unlike that one it leaves the name in its state dict.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = nn.Linear(DIM, DIM)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_checkpoint_wrapped_module"), name)
+
+
 # Optimizers.
 
 
 class Odd(torch.optim.Optimizer):
     """Has states of other kinds than torch's optimizers, and no learning rate under the usual name.
+
+    Its methods are those of an older optimizer: a step wants the closure, and gradients become zeros by default.
 
     Args:
         kinds: "numbers" for tensors like the parameter, numbers and None; "nested" for tensors of other shapes and
@@ -137,11 +165,14 @@ class Odd(torch.optim.Optimizer):
         super().__init__(parameters, {"rate": rate, "kinds": kinds})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
                     self.state[parameter] = self._state(parameter, group["kinds"])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
 
     def _state(self, parameter: torch.Tensor, kinds: str) -> dict[str, Any]:
         average = torch.zeros_like(parameter)
@@ -167,15 +198,21 @@ def _in_groups(kind: Callable[..., torch.optim.Optimizer], **second: Any) -> Cal
 
 
 def _several(named: Named) -> list[Any]:
-    """One optimizer for the parameters of the unit, two groups of one for the others, in turn."""
+    """One optimizer for the parameters of the unit, three groups of one for the others: in turn, and the last alone."""
     unit, others = ([value for name, value in named if ("deep" in name) == inside] for inside in (True, False))
-    groups: list[Any] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.125}]
+    rest, last = others[:-1], others[-1:]
+    groups: list[Any] = [{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.125}, {"params": last, "lr": 0.0625}]
     return [_sgd(unit, momentum=0.5), _adam(groups, lr=0.25)]
 
 
 def _of(kind: Callable[..., torch.optim.Optimizer], *, frozen: bool = True) -> Callable[[Named], list[Any]]:
     """One optimizer of one group, of all parameters or of the trainable ones."""
     return lambda named: [kind([value for _, value in named if frozen or value.requires_grad])]
+
+
+def _of_biases(named: Named) -> list[Any]:
+    """One optimizer that trains biases alone, of which no state has two dimensions."""
+    return [_adam([value for name, value in named if name.endswith("bias") and value.requires_grad])]
 
 
 _adam = functools.partial(torch.optim.AdamW, lr=0.5, foreach=False)
@@ -189,6 +226,7 @@ OPTIMIZERS: dict[str, Callable[[Named], list[Any]]] = {
     "sgd": _in_groups(_sgd, lr=0.25),
     "momentum": _in_groups(functools.partial(_sgd, momentum=0.5), lr=0.25, dampening=0.5),
     "adagrad": _of(functools.partial(torch.optim.Adagrad, lr=0.5, foreach=False), frozen=False),
+    "biases": _of_biases,
     "several": _several,
     **{kind: _of(functools.partial(Odd, rate=0.5, kinds=kind)) for kind in ("numbers", "nested", "odd")},
 }
@@ -204,7 +242,7 @@ def step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
+        optimizer.step(None)
         optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
@@ -527,7 +565,16 @@ def clone_of(value: Any) -> Any:
 
 def whole(rank: Rank, value: Any) -> Any:
     """A container with all tensors full and on the CPU (collective)."""
-    return map_leaves(functools.partial(states.whole_on_cpu, rank), value, kind=torch.Tensor)
+    return map_leaves(functools.partial(_whole_one, rank), value, kind=torch.Tensor)
+
+
+def _whole_one(rank: Rank, value: Any) -> torch.Tensor:
+    if not hasattr(value, "local_shards"):
+        return states.whole_on_cpu(rank, value)
+    # FSDP1 on process groups, of which others may have the same rows.
+    group = {one.placement.rank() for one in value.metadata().shards_metadata}
+    everyone = rank.exchange([one.tensor.cpu() for one in value.local_shards()])
+    return torch.cat([part for index, parts in enumerate(everyone) if index in group for part in parts])
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -567,3 +614,81 @@ class Report:
         found = [f"rank {index}: {line}" for index, lines in enumerate(everyone) for line in lines]
         more = f"\n  and {len(found) - 12} more" if len(found) > 12 else ""
         assert not found, "\n  ".join(["torch's functions for state dicts:", *found[:12]]) + more
+
+
+# Calls with options.
+
+#: By name, the options with which state dicts are read; None leaves the argument out.
+READS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "defaults": {},
+    "cpu": {"cpu_offload": True},
+    "full": {"full_state_dict": True},
+    "first rank": {"full_state_dict": True, "cpu_offload": True},
+    "trainable": {"ignore_frozen_params": True},
+    "full trainable": {"full_state_dict": True, "ignore_frozen_params": True},
+    "first rank, trainable": {"full_state_dict": True, "cpu_offload": True, "ignore_frozen_params": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "cpu flattened": {"flatten_optimizer_state_dict": True, "cpu_offload": True},
+    "full flattened": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+}
+
+#: By name, the options with which state dicts are loaded.
+LOADS: dict[str, dict[str, Any] | None] = {
+    "no options": None,
+    "cpu": {"cpu_offload": True},
+    "lenient": {"strict": False},
+    "full": {"full_state_dict": True},
+    "full lenient": {"full_state_dict": True, "strict": False},
+    "sent": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "sent lenient": {"full_state_dict": True, "broadcast_from_rank0": True, "strict": False},
+    "sent, cpu": {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": True},
+}
+
+
+def made(options: dict[str, Any] | None) -> Any:
+    """The arguments of a call with these options."""
+    return {} if options is None else {"options": StateDictOptions(**options)}
+
+
+def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: dict[str, Any] | None) -> None:
+    """Note how a state dict that was read differs from the right one, or does not have the form of its options."""
+    given = options or {}
+    of_first = given.get("full_state_dict") and given.get("cpu_offload")
+    if of_first and rank.index:
+        report.note([f"this rank has {sorted(found)}, although it is not the first"] if found else [])
+        return
+    for path, value in tensors_in(found):
+        if given.get("full_state_dict") and (isinstance(value, DTensor) or hasattr(value, "local_shards")):
+            report.note([f"{path} is a {type(value).__name__}"])
+        if given.get("cpu_offload") and value.device.type != "cpu":
+            report.note([f"{path} is on {value.device}"])
+    if not of_first:
+        found = whole(rank, found)
+    report.note(differences(found, expected, ""))
+
+
+def works(rank: Rank, options: dict[str, Any] | None) -> bool:
+    """Whether full values can go to the CPU: FSDP1 frees or mixes up what is there already (F-41, F-171)."""
+    moves = bool(options and options.get("full_state_dict") and options.get("cpu_offload"))
+    flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    return not (moves and flat and rank.device.type == "cpu")
+
+
+def loadable(rank: Rank, options: dict[str, Any] | None, entries: Any, shards: Callable[[], Any]) -> Any:
+    """A state dict of the form that the options of a load want."""
+    given = options or {}
+    if given.get("broadcast_from_rank0"):
+        return copy.deepcopy(entries) if rank.index == 0 else {}
+    return copy.deepcopy(entries) if given.get("full_state_dict") else clone_of(shards())
+
+
+def given(twins: Twins) -> Any:
+    """The optimizers as a call takes them: one by itself, several as an iterator."""
+    return twins.own[0] if len(twins.own) == 1 else iter(twins.own)
+
+
+def has_numbers(twins: Twins) -> bool:
+    """Whether optimizers have states that are no tensors."""
+    states = [state for optimizer in twins.optimizers for state in optimizer.state.values()]
+    return any(not isinstance(value, torch.Tensor) for state in states for value in state.values())

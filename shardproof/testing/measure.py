@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
 from shardproof.harness.collectives.units import ROOT
 from shardproof.harness.parity.coverage import state_numel
@@ -29,6 +30,7 @@ __all__ = [
     "Collective",
     "Kind",
     "Moment",
+    "Recorder",
     "Trace",
     "bytes_of",
     "first_difference",
