@@ -412,6 +412,30 @@ def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
 
 
 @contract("INIT-5")
+@needs(Capability.FSDP2_API, Capability.GROUPED_UNIT)
+def test_refuses_a_root_of_two_modules(rank: Rank) -> None:
+    """The forward of a unit of two modules is refused where no module around them is a unit."""
+    fsdp = fsdp2(rank)
+    layers = fsdp.layers()
+    fsdp.shard([layers[0], layers[1]])
+    fsdp.check_refused("single root", lambda: fsdp.forward(layers))
+
+
+@contract("INIT-9")
+@needs(Capability.FSDP2_API)
+def test_units_of_one_class(rank: Rank) -> None:
+    """Units whose modules are of one class, sharded alone or in a list, are of one class too, a subclass of it."""
+    fsdp = fsdp2(rank)
+    layers = nn.Sequential(fsdp.layers(), fsdp.layers(), nn.Tanh())
+    for module in ([layers[0][0], layers[0][1]], *layers[1], *layers[:2], layers):
+        fsdp.shard(module)
+    linear = {type(module) for module in (*layers[0], *layers[1])}
+    assert len(linear) == 1 and all(issubclass(one, nn.Linear) for one in linear), f"units of Linear are of {linear}"
+    kinds = {type(module) for module in (layers[0], layers[1], layers)}
+    assert len(kinds) == 1 and type(layers[2]) is nn.Tanh, f"units of Sequential are of {kinds}"
+
+
+@contract("INIT-5")
 @needs(Capability.FSDP2_API)
 def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
     """The forward of a model is refused if one of its units has run before in another model."""
