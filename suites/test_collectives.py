@@ -497,6 +497,19 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
 
 @contract("COLLECTIVES-10")
+@world(4)
+@needs(Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, Capability.KEEP_AFTER_BACKWARD)
+def test_backward_neither_gathers_nor_frees_a_unit(rank: Rank) -> None:
+    """A unit in shards of groups of two that backward neither gathers nor frees is reduced over all ranks."""
+    model = nn.Sequential(nn.Embedding(11, 9), nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7))
+    pair = rank.pair(model, units=[["0"], ["1"]], reshard_after_forward=2)
+    unit: Any = pair.adapter.submodule("0")
+    unit.set_unshard_in_backward(False)
+    unit.set_reshard_after_backward(False)
+    pair.checked_step(rank.tokens(0, (4, 3), vocabulary=11))
+
+
+@contract("COLLECTIVES-10")
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.GROUPED_UNIT)
 @subjects(("unit", "recurse"), [("used", False), ("", False), ("", True)], ids=["the-unit", "the-root", "all-units"])
 def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
