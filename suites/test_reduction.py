@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardproof.suites.apis import Own, fsdp2
+from shardproof.suites.apis import Own
 from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_value, models, needs, world
 from shardproof.testing.axes import RESHARD, SHARDS
 from shardproof.testing.casts import check_equal, run_and_replica
@@ -144,19 +144,6 @@ def test_function_after_the_reduction(rank: Rank, replicas: bool, unit: str) -> 
         compare_gradients(rank, runs, step, doubled=changed.names if doubles else ())
         padded = changed.padded_numel // runs[1].adapter.config.shard_size
         assert sizes == [padded] * (step + 1), f"by {step_label(step)} the function has got shares of {sizes} elements"
-
-
-@contract("REDUCTION-2")
-@needs(Capability.FSDP2_API, Hardware.ACCELERATOR)
-def test_stream_of_a_function_after_the_reduction(rank: Rank) -> None:
-    """A function that is set with a stream runs in that stream, once in each reduction."""
-    fsdp, found = fsdp2(rank), list[Any]()
-    layers, device = fsdp.sharded(), torch.get_device_module(fsdp.device)
-    stream = device.Stream()
-    layers[0].set_all_reduce_hook(lambda share: found.append(device.current_stream()), stream=stream)
-    for _ in range(2):
-        fsdp.forward(layers).sum().backward()
-    assert found == [stream] * 2, f"the function has run in {found}, and {stream} was set"
 
 
 @contract("REDUCTION-6")

@@ -13,7 +13,6 @@ import __future__
 import ast
 import contextlib
 import functools
-import gc
 import importlib
 import inspect
 import marshal
@@ -58,9 +57,11 @@ def plant(packed: bytes) -> None:
     function.__globals__[_MARK] = _reached
     inside = _pairs(function.__code__, code)
     function.__code__ = code
-    # What a decorator made of a function when it was imported.
-    for one in gc.get_objects() if inside else ():
-        if isinstance(one, types.FunctionType) and (new := inside.get(one.__code__)) is not None:
+    # What a decorator made of the functions of its module when this was imported. The collector may not know them: the
+    # objects with which ranks begin are frozen.
+    spaces = [function.__globals__, *(vars(one) for one in function.__globals__.values() if isinstance(one, type))]
+    for one in [value for space in spaces for value in space.values()] if inside else ():
+        if type(one) is types.FunctionType and (new := inside.get(one.__code__)) is not None:
             one.__code__ = new
     if default is None:
         return
