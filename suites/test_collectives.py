@@ -152,7 +152,13 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 
 @contract("COLLECTIVES-4")
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.MULTIPLE_FORWARD)
-@pytest.mark.parametrize("model", [models.Tower, ties.RepeatedTower], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(models.Tower, id="once"), pytest.param(ties.RepeatedTower, id="twice"),
+        pytest.param(ties.ReturningTower, id="again-with-two-outputs", marks=needs(Capability.GATHER_ORDER)),
+    ],
+)  # fmt: skip
 def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
     """While a layer computes its gradients, only the next one in backward is gathered, by the order of forward.
 
@@ -181,12 +187,13 @@ def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], mode
         pair.step(rank.batch(step, (4, 9)))
         order = ran[::-1]
         # A layer that is freed after the last of its backwards is gathered once.
-        needed = order if len(gathered()) == len(order) else list(dict.fromkeys(order))
+        gathers_again = len(gathered()) == len(order)
         for number, (name, units) in enumerate(found):
             assert name == order[number], f"layers compute their gradients in the order {[name for name, _ in found]}"
-            assert units == needed[: number + 2], (
+            needed = order[: number + 2] if gathers_again else [*dict.fromkeys(order[: number + 2])]
+            assert units == needed, (
                 f"while backward {number} of {len(order)}, of {name}, computes in {step_label(step)}, gathered are "
-                f"{units} instead of {needed[: number + 2]}"
+                f"{units} instead of {needed}"
             )
         assert len(found) == len(order)
         pair.check()
@@ -487,6 +494,19 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
         pair.checked_step(rank.tokens(step, (4, 3), vocabulary=11))
         pair.check_counts("forward", all_gather=3)
         assert_gathered_in_backward(pair, step, ["1"] if gathers is False and unit else ["0", "1"])
+
+
+@contract("COLLECTIVES-10")
+@world(4)
+@needs(Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, Capability.KEEP_AFTER_BACKWARD)
+def test_backward_neither_gathers_nor_frees_a_unit(rank: Rank) -> None:
+    """A unit in shards of groups of two that backward neither gathers nor frees is reduced over all ranks."""
+    model = nn.Sequential(nn.Embedding(11, 9), nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7))
+    pair = rank.pair(model, units=[["0"], ["1"]], reshard_after_forward=2)
+    unit: Any = pair.adapter.submodule("0")
+    unit.set_unshard_in_backward(False)
+    unit.set_reshard_after_backward(False)
+    pair.checked_step(rank.tokens(0, (4, 3), vocabulary=11))
 
 
 @contract("COLLECTIVES-10")

@@ -270,7 +270,10 @@ def test_steps_of_a_model_on_one_rank(rank: Rank, reshard_after_forward: bool | 
 @needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """An unshard that waits yields the current full parameters: first of all, after an evaluation and after a step."""
+    """An unshard that waits yields the current full parameters: first of all, after an evaluation and after a step.
+
+    A forward uses them, the first one too.
+    """
     run, plain = run_and_plain(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward)
     batch = (rank.batch(0, (2, 9)),)
     for number in range(3):
@@ -278,8 +281,11 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
         assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
         states.check_whole(rank, WholeParameters(), run.adapter.named_parameters(), plain)
-        run.adapter.reshard()
-        run.evaluate(batch)
+        if number > 0:
+            run.adapter.reshard()
+        (found,) = run.evaluate(batch)
+        with torch.no_grad():
+            check_bits("output", found, plain(*batch), sides=f"sharded, plain after call {number}")
         states.halve(run, plain)
 
 

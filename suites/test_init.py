@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 
 from shardproof.suites.apis import fsdp2
 from shardproof.testing import (
@@ -409,6 +410,45 @@ def test_refuses_a_unit_twice(rank: Rank, grouped: bool) -> None:
     model = fsdp.layers()
     fsdp.shard(model[1])
     fsdp.check_refused("once", lambda: fsdp.shard([model[0], model[1]] if grouped else model[1]))
+
+
+@contract("INIT-5")
+@needs(Capability.FSDP2_API, Capability.GROUPED_UNIT)
+def test_refuses_a_root_of_two_modules(rank: Rank) -> None:
+    """The forward of a unit of two modules is refused where no module around them is a unit."""
+    fsdp = fsdp2(rank)
+    layers = fsdp.layers()
+    fsdp.shard([layers[0], layers[1]])
+    fsdp.check_refused("single root", lambda: fsdp.forward(layers))
+
+
+@contract("INIT-9")
+@needs(Capability.FSDP2_API)
+def test_units_of_one_class(rank: Rank) -> None:
+    """Units whose modules are of one class, sharded alone or in a list, are of one class too, a subclass of it."""
+    fsdp = fsdp2(rank)
+    layers: Any = nn.Sequential(fsdp.layers(), fsdp.layers(), nn.Tanh())
+    for module in ([layers[0][0], layers[0][1]], *layers[1], *layers[:2], layers):
+        fsdp.shard(module)
+    linear = {type(module) for module in (*layers[0], *layers[1])}
+    assert len(linear) == 1 and all(issubclass(one, nn.Linear) for one in linear), f"units of Linear are of {linear}"
+    kinds = {type(module) for module in (layers[0], layers[1], layers)}
+    assert len(kinds) == 1 and type(layers[2]) is nn.Tanh, f"units of Sequential are of {kinds}"
+
+
+@contract("INIT-9")
+@needs(Capability.FSDP2_API, Capability.GROUPED_UNIT)
+def test_names_of_units_in_a_profile(rank: Rank) -> None:
+    """A profile has ranges of each unit with its name, which for a unit of several modules is all of theirs."""
+    fsdp = fsdp2(rank)
+    layers = nn.Sequential(*fsdp.layers(), nn.Linear(4, 4).to(fsdp.device))
+    for module in ([layers[0], layers[1]], layers[2], layers):
+        fsdp.shard(module)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        fsdp.forward(layers)
+    names = {event.name for event in profiler.events() or () if event.name.startswith("FSDP::")}
+    for unit in ("(0, 1)", "(2)"):
+        assert any(name.endswith(unit) for name in names), f"no range is named {unit}: {', '.join(sorted(names))}"
 
 
 @contract("INIT-5")

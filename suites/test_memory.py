@@ -13,7 +13,7 @@ from torch import nn
 from shardproof.testing import Capability, Hardware, Rank, Run, alone, contract, models, needs, world
 from shardproof.testing.axes import RESHARD, RESHARD_FREES
 from shardproof.testing.compare import step_label
-from shardproof.testing.make import Adapter, Settings, run_by_units, tower
+from shardproof.testing.make import Adapter, Precision, Settings, run_by_units, tower
 from shardproof.testing.measure import ROOT, Census, memory
 from shardproof.testing.train import optim, shapes
 
@@ -140,6 +140,37 @@ def test_what_is_held_between_steps(rank: Rank, mesh: str) -> None:
     )
 
 
+@contract("MEMORY-2")
+@world(4)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        pytest.param((1, 4), {}, id="shards"),
+        pytest.param(
+            (1, 4), {"reshard_after_forward": 2}, id="resharded-to-two", marks=needs(Capability.RESHARD_TO_SIZE)
+        ),
+        pytest.param(
+            (2, 2), {"precision": Precision(reduce=torch.bfloat16)}, id="replicas-reduced-in-bfloat16",
+            marks=needs(Capability.HYBRID, Capability.REDUCE_DTYPE),
+        ),
+    ],
+)  # fmt: skip
+def test_a_backward_leaves_gradients_alone(rank: Rank, shape: tuple[int, int], options: dict[str, Any]) -> None:
+    """Once gradients are None, a forward and a backward have left no bytes: nothing that was gathered or reduced."""
+    mesh = {"mesh": rank.mesh(shape, ("replicate", "shard"))} if shape[0] > 1 else {}
+    run = run_by_units(rank, models.Tower(dim=33), pictures=False, **options, **mesh)
+    before = memory.held_bytes(rank.device)
+    for step in range(2):
+        run.forward_backward((rank.batch(step, (2, 33)),), loss=models.mean_square)
+        run.adapter.zero_grad(set_to_none=True)
+        run.trace.clear()
+        limit = before + 4 * 33 * 16  # scalars, and the rows by which shards of uneven sizes are padded
+        after = memory.settled_bytes(rank.device, limit=limit)
+        assert after <= limit, (
+            f"{step_label(step)} leaves {after - before} bytes besides the {before} there were before"
+        )
+
+
 @contract("MEMORY-5")
 @alone()
 @needs(Hardware.ACCELERATOR, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
@@ -213,12 +244,15 @@ def test_fifty_steps_hold_no_more_than_the_third(rank: Rank, reshard_after_forwa
         rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward, optimizer=optim.sgd(), pictures=False
     )
     counts = []
+    gathers = Capability.ASYNC_UNSHARD in rank.implementation.capabilities()
     for step in range(SETTLED + 50):
-        # An evaluation, a dropped forward and one microbatch of another size in between.
+        # An evaluation, a dropped forward, a call that gathers and one microbatch of another size in between.
         if step % 3 == 1:
             run.evaluate((rank.batch(0, (2, 9)),))
         if step % 3 == 2:
             run.adapter.forward(rank.batch(0, (5, 9)))
+        if gathers:
+            run.adapter.unshard(waits=True)
         run.step([(rank.batch(0, (1 + step % 4, 9)),)], loss=models.mean_square)
         run.trace.clear()
         if step in (SETTLED - 1, SETTLED + 49):
@@ -238,7 +272,7 @@ def held_by(adapter: Adapter, device: torch.device) -> dict[str, int]:
     found = gc.get_objects()
     hooks = (
         "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-        "_load_state_dict_post_hooks",
+        "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     )  # fmt: skip
     of_tensors = ("_backward_hooks", "_post_accumulate_grad_hooks")
     tensors = [*adapter.module.parameters(), *adapter.module.buffers()]

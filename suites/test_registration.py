@@ -1,6 +1,8 @@
 """Chapter REGISTRATION: which parameters a module has registered between the phases of a step."""
 
 import copy
+import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -92,6 +94,36 @@ def test_calls_on_one_unit(rank: Rank, waits: bool) -> None:
         others = [name for other in names if other != unit for name in names[other]]
         check(f"after unshard() of all units and reshard() of {unit or '(root)'}", others)
         run.adapter.reshard()
+
+
+@contract("REGISTRATION-1")
+@needs(Capability.FSDP2_API, Capability.MANUAL_RESHARD, Capability.ASYNC_UNSHARD, Capability.UNIT_SETTINGS)
+def test_unshard_does_not_wait_for_other_ranks(rank: Rank) -> None:
+    """``unshard(async_op=True)`` returns before another rank has called it, whatever memory its buffers are in."""
+    run, _ = tower(rank, 8)
+    unit: Any = run.original_module("layers.0")
+    for memory in ("torch", "group"):
+        run.adapter.change(Settings(group_memory=memory == "group"), unit="layers.0")
+        returned = rank.tmp_path / memory
+        if rank.index != 0:
+            _wait_for(returned)
+        was_first = rank.index == 0 or returned.exists()
+        handle = unit.unshard(async_op=True)
+        if rank.index == 0:
+            returned.touch()
+        handle.wait()
+        unit.reshard()
+        assert all(rank.exchange(was_first)), (
+            f"with buffers in memory of the {memory}, unshard(async_op=True) on rank 0 returns only when the other "
+            "ranks have called it"
+        )
+
+
+def _wait_for(path: pathlib.Path) -> None:
+    """Wait until a file is there, or for so long that it does not come."""
+    last = time.monotonic() + 8
+    while not path.exists() and time.monotonic() < last:
+        time.sleep(0.001)
 
 
 @contract("REGISTRATION-2")

@@ -37,6 +37,7 @@ from shardproof.testing.make import (
     pair_by_units,
     run_and_plain,
     tower,
+    two_runs,
 )
 from shardproof.testing.measure import Collective, occupy
 from shardproof.testing.refuse import Refusal
@@ -193,6 +194,29 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
     model = models.Transformer()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     train_and_check(pair, tokens(rank, 3, (3, model.config.length), vocabulary=model.config.vocabulary))
+
+
+@contract("TRAINING-2")
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+@world(2, 4)
+def test_another_default_device(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A forward and a backward have the usual gradients while new tensors are on the meta device by default."""
+    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "pictures": False}
+    usual, run = two_runs(rank, models.Tower(dim=9), **options)
+    for step in range(2):
+        batch = rank.batch(step, (4, 9))
+        usual.forward_backward((batch,), loss=models.mean_square)
+        with torch.device("meta"):
+            run.adapter.backward(models.mean_square(run.adapter.forward(batch)))
+        expected = usual.adapter.gradients()
+        for name, piece in run.adapter.gradients().items():
+            if (other := expected[name]) is not None:
+                assert piece is not None, f"{name} has no gradient in {step_label(step)} with another default device"
+                check_bits(
+                    f"gradient of {name!r}", piece.tensor, other.tensor, sides="with another default device, without"
+                )
+        for one in (usual, run):
+            one.adapter.zero_grad(set_to_none=True)
 
 
 @contract("TRAINING-3")

@@ -212,6 +212,18 @@ def outer():
             return 1
         return 2
     return inner
+
+def doubling(function):
+    @functools.wraps(function)
+    def inner(value):
+        if value:
+            return 2 * function(value)
+        return 0
+    return inner
+
+@doubling
+def doubled(value):
+    return value
 '''
 
 
@@ -246,6 +258,14 @@ def test_a_mutant_is_there_wherever_the_function_is(module: Any) -> None:
     inner = outer()
     assert plant._reached == [False]
     assert (inner(True), inner(False), plant._reached) == (2, 1, [True])
+
+
+def test_a_mutant_is_there_in_what_a_decorator_has_made(module: Any) -> None:
+    doubled = module.doubled
+    assert doubled(3) == 6
+    plant._reached[0] = False
+    _plant(module, "doubling.inner", "condition")
+    assert (doubled(3), plant._reached) == (0, [True])
 
 
 def test_a_mutant_that_cannot_be_planted(module: Any) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from fsdp_impl.common import modes
-from fsdp_impl.per_parameter.group import KEEP, ParamGroup
+from fsdp_impl.per_parameter.group import KEEP, ParamGroup, Residence
 from fsdp_impl.per_parameter.unit import Unit, unit_of
 
 
@@ -31,7 +31,9 @@ def ensure(unit: Unit) -> None:
         raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
     _name(unit.modules[0], units)
     _check_shared_params(units)
-    check_groups([other.group for other in units if other.group is not None])
+    groups = [other.group for other in units if other.group is not None]
+    # Those that user code has gathered were checked then, and modules hold their full parameters now.
+    check_groups([group for group in groups if group.residence is Residence.SHARDED])
     _join(unit, units)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardproof.harness.models.plain import Stacked, Tower
+from shardproof.harness.models.plain import MLP, Stacked, Tower
 
 
 class TiedMLP(nn.Module):
@@ -69,6 +69,32 @@ class RepeatedTower(Tower):
             else:
                 x = checkpoint(_sine, layer, x, use_reentrant=self.calls == "recomputed-reentrant")
         return x
+
+
+class ReturningTower(Tower):
+    """A :class:`Tower` that runs its second layer again after the last, all of whose layers return two tensors.
+
+    The two runs of that layer follow different ones. Input and output: (..., dim).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.layers = nn.ModuleList(_Pair(dim, multiplier=2 + index) for index in range(len(self.layers)))
+
+    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
+        """Call all layers, and the second one again."""
+        for layer in (*self.layers, self.layers[1]):
+            first, second = layer(x)
+            x = torch.sin(first) + second
+        return x
+
+
+class _Pair(MLP):
+    """An :class:`MLP` that also returns twice its output. Input and outputs: (..., dim)."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, 2 * out
 
 
 def _sine(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Plants a mutant in a process: the function that there is gets the code of the edited source.
 
 The function itself stays, so that the edit is visible wherever it was imported by name, is wrapped by a decorator, or
-is registered as a hook. Nothing is taken back: the processes of a mutant end with it.
+is registered as a hook. So do those that it has made already, if it is a decorator itself. Nothing is taken back: the
+processes of a mutant end with it.
 
 A rank plants the mutant of the file :data:`FILE` of its folder before the first case that it runs. The controller
 compiles it (:func:`compiled`), because ranks have better things to do.
@@ -54,7 +55,14 @@ def plant(packed: bytes) -> None:
     function = function_of(module, name, first)
     assert function is not None, f"{module} has no {name}"
     function.__globals__[_MARK] = _reached
+    inside = _pairs(function.__code__, code)
     function.__code__ = code
+    # What a decorator made of the functions of its module when this was imported. The collector may not know them: the
+    # objects with which ranks begin are frozen.
+    spaces = [function.__globals__, *(vars(one) for one in function.__globals__.values() if isinstance(one, type))]
+    for one in [value for space in spaces for value in space.values()] if inside else ():
+        if type(one) is types.FunctionType and (new := inside.get(one.__code__)) is not None:
+            one.__code__ = new
     if default is None:
         return
     position, keyword, text = default
@@ -65,6 +73,18 @@ def plant(packed: bytes) -> None:
     else:
         assert function.__defaults__ is not None
         function.__defaults__ = (*function.__defaults__[:position], value, *function.__defaults__[position + 1 :])
+
+
+def _pairs(old: types.CodeType, new: types.CodeType) -> dict[types.CodeType, types.CodeType]:
+    """The codes of functions inside a function that differ, each with the new one, if it has the same variables."""
+    found: dict[types.CodeType, types.CodeType] = {}
+    inner = ([one for one in code.co_consts if isinstance(one, types.CodeType)] for code in (old, new))
+    for one, other in zip(*inner, strict=False):
+        if one.co_qualname == other.co_qualname and one != other:
+            found |= _pairs(one, other)
+            if one.co_freevars == other.co_freevars:
+                found[one] = other
+    return found
 
 
 def function_of(module: str, name: str, first: int) -> types.FunctionType | None:
