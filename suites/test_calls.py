@@ -366,7 +366,7 @@ def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
 def test_memory_layout_in_forward(rank: Rank, use_orig_params: bool) -> None:
     """In forward a weight has the values and the strides that it had, in channels-last order too, of one pixel too."""
     fsdp, wrong = fsdp1(rank), list[str]()
-    layers = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).to(fsdp.device)
+    layers: Any = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).to(fsdp.device)
     layers[:2].to(memory_format=torch.channels_last)
     plain = [layer.weight.detach().clone() for layer in layers]
 
