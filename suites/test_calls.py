@@ -1,6 +1,7 @@
 """Chapter CALLS: what the API of ``FullyShardedDataParallel`` returns and warns of."""
 
 import contextlib
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -263,6 +264,27 @@ def test_buffers_are_saved_in_their_dtypes(rank: Rank) -> None:
 
 
 @contract("CALLS-10")
+@subjects("dtype", ["param_dtype", "reduce_dtype"])
+def test_the_only_buffer_in_evaluations(rank: Rank, dtype: str) -> None:
+    """Where user code has chosen full precision for evaluations, the only buffer of a model has it there alone.
+
+    The policy casts buffers, and computes or only reduces in lower precision.
+    """
+    rank.monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")  # read when a module is wrapped
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    layers[0].register_buffer("scale", torch.ones(4, device=fsdp.device))
+    low = torch.bfloat16
+    precision = fsdp.api.MixedPrecision(**{dtype: low}, buffer_dtype=low)
+    model, found = fsdp.wrap(layers, mixed_precision=precision), list[torch.dtype]()
+    layers[0].register_forward_pre_hook(lambda layer, args: found.append(layer.scale.dtype))
+    for trains in (True, False, True, False):
+        fsdp.forward(model.train(trains))
+    expected = [low, torch.float32] * 2
+    assert found == expected, f"in training and in evaluation in turn the buffer is of {found}, not of {expected}"
+
+
+@contract("CALLS-10")
 def test_norm_of_gradients_in_lower_precision(rank: Rank) -> None:
     """Where gradients stay in lower precision, the norm that clipping returns has their dtype, or the widest of all.
 
@@ -337,6 +359,106 @@ def test_parameter_that_is_a_view(rank: Rank, view: str) -> None:
     expected = layers[0].weight.detach().clone()
     saved = fsdp.wrap(layers).state_dict()["0.weight"]
     assert torch.equal(saved, expected), f"the weight was {expected.tolist()} and is {saved.tolist()}"
+
+
+@contract("CALLS-11")
+@subjects("use_orig_params", [True, False])
+def test_memory_layout_in_forward(rank: Rank, use_orig_params: bool) -> None:
+    """In forward a weight has the values and the strides that it had, in channels-last order too, of one pixel too."""
+    fsdp, wrong = fsdp1(rank), list[str]()
+    layers: Any = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)).to(fsdp.device)
+    layers[:2].to(memory_format=torch.channels_last)
+    plain = [layer.weight.detach().clone() for layer in layers]
+
+    def look(layer: nn.Module, args: Any) -> None:
+        found: Any = layer.weight
+        number = [*layers].index(layer)
+        if found.stride() != plain[number].stride():
+            wrong.append(f"the strides of weight {number} were {plain[number].stride()} and are {found.stride()}")
+        if not torch.equal(found, plain[number]):
+            wrong.append(f"weight {number} has other values")
+
+    for layer in layers:
+        layer.register_forward_pre_hook(look)
+    model = fsdp.wrap(layers, use_orig_params=use_orig_params)
+    model(torch.ones(2, 4, 3, 3, device=fsdp.device))
+    assert not wrong, "in forward " + ", ".join(wrong)
+
+
+class _Aliased(nn.Linear):
+    """Computes with what was last set as its weight, as a module does that keeps a second name of it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["alias"] = value
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(batch, self.__dict__["alias"], self.bias)
+
+
+@contract("CALLS-11")
+@subjects("use_orig_params", [True, False])
+def test_module_with_a_setattr_of_its_own(rank: Rank, use_orig_params: bool) -> None:
+    """A module whose own ``__setattr__`` keeps a second name of its weight computes with the full one."""
+    fsdp = fsdp1(rank)
+    layer = _Aliased(4, 4).to(fsdp.device)
+    expected = fsdp.forward(copy.deepcopy(layer))
+    found = fsdp.forward(fsdp.wrap(layer, use_orig_params=use_orig_params))
+    # The same kernels on the same numbers.
+    assert torch.equal(found, expected), f"the output is {found.tolist()}, and that of the plain module another"
+
+
+@contract("CALLS-11")
+@subjects("use_orig_params", [True, False])
+def test_default_device_of_user_code(rank: Rank, use_orig_params: bool) -> None:
+    """A default device that user code has set, here the meta device, changes no place of parameters and gradients.
+
+    A step, a norm, full parameters with gradients and state dicts are those of the model's own device.
+    """
+    fsdp = fsdp1(rank)
+    layers, one = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5)), nn.Linear(1, 1, bias=False)
+    twins = [[copy.deepcopy(module).to(fsdp.device) for module in (layers, one)] for _ in range(2)]
+    batches = [torch.ones(2, 4, device=fsdp.device), torch.ones(2, 1, device=fsdp.device)]
+
+    def results(modules: list[Any]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for module, batch in zip(modules, batches, strict=True):
+            model = fsdp.wrap(module, use_orig_params=use_orig_params)
+            model(batch).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that a rank has no gradient
+                found.append(model.clip_grad_norm_(1.0))
+            with fsdp.kind.summon_full_params(model, with_grads=use_orig_params):
+                found += [parameter.detach().clone() for parameter in model.parameters()]
+                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            found += model.state_dict().values()
+        return found
+
+    expected = results(twins[0])
+    with torch.device("meta"):
+        found = results(twins[1])
+    devices = {str(tensor.device) for tensor in found}
+    assert devices == {str(fsdp.device)}, f"with a default device of meta, values are on {devices}"
+    # The same kernels on the same numbers.
+    assert all(map(torch.equal, found, expected)), "with another default device a step has other values"
+
+
+@contract("CALLS-11")
+@subjects("use_orig_params", [True, False])
+def test_frozen_units_stay_frozen(rank: Rank, use_orig_params: bool) -> None:
+    """A unit of frozen parameters has none that is trainable, flat or not, from the beginning on; others have some."""
+    fsdp = fsdp1(rank)
+    layers = fsdp.layers()
+    layers[0].requires_grad_(False)
+    options: dict[str, Any] = {"use_orig_params": use_orig_params}
+    layers[0] = fsdp.wrap(layers[0], **options)
+    model = fsdp.wrap(layers, **options)
+    for when in ("before the first forward", "after it"):
+        inner, outer = ({one.requires_grad for one in unit.parameters()} for unit in (model.module[0], model))
+        assert inner == {False}, f"{when} parameters of the frozen unit have requires_grad {inner}"
+        assert True in outer, f"{when} no parameter is trainable"
+        fsdp.forward(model).sum().backward()
 
 
 @contract("CALLS-11")
@@ -453,8 +575,8 @@ def test_ignored_buffer_on_the_meta_device(rank: Rank) -> None:
 
 
 @contextlib.contextmanager
-def _warns(kind: type[Warning], words: str, *, expected: bool = True) -> Iterator[None]:
-    """Check whether a warning of this class has these words."""
+def _warns(kind: type[Warning], words: str, *, expected: bool = True, at_the_call: bool = False) -> Iterator[None]:
+    """Check whether a warning of this class has these words, and perhaps that it points at a line of this file."""
     with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         yield
@@ -462,6 +584,8 @@ def _warns(kind: type[Warning], words: str, *, expected: bool = True) -> Iterato
     assert any(words in text for text in texts) == expected, (
         f"{'no' if expected else 'a'} {kind.__name__} names {words!r} among {texts}"
     )
+    places = {one.filename for one in recorded if issubclass(one.category, kind) and words in str(one.message)}
+    assert not at_the_call or places == {__file__}, f"the warning of {words!r} points at {places}, not at the call"
 
 
 @contract("CALLS-2")
@@ -522,10 +646,11 @@ def test_no_warning_without_a_device(rank: Rank) -> None:
 
 @contract("CALLS-2")
 def test_warning_of_batch_normalisation(rank: Rank) -> None:
-    """A rule that leaves batch normalisation in full precision warns."""
+    """A rule that leaves batch normalisation in full precision warns; where there is none, it does not."""
     fsdp = fsdp1(rank)
-    with _warns(UserWarning, "mixed precision disabled"):
-        _wrapped_by_a_rule(fsdp, nn.Sequential(nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4)))
+    for last in (nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)):
+        with _warns(UserWarning, "mixed precision disabled", expected=isinstance(last, nn.BatchNorm2d)):
+            _wrapped_by_a_rule(fsdp, nn.Sequential(nn.Conv2d(2, 4, 1), last))
 
 
 @contract("CALLS-2")
@@ -543,7 +668,10 @@ def test_warning_of_frozen_parameters(rank: Rank, separate: bool) -> None:
 @contract("CALLS-2")
 @subjects("use_orig_params", [False, True])
 def test_the_first_unit_of_frozen_parameters_is_named(rank: Rank, use_orig_params: bool) -> None:
-    """Of several units with frozen and trainable parameters, the warning or the error names the first."""
+    """Of several units with frozen and trainable parameters, the warning or the error names the first.
+
+    The error names the option with which they are allowed, too.
+    """
     fsdp = fsdp1(rank)
     model: Any = nn.Sequential(*(fsdp.layers() for _ in range(3)))
     for layers in model[1:]:
@@ -559,6 +687,7 @@ def test_the_first_unit_of_frozen_parameters_is_named(rank: Rank, use_orig_param
         text = Refusal(rank, wraps).text or "no error"
     said = text.splitlines()[0]
     assert " 1 has both parameters" in f" {said}", f"the first of the units 1 and 2 is not named: {said}"
+    assert use_orig_params or "use_orig_params" in said, f"the option that allows such units is not named: {said}"
 
 
 @contract("CALLS-2")
@@ -576,7 +705,7 @@ def test_warning_of_full_parameters_on_the_cpu(rank: Rank, first_rank: bool) -> 
 
 @contract("CALLS-2")
 def test_warning_of_older_arguments(rank: Rank) -> None:
-    """Parameters in place of the optimizer (``optim_input``) warn that the argument is deprecated."""
+    """Parameters in place of the optimizer (``optim_input``) warn, at the call, that the argument is deprecated."""
     fsdp, model, optimizer = trained(rank)
-    with _warns(FutureWarning, "optim_input"):
+    with _warns(FutureWarning, "optim_input", at_the_call=True):
         fsdp.kind.full_optim_state_dict(model, optimizer, optim_input=[*model.parameters()])

@@ -194,6 +194,12 @@ WAYS: dict[str, dict[str, Way]] = {
             _full,
             lambda one, saved: one.kind.scatter_full_optim_state_dict(saved or None, one.taking, optim=one.loaded),
         ),
+        "older-scatter to parameters": Way(
+            _full,
+            lambda one, saved: one.kind.scatter_full_optim_state_dict(
+                saved or None, one.taking, optim_input=iter(_groups(one.taking))
+            ),
+        ),
     },
 }
 

@@ -212,6 +212,19 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
+def test_whole_frozen_unit_beside_tensor_parallelism(rank: Rank) -> None:
+    """The full tensor-parallel parameters of a unit that user code has frozen are frozen, and no others."""
+    run, _ = _split_run(rank)
+    for name, parameter in run.adapter.held_parameters().items():
+        parameter.requires_grad_(not name.startswith("low."))
+    with run.adapter.whole_parameters(WholeParameters()) as whole:
+        frozen = sorted(name for name, parameter in whole.items() if not parameter.requires_grad)
+    assert frozen == ["low.shift", "low.weight"], f"frozen full parameters: {frozen}"
+
+
+@contract("CALLS-3")
+@world(4)
+@needs(Capability.TENSOR_PARALLEL)
 def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
     """Among full tensor-parallel parameters, exactly those are frozen that user code has frozen."""
     run, _ = _split_run(rank)

@@ -453,6 +453,8 @@ def test_low_gradients_that_are_added_up(rank: Rank, shards: bool, use_orig_para
         model(torch.full((), 3.0, device=fsdp.device)).float().backward()
         found = {value for one in model.parameters() if one.grad is not None for value in one.grad[:3].tolist()}
         assert found <= {3.0 * number}, f"after {number} backward passes gradients are {found}, not {3.0 * number}"
+    dtypes = {one.grad.dtype for one in model.parameters() if one.grad is not None}
+    assert dtypes <= {torch.bfloat16}, f"gradients that are to stay in bfloat16 are of {dtypes}"
 
 
 @contract("CALLS-17")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
 from shardproof.testing import Capability, Rank, contract, needs, world
@@ -135,6 +136,41 @@ def test_names_in_a_local_state_dict(rank: Rank) -> None:
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.LOCAL_STATE_DICT):
         names = sorted(model.state_dict())
     assert names == ["0._flat_param", "_flat_param"], f"the names in the local state dict are {names}"
+
+
+@contract("CALLS-7")
+def test_sharded_values_over_a_process_group(rank: Rank) -> None:
+    """Over a process group, values of a sharded state dict say which rank has which rows, and on which device.
+
+    They load in their dtype. A full state dict has the same names.
+    """
+    fsdp = fsdp1(rank)
+    groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}
+    model, other = (fsdp.wrap(fsdp.layers().double(), **groups) for _ in range(2))
+    with fsdp.sharded_states(model):
+        saved = model.state_dict()
+    names = sorted(model.state_dict())
+    assert names == sorted(saved), f"the full state dict has {names}, and the sharded one {sorted(saved)}"
+    devices = rank.exchange(str(rank.device))
+    for name, value in saved.items():
+        rows = 4 // rank.world_size
+        expected = [(index * rows, index, device) for index, device in enumerate(devices)]
+        found = _rows_of_shards(value)
+        assert found == expected, f"first rows, ranks and devices of {name} are {found}, not {expected}"
+    with fsdp.sharded_states(other):
+        other.load_state_dict(saved)
+    batch = torch.ones(2, 4, dtype=torch.float64, device=fsdp.device)
+    assert torch.equal(model(batch), other(batch)), "the model does not compute with the loaded values"
+
+
+def _rows_of_shards(value: Any) -> list[tuple[int, int, str]]:
+    """Of each shard of a value that is cut evenly by rows: its first row, its rank, and its device there."""
+    if not isinstance(value, DTensor):
+        shards = value.metadata().shards_metadata
+        return [(one.shard_offsets[0], one.placement.rank(), str(one.placement.device())) for one in shards]
+    ranks = value.device_mesh.mesh.tolist()
+    rows = value.size(0) // len(ranks)
+    return [(index * rows, one, str(value.to_local().device)) for index, one in enumerate(ranks)]
 
 
 @contract("CALLS-4")
@@ -314,17 +350,78 @@ def test_states_of_a_small_unit(rank: Rank) -> None:
     assert names == ["0.bias", "0.weight", "1.weight"], f"this rank has the states of {names}"
 
 
+class _Around(nn.Module):
+    """Calls its only child, which has the name that it has in wrappers such as that of DDP."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        return self.module(batch)
+
+
+@contract("CALLS-5")
+@subjects("use_orig_params", [True, False])
+def test_states_of_a_child_called_module(rank: Rank, use_orig_params: bool) -> None:
+    """The states of an optimizer have the names of the model's parameters, also below a child called ``module``."""
+    fsdp, options = fsdp1(rank), {"use_orig_params": use_orig_params}
+    model = _Around(fsdp.nested(options, **options))
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, copy.deepcopy(saved))
+    names, expected = sorted(saved["state"]), sorted(model.state_dict())
+    assert names == expected, f"the states have the names {names}, and the parameters {expected}"
+    _check_loaded(optimizer, loaded)
+
+
+@contract("CALLS-5")
+def test_states_of_one_element(rank: Rank) -> None:
+    """The state of a parameter with one element, and of one that has one element on a rank, is saved in full."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(nn.Linear(4, 1).to(fsdp.device))
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)["state"]
+    found = {name: sorted(state) for name, state in saved.items()}
+    expected = {name: ["exp_avg", "exp_avg_sq", "step"] for name in ("weight", "bias")}
+    assert found == expected, f"saved are {found}, not {expected}"
+
+
+@contract("CALLS-7")
+@subjects("use_orig_params", [True, False])
+def test_states_of_no_parameter(rank: Rank, use_orig_params: bool) -> None:
+    """States that user code puts beside those of parameters are loaded on each rank as it has them."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers(), use_orig_params=use_orig_params)
+    optimizer = fsdp.train(model)
+    with fsdp.full_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        saved["state"]["seen"] = torch.full((2,), rank.index + 1.0, device=fsdp.device)
+        found = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)["state"].get("seen")
+    expected = [rank.index + 1.0] * 2
+    assert found is not None and found.tolist() == expected, f"the state {expected} is loaded as {found}"
+
+
 @contract("CALLS-5")
 def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
-    """The state to load into an optimizer with names of its own (``is_named_optimizer``) has the model's names."""
-    fsdp, model, optimizer = trained(rank)
-    with fsdp.sharded_states(model):
-        saved = fsdp.kind.optim_state_dict(model, optimizer)
-        states = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]
-    known = dict(model.named_parameters()).keys()
-    assert states and states.keys() <= known, (
-        f"the states have the keys {sorted(states)}, and the model {sorted(known)}"
-    )
+    """The state to load into an optimizer with names of its own (``is_named_optimizer``) has the model's names.
+
+    The model has its original parameters or flat ones.
+    """
+    fsdp = fsdp1(rank)
+    for use_orig_params in (True, False):
+        options: dict[str, Any] = {"use_orig_params": use_orig_params}
+        model = fsdp.nested(options, **options)
+        optimizer = fsdp.train(model)
+        with fsdp.sharded_states(model):
+            saved = fsdp.kind.optim_state_dict(model, optimizer)
+            states = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved, is_named_optimizer=True)["state"]
+        known = dict(model.named_parameters()).keys()
+        assert states and states.keys() <= known, (
+            f"the states have the keys {sorted(states)}, and the model {sorted(known)}"
+        )
 
 
 @contract("CALLS-5")
@@ -543,6 +640,21 @@ def test_states_of_a_submesh(rank: Rank) -> None:
     states, expected = len(saved.get("state", {})), len(NAMES) if ranks.get_local_rank() == 0 else 0
     assert states == expected, f"rank {ranks.get_local_rank()} of the sub-mesh saves {states} states, not {expected}"
     assert loaded["state"], "a rank of the sub-mesh loads no state"
+
+
+@contract("CALLS-7")
+@world(4)
+@needs(Capability.HYBRID)
+def test_sharded_states_of_a_part_of_the_world(rank: Rank) -> None:
+    """States of flat parameters over a process group of half of the ranks are saved in shards and load there."""
+    fsdp = hybrid(rank)
+    group = fsdp.mesh["shard"].get_group()
+    model = fsdp.wrap(fsdp.layers(), device_mesh=None, process_group=group, use_orig_params=False)
+    optimizer = fsdp.train(model)
+    with fsdp.sharded_states(model):
+        saved = fsdp.kind.optim_state_dict(model, optimizer)
+        loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)
+    _check_loaded(optimizer, loaded)
 
 
 @contract("CALLS-7")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.suites.apis import fsdp1
+from shardproof.suites.apis import fsdp1, trained
 from shardproof.testing import Capability, Rank, contract, needs, world
 from shardproof.testing.axes import subjects
 
@@ -217,6 +217,48 @@ def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
         fsdp.check_refused("CPU offloading", lambda: fsdp.forward(model))
         model.to_empty(device="cpu")
         fsdp.forward(model)
+
+
+@contract("INIT-5")
+def test_refuses_an_initialisation_that_leaves_meta_parameters(rank: Rank) -> None:
+    """A ``param_init_fn`` after which parameters are still on the meta device is refused."""
+    fsdp = fsdp1(rank)
+    init: Callable[[nn.Module], None] = lambda module: None  # noqa: E731
+    fsdp.check_refused("device_id", lambda: fsdp.wrap(fsdp.layers().to("meta"), param_init_fn=init))
+
+
+@contract("INIT-5")
+@subjects("call", ["state_dict", "optim_state_dict"])
+def test_refuses_local_state_dicts_on_a_mesh(rank: Rank, call: str) -> None:
+    """Local state dicts, of the model and of the optimizer, are refused for a model that was given a mesh."""
+    fsdp, model, optimizer = trained(rank)
+    fsdp.kind.set_state_dict_type(model, fsdp.api.StateDictType.LOCAL_STATE_DICT)
+    calls: dict[str, Callable[[], Any]] = {
+        "state_dict": model.state_dict,
+        "optim_state_dict": lambda: fsdp.kind.optim_state_dict(model, optimizer),
+    }
+    fsdp.check_refused("local_state_dict", calls[call])
+
+
+@contract("INIT-5")
+def test_refuses_a_backward_on_full_parameters(rank: Rank) -> None:
+    """A backward is refused while parameters are full (summoned)."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers())
+    loss = fsdp.forward(model).sum()
+    with fsdp.kind.summon_full_params(model):
+        fsdp.check_refused("SUMMON_FULL_PARAMS", loss.backward)
+
+
+@contract("INIT-5")
+def test_refuses_new_keys_by_a_wrapped_model(rank: Rank) -> None:
+    """Numbers for names in a full state dict are refused by a model of flat parameters: it has to be unsharded."""
+    fsdp = fsdp1(rank)
+    model = fsdp.wrap(fsdp.layers(), use_orig_params=False)
+    optimizer = fsdp.train(model)
+    state, kinds = fsdp.kind.full_optim_state_dict(model, optimizer, rank0_only=False), fsdp.api.OptimStateKeyType
+    attempt = functools.partial(fsdp.kind.rekey_optim_state_dict, state, kinds.PARAM_ID, model, optim=optimizer)
+    fsdp.check_refused("parameter", attempt)
 
 
 # Ranks by default

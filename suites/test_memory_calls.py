@@ -10,7 +10,7 @@ import torch
 
 from shardproof.suites.anytime import FAMILIES, STEPPED, Held, Scene
 from shardproof.testing import Capability, Hardware, Rank, contract, models, needs, world
-from shardproof.testing.make import Clip, run_by_units, sharded
+from shardproof.testing.make import Clip, Precision, run_by_units, sharded
 from shardproof.testing.measure import memory
 from shardproof.testing.train import optim
 
@@ -49,6 +49,24 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
                 grown[call.name] = (before, after)
     everyone = [one for one in rank.exchange(grown) if one]
     assert not everyone, f"bytes of tensors before and after calls that leave some: {everyone[0]}"
+
+
+@contract("MEMORY-2")
+@needs(Capability.PARAM_DTYPE)
+def test_memory_after_steps_in_lower_precision(rank: Rank) -> None:
+    """After steps and an evaluation in lower precision a rank without gradients holds no parameters in it."""
+    precision = Precision(compute=torch.bfloat16)
+    model = models.Tower(dim=DIM)
+    low = sum(parameter.numel() for parameter in model.parameters()) * 2 // rank.world_size
+    run = run_by_units(rank, model, optimizer=optim.sgd(momentum=0.0), pictures=False, precision=precision)
+    before = memory.held_bytes(rank.device)
+    for step in range(2):
+        run.step([(rank.batch(step, (2, DIM)),)], loss=models.mean_square)
+        run.adapter.zero_grad(set_to_none=True)
+    run.evaluate((rank.batch(0, (2, DIM)),))  # after which gradients that are None are freed for certain
+    most = before + low // 2
+    after = memory.settled_bytes(rank.device, limit=most)
+    assert after <= most, f"a rank held {before} bytes before and {after} after; its part in lower precision is {low}"
 
 
 @contract("MEMORY-4")

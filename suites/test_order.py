@@ -134,6 +134,22 @@ def test_ranks_of_a_part_of_the_world_differ(rank: Rank, flat_parameters: bool) 
 
 
 @contract("ORDER-1")
+@world(4, debug_level="DETAIL")
+@PARAMETERS
+def test_models_of_parts_of_the_world_differ(rank: Rank, flat_parameters: bool) -> None:
+    """If half of the ranks train one model and half another, each half may have an order of its own, and trains."""
+    model, mesh = TwoPaths(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]
+    run = rank.run(model, units=UNITS, mesh=mesh, flat_parameters=flat_parameters)
+    rank.expect_different_collectives()
+    if rank.index // 2:
+        model.flip()
+    for step in range(2):
+        run.forward_backward((rank.batch(step, (8, DIM)),), loss=models.mean_square)
+    shapes = {name for name, piece in run.adapter.gradients().items() if piece is not None}
+    assert shapes, "no parameter has a gradient"
+
+
+@contract("ORDER-1")
 @PARAMETERS
 def test_ranks_of_the_second_root_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks that differ within the second of two sharded models of a plain module all raise in forward."""

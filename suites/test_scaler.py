@@ -414,6 +414,22 @@ def test_sparse_gradients_of_a_scaler(rank: Rank, dtype: torch.dtype) -> None:
         run.adapter.zero_grad(set_to_none=True)
 
 
+@contract("SCALER-3")
+@needs(Capability.FSDP1_API)
+def test_sum_of_a_sparse_gradient_in_float16(rank: Rank) -> None:
+    """Several values of one index in float16 are added up in float32, and rounded once."""
+    run = rank.run(mixed.Mixed(*SHAPE), units=UNITS, optimizer=optim.sgd())
+    own = nn.Parameter(torch.zeros(2, dtype=torch.float16, device=rank.device))
+    optimizer = torch.optim.SGD([*run.adapter.held_parameters().values(), own], lr=1.0)
+    scaler = run.adapter.grad_scaler(init_scale=1.0, growth_interval=5)
+    run.adapter.backward(scaler.scale(run.adapter.forward(rank.batch(0, SHAPE)).sum()))
+    # float16 has no number between 2048 and 2050.
+    entries = torch.tensor([2048.0, 1.0, 1.0], dtype=torch.float16, device=rank.device)
+    own.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1, 1]], device=rank.device), entries, own.shape)
+    scaler.step(optimizer)
+    assert own.tolist() == [0.0, -2050.0], f"steps by 2048, 1 and 1 of one index lead to {own.tolist()}, not to -2050"
+
+
 @contract("SCALER-2")
 @needs(Capability.OFFLOAD)
 @pytest.mark.parametrize("offload", [pytest.param("pageable", marks=needs(Capability.PAGEABLE_OFFLOAD)), PINNED])

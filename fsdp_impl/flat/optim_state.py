@@ -350,6 +350,8 @@ def load(
             if state is not None:
                 found[key] = state
         own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
+    # What is no dict of states is user code's own.
+    found |= {key: copy_of(value) for key, value in given["state"].items() if not isinstance(value, dict)}
     return {"state": found, "param_groups": own} if "param_groups" in given else {"state": found}
 
 

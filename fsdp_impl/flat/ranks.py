@@ -186,10 +186,9 @@ def check_single(params: Iterable[nn.Parameter], asked: torch.device | None) -> 
 
 
 def compute_device(params: Iterable[nn.Parameter], asked: torch.device | None, kind: str, rank: int) -> torch.device:
-    """The device to compute on; a ``ValueError`` if parameters are on another accelerator than the one asked for."""
+    """The device to compute on; a ``ValueError`` if parameters are on another device than the one asked for."""
     param = next(iter(params), None)
-    on_accelerator = param is not None and param.device.type not in ("cpu", "meta")
-    device = param.device if param is not None and on_accelerator else current_device(kind)
+    device = current_device(kind) if param is None or param.device.type == "cpu" else param.device
     if asked is not None and device != asked:
         raise ValueError(f"Inconsistent compute device and `device_id` on rank {rank}: {device} vs {asked}")
     return device

@@ -111,6 +111,8 @@ def _put_named(unit: FlatUnit, group: FlatGroup, found: dict[str, Any], prefix: 
 def _put_local(unit: FlatUnit, group: FlatGroup, found: dict[str, Any], prefix: str) -> None:
     if not group.shards.is_sharded:
         raise RuntimeError("``local_state_dict`` can only be used when parameters are flatten and sharded.")
+    if group.ranks.mesh is not None:
+        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set SHARDED_STATE_DICT")
     for name, _ in keys_of(unit):
         found.pop(prefix + name, None)
     found[prefix + FLAT_PARAM] = group.shards.flat.detach().clone()

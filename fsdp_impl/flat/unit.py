@@ -301,6 +301,8 @@ class FlatUnit:
 
     @hooks.outside_graphs
     def _pre_backward(self) -> None:
+        if self.is_summoned:
+            raise ValueError("expected to be in states ['IDLE'] but current state is SUMMON_FULL_PARAMS in backward()")
         entering = self.phase is not Phase.PRE_BACKWARD
         self._queue_end_of_backward()
         self.phase = Phase.PRE_BACKWARD
