@@ -113,7 +113,8 @@ def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
     """A state dict's metadata has the version of a wrapped module under its own name, in a plain module too."""
     fsdp = fsdp1(rank)
     model, expected = fsdp.wrap(nn.BatchNorm1d(4).to(fsdp.device)), nn.BatchNorm1d._version
-    for name, saved in (("", model), ("0", nn.Sequential(model))):
+    around: Any = nn.Sequential(model)
+    for name, saved in (("", model), ("0", around)):
         found = saved.state_dict()._metadata.get(name, {}).get("version")
         assert found == expected, f"the version of a wrapped BatchNorm1d is saved as {found}, not {expected}"
 
