@@ -198,7 +198,7 @@ class Fsdp2(Api):
 
 
 class Own:
-    """An all-gather or a reduce-scatter of the script's own, in memory of its own.
+    """An all-gather or a reduce-scatter of the script's own, in memory of its own, which autograd does not record.
 
     What lies in the output of a gather is this rank's part of it: a backend would write to it what other ranks send.
 
@@ -218,6 +218,7 @@ class Own:
         return block[self._margin : block.numel() - self._margin].view(*size)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+        assert not torch.is_grad_enabled(), "autograd records the script's collective"
         for name, tensor in (("input", input_tensor), ("output", output_tensor)):
             assert tensor.untyped_storage().data_ptr() in self._memory, f"the {name} was not allocated by the script"
         if (

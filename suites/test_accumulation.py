@@ -659,6 +659,7 @@ def test_finalization_refused(rank: Rank) -> None:
         root.set_requires_all_reduce(False)
         refuses("an end without all-reduce", root.finalize_backward, "partial", "set_requires_all_reduce")
         pair.adapter.recover()
+        root.finalize_backward()  # which has nothing to reduce any more
     root.set_requires_all_reduce(True)
     backward()
     handle = root.finalize_backward(async_op=True)

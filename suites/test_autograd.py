@@ -100,11 +100,11 @@ class _Three(nn.Module):
 
 
 def pack_three(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor, nesting: str) -> Any:
-    """Put three tensors into a container, in this order; "nested" has several kinds, "deep" is twenty lists deep."""
+    """Put three tensors into a container, in this order; "nested" has several kinds, "deep" is a hundred lists deep."""
     record = LateRecord(first)
     record.second, record.third = second, third
     deep: list[Any] = [third]
-    for _ in range(18):
+    for _ in range(98):
         deep = [deep]
     packed: dict[str, Any] = {
         "tuple": (first, second, third),

@@ -66,7 +66,8 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
     """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
 
-    By default both are, also if the wrapper is not the root. A plain module around it has no parameters of its own.
+    By default both are, also if the wrapper is not the root, and writes to them are kept. A plain module around it has
+    no parameters of its own.
     The wrapper names its parameters and buffers without wrappers while they are full, and by their paths afterwards.
     """
     fsdp = fsdp1(rank)
@@ -91,6 +92,11 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
         assert sorted(names) == expected, f"{kind}() has the full {names}"
         names, paths = ([name for name, _ in getattr(one, kind)(model)] for one in (fsdp.kind, nn.Module))
         assert names == paths, f"once they are freed, {kind}() has {names}, and the modules are at {paths}"
+    with fsdp.kind.summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(3)
+    lost = [name for name, parameter in model.named_parameters() if not torch.all(parameter == 3)]
+    assert not lost, f"written while they were full, these are as before: {lost}"
 
 
 @contract("CALLS-3")

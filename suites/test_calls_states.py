@@ -111,11 +111,13 @@ def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: boo
 
 @contract("CALLS-4")
 def test_state_dict_has_the_versions_of_modules(rank: Rank) -> None:
-    """The metadata of a wrapper's state dict has the version of the wrapped module under its own name."""
+    """A state dict's metadata has the version of a wrapped module under its own name, in a plain module too."""
     fsdp = fsdp1(rank)
-    metadata = fsdp.wrap(nn.BatchNorm1d(4).to(fsdp.device)).state_dict()._metadata
-    found, expected = metadata[""]["version"], nn.BatchNorm1d._version
-    assert found == expected, f"the version of a wrapped BatchNorm1d is saved as {found}, not {expected}"
+    model, expected = fsdp.wrap(nn.BatchNorm1d(4).to(fsdp.device)), nn.BatchNorm1d._version
+    around: Any = nn.Sequential(model)
+    for name, saved in (("", model), ("0", around)):
+        found = saved.state_dict()._metadata.get(name, {}).get("version")
+        assert found == expected, f"the version of a wrapped BatchNorm1d is saved as {found}, not {expected}"
 
 
 @contract("CALLS-4")

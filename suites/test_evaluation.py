@@ -86,7 +86,7 @@ class ScaledStack(models.Stacked):
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("mode", MODES)
 def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
-    """Evaluations give the baseline's output for the current parameters, and change no training step.
+    """Evaluations give the baseline's output for the current parameters, without a graph, and change no training step.
 
     An evaluation is also the model's first forward.
     """
@@ -94,6 +94,9 @@ def test_evaluation_between_steps(rank: Rank, mode: Any, reshard_after_forward: 
     for step in range(3):
         for number in (1, 2):
             pair.evaluate(rank.batch(step, (2, 9), microbatch=number), mode=mode if step else "no_grad")
+        with torch.no_grad():
+            output = pair.adapter.forward(rank.batch(step, (2, 9), microbatch=1))
+        assert output.grad_fn is None, f"before {step_label(step)} a forward under no_grad records {output.grad_fn}"
         pair.checked_step(rank.batch(step, (4, 9)))
 
 

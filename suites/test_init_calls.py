@@ -207,7 +207,10 @@ def test_refuses_a_root_of_another_root(rank: Rank) -> None:
 @contract("INIT-5")
 @needs(Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)
 def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
-    """Offloaded parameters on another device than the CPU are refused by a forward, the first or a later one."""
+    """Offloaded parameters on another device than the CPU are refused by a forward, the first or a later one.
+
+    Other parameters that were moved from the device of computation are refused by the first forward.
+    """
     fsdp = fsdp1(rank)
     # Only flat parameters can be on the meta device, which stands for an accelerator.
     options = {"cpu_offload": fsdp.api.CPUOffload(offload_params=True), "use_orig_params": False}
@@ -217,6 +220,8 @@ def test_refuses_offloaded_parameters_that_were_moved(rank: Rank) -> None:
         fsdp.check_refused("CPU offloading", lambda: fsdp.forward(model))
         model.to_empty(device="cpu")
         fsdp.forward(model)
+    moved = fsdp.nested({"use_orig_params": False}, use_orig_params=False).to("meta")
+    fsdp.check_refused("unexpectedly has parameters on", lambda: fsdp.forward(moved))
 
 
 @contract("INIT-5")

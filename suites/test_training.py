@@ -34,8 +34,10 @@ from shardproof.testing.make import (
     Delay,
     OptimizerFactory,
     Precision,
+    Settings,
     pair_by_units,
     run_and_plain,
+    sharded,
     tower,
     two_runs,
 )
@@ -194,29 +196,6 @@ def test_many_units_on_eight_ranks(rank: Rank, reshard_after_forward: bool | int
     model = models.Transformer()
     pair = rank.pair(model, units=model.units(), reshard_after_forward=reshard_after_forward)
     train_and_check(pair, tokens(rank, 3, (3, model.config.length), vocabulary=model.config.vocabulary))
-
-
-@contract("TRAINING-2")
-@pytest.mark.parametrize("reshard_after_forward", RESHARD)
-@world(2, 4)
-def test_another_default_device(rank: Rank, reshard_after_forward: bool | int | None) -> None:
-    """A forward and a backward have the usual gradients while new tensors are on the meta device by default."""
-    options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "pictures": False}
-    usual, run = two_runs(rank, models.Tower(dim=9), **options)
-    for step in range(2):
-        batch = rank.batch(step, (4, 9))
-        usual.forward_backward((batch,), loss=models.mean_square)
-        with torch.device("meta"):
-            run.adapter.backward(models.mean_square(run.adapter.forward(batch)))
-        expected = usual.adapter.gradients()
-        for name, piece in run.adapter.gradients().items():
-            if (other := expected[name]) is not None:
-                assert piece is not None, f"{name} has no gradient in {step_label(step)} with another default device"
-                check_bits(
-                    f"gradient of {name!r}", piece.tensor, other.tensor, sides="with another default device, without"
-                )
-        for one in (usual, run):
-            one.adapter.zero_grad(set_to_none=True)
 
 
 @contract("TRAINING-3")
@@ -707,6 +686,42 @@ def test_inputs_move_to_device(rank: Rank, form: str) -> None:
     output = rank.run(model).adapter.submodule("")(*args, **keywords)
     assert model.devices == [rank.device] * 3, f"the inputs are on {model.devices}"
     assert torch.equal(output.cpu(), x + y * z)
+
+
+@contract("TRAINING-2")
+@pytest.mark.parametrize("reshard_after_forward", RESHARD)
+def test_another_default_device(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+    """A model is sharded, and trains, where it is, whatever device user code has chosen for new tensors meanwhile."""
+    train_with_another_default_device(rank, reshard_after_forward=reshard_after_forward)
+
+
+@contract("TRAINING-2")
+@world(4)
+@needs(Capability.HYBRID)
+def test_another_default_device_of_replicas(rank: Rank) -> None:
+    """Replicas on a mesh of the ranks in another order are made, and train, where the model is."""
+    mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 2, 0))
+    train_with_another_default_device(rank, mesh=mesh)
+
+
+def train_with_another_default_device(rank: Rank, **options: Any) -> None:
+    """Train two copies of a model for two steps, one while new tensors are on the meta device, and compare them."""
+    model, x = models.Tower(dim=9).to(rank.device), [rank.batch(step, (4, 9)) for step in range(2)]
+    copies = [models.copy_of(model) for _ in range(2)]
+    setting = Settings(group_memory=True) if Capability.UNIT_SETTINGS in rank.implementation.capabilities() else None
+    trained = []
+    for one, default in zip(copies, (rank.device, torch.device("meta")), strict=True):
+        with default:
+            adapter = sharded(rank, one, optimizer=optim.sgd(), units=model.units(), **options)
+            if setting is not None:
+                adapter.change(setting, unit="layers.0")
+            for batch in x:
+                adapter.backward(models.mean_square(adapter.forward(batch)))
+                adapter.step()
+                adapter.zero_grad(set_to_none=False)
+        trained.append(adapter.parameters())
+    for name, piece in trained[0].items():
+        check_bits(f"{name} after two steps", trained[1][name].tensor, piece.tensor)
 
 
 @contract("TRAINING-9")

@@ -36,12 +36,13 @@ class Parts(nn.Module):
 
     What is left of a block is its norm, of 12 elements. Attention reads the weight of ``out_proj`` without calling it.
 
-    Input: (batch, 6). Output: (batch, 5).
+    Where user code has taken a module out, ``removed`` is None. Input: (batch, 6). Output: (batch, 5).
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.entry = nn.Linear(6, 6)
+        self.register_module("removed", None)
         self.blocks = nn.ModuleList(PartsBlock(width) for width in (7, 12))
         self.attention = nn.MultiheadAttention(6, 2)
         self.heads = nn.ModuleList(nn.Linear(6, 5) for _ in range(2))

@@ -44,8 +44,7 @@ class Looks:
         are_due: whether the next unshard by hand is to look, also of a group that is not gathered.
     """
 
-    def __init__(self) -> None:
-        self.are_due = True
+    are_due = True
 
 
 class Changes:

@@ -134,8 +134,6 @@ class FullyShardedDataParallel(OptimStateMethods, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == WRAPPED:
-                raise
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:

@@ -138,7 +138,7 @@ def _step_in_backward(param: torch.Tensor) -> None:
     for optimizer in getattr(param, "_in_backward_optimizers", ()):
         if param.grad is not None:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
 
 
 class _Shown(NamedTuple):

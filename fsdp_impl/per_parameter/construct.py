@@ -162,8 +162,7 @@ def _mark_composable(unit: Unit) -> None:
         return marked
 
     mark.__name__ = "fully_shard"  # the name it is registered by
-    register = contract(state_cls=lambda: unit)  # which is only called
-    register(mark)(list(unit.modules))
+    contract()(mark)(list(unit.modules))
 
 
 def _check_module(module: nn.Module) -> None:

@@ -47,22 +47,25 @@ class PostForwardShards(Protocol):
 
 
 class AfterForward:
-    """Whether forward frees the unsharded parameters until backward; :mod:`smaller` has another for meshes inside."""
-
-    def __init__(self, *, frees: bool) -> None:
-        self.frees = frees
+    """Keeps the unsharded parameters until backward; :mod:`smaller` has another for meshes inside."""
 
     def check(self, group: "ParamGroup") -> None:
         """Refuse, by a ``NotImplementedError``, final parameters of ``group`` for which this is not supported."""
 
     def reshard(self, group: "ParamGroup") -> None:
         """Act on ``group``, whose forward has ended."""
-        if self.frees:
-            group.to_sharded()
 
 
-KEEP = AfterForward(frees=False)
-FREE = AfterForward(frees=True)
+class FreeAfterForward(AfterForward):
+    """Frees the unsharded parameters until backward."""
+
+    def reshard(self, group: "ParamGroup") -> None:
+        """Free what ``group`` has gathered."""
+        group.to_sharded()
+
+
+KEEP = AfterForward()
+FREE = FreeAfterForward()
 
 
 class PendingGather(NamedTuple):

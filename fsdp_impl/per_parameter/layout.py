@@ -188,8 +188,7 @@ class UnshardedBuffer:
     def free(self) -> None:
         """Give the bytes back; the tensors stay, without data."""
         for storage in self._storages:
-            if storage.size() != 0:
-                storage.resize_(0)
+            storage.resize_(0)
 
     def targets(self, layout: Layout) -> list[torch.Tensor]:
         """Tensors of ``layout.dtype``, by rising offset, that :func:`copy_out` copies a gathered buffer into.

@@ -129,11 +129,10 @@ def _common_dtype(group: ParamGroup, params: Sequence[ShardedParam], grads: Sequ
     if group.shards.layout.dtype == torch.uint8 and len({param.dtype for param in params}) > 1:
         found = {param.fqn: param.dtype for param in params}
         raise ValueError(f"FSDP reduces the gradients of a group together and expects one dtype, but got {found}")
-    # The policy's is one for all. Each once: a promotion for every parameter would add up.
-    asked = params if group.precision.reduce_dtype is None else params[:1]
-    dtypes = dict.fromkeys(
-        [_reduce_dtype(group, param) or grad.dtype for param, grad in zip(asked, grads, strict=False)]
-    )
+    if group.precision.reduce_dtype is not None:
+        return group.precision.reduce_dtype
+    # Each once: a promotion for every parameter would add up.
+    dtypes = dict.fromkeys([param.grad_dtype or grad.dtype for param, grad in zip(params, grads, strict=True)])
     return functools.reduce(torch.promote_types, dtypes)
 
 

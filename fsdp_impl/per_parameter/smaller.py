@@ -64,7 +64,6 @@ class ToSmaller(AfterForward):
     """Frees the unsharded parameters and registers shards over ``mesh`` until backward."""
 
     def __init__(self, mesh: ShardMesh) -> None:
-        super().__init__(frees=True)
         self._mesh = mesh
 
     def check(self, group: ParamGroup) -> None:
