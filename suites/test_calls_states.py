@@ -398,7 +398,7 @@ def test_states_of_no_parameter(rank: Rank, use_orig_params: bool) -> None:
     fsdp = fsdp1(rank)
     model = fsdp.wrap(fsdp.layers(), use_orig_params=use_orig_params)
     optimizer = fsdp.train(model)
-    with fsdp.full_states(model):
+    with fsdp.full_states(model):  # of the first rank alone they arrive as descriptions: findings/F429.py
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         saved["state"]["seen"] = torch.full((2,), rank.index + 1.0, device=fsdp.device)
         found = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)["state"].get("seen")
@@ -656,7 +656,7 @@ def test_sharded_states_of_a_part_of_the_world(rank: Rank) -> None:
     with fsdp.sharded_states(model):
         saved = fsdp.kind.optim_state_dict(model, optimizer)
         loaded = fsdp.kind.optim_state_dict_to_load(model, optimizer, saved)
-    _check_loaded(optimizer, loaded)
+    _check_loaded(optimizer, loaded)  # given as `group=`, one without rank 0 is refused: findings/F428.py
 
 
 @contract("CALLS-7")

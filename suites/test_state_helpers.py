@@ -621,8 +621,7 @@ def test_modules_with_two_names_are_loaded(rank: Rank, options: str) -> None:
     twins, entries = build(rank, _with_two_names(), units=[["1"]]), model_entries(_with_two_names().to(rank.device))
     set_model_state_dict(twins.module, loadable(rank, LOADS[options], entries, dict), **made(LOADS[options]))
     twins.plain.load_state_dict(entries)
-    lines = [*twins.wrong()]
-    assert not lines, f"what was loaded differs: {lines[0]}"
+    assert not (lines := [*twins.wrong()]), f"what was loaded differs: {lines[0]}"
 
 
 @contract("STATE-14")

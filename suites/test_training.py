@@ -39,7 +39,6 @@ from shardproof.testing.make import (
     run_and_plain,
     sharded,
     tower,
-    two_runs,
 )
 from shardproof.testing.measure import Collective, occupy
 from shardproof.testing.refuse import Refusal
