@@ -113,7 +113,7 @@ def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
 
 
 def _shapes(trainee: Trainee) -> dict[str, tuple[int, ...]]:
-    named = trainee.watch.parameters()
+    named = trainee.watch.model.parameters()
     return {name: () if name in trainee.flat else tuple(parameter.shape) for name, parameter in named}
 
 

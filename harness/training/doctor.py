@@ -33,10 +33,11 @@ from shardproof.harness.watching.groups import (
     sizes_of_flat,
     wrappers_of,
 )
+from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
-from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watching
 
 CHECKS = tuple(codes.CHECKS)
@@ -173,7 +174,7 @@ class Doctor(Watching):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._watch.flat_places = places_of_flat(models)
+        self._watch.model.flat_places = places_of_flat(models)
         self._mine = self._start(models)
         if self._models:
             self._join()
@@ -191,18 +192,18 @@ class Doctor(Watching):
             self._detach()
             raise NotWatchable(f"doctor: {problem}")
         # Now the sizes of all ranks are known; before, what a unit of FSDP1 keeps, which other implementations do not.
-        self._watch.flat_places = flat_places([one.flat for one in self._starts], self._rank)
+        self._watch.model.flat_places = flat_places([one.flat for one in self._starts], self._rank)
         self._holders, differ = holders_of(self._starts)
         self._add(list(invariants.check_start(self._starts, differ)))
 
     def _start(self, models: Sequence[nn.Module]) -> Start:
         wrappers = wrappers_of(models)
         groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
-        parameters = list(self._watch.parameters())
+        parameters = list(self._watch.model.parameters())
         bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
         found = {}
         for (name, parameter), own in zip(parameters, bits, strict=True):
-            place = self._watch.place(name, parameter)
+            place = self._watch.model.place(name, parameter)
             box, mesh = (None, ()) if place is None else (place.box, place.mesh)
             found[name] = (box, mesh, tuple(own))
         return Start(
@@ -405,7 +406,7 @@ class Doctor(Watching):
         return [] if is_told or self._are_averaged else list(invariants.check_states_ever(self._of_replicas))
 
     def _expected_ties(self) -> list[tuple[str, ...]]:
-        return [*self._ties, *(self._registered.names(self._watch.roots) if self._registered is not None else [])]
+        return [*self._ties, *(self._registered.names(self._watch.model.roots) if self._registered is not None else [])]
 
     def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
         new: list[Finding] = []

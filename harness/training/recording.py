@@ -48,9 +48,10 @@ from shardproof.harness.tensors.trees import on_host as values_on_host
 from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
+from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
-from shardproof.harness.watching.watch import LayoutOf, Watch
+from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watching
 from shardproof.jsonfiles import (
     Number,
@@ -300,7 +301,7 @@ class Recording(Watching):
         for model in models:
             self._watch.attach(model)
         if rank == 0:
-            ties = [tuple(map(self._name, names)) for names in self._watch.tied()]
+            ties = [tuple(map(self._name, names)) for names in self._watch.model.tied()]
             head = Head(
                 version=VERSION, world=world, torch=torch.__version__, command=sys.argv, steps=self._steps,
                 model=type(unwrapped(models[0])).__name__, parameters=shapes, ties=ties,

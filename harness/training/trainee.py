@@ -260,7 +260,7 @@ class Trainee:
 
     def know(self, flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> None:
         """Take how many elements of flat parameters each rank holds."""
-        self.watch.know(self._shapes, flat_places(flat, rank))
+        self.watch.model.know(self._shapes, flat_places(flat, rank))
 
     def close(self) -> None:
         """Remove all hooks, and tear down what an adapter keeps."""
@@ -392,8 +392,8 @@ class Trainee:
         def add(event: Event, tensor: torch.Tensor) -> None:
             found[key_of(event)] = event, local_of(tensor.detach()).to(self.home, copy=is_copied)
 
-        for name, parameter in self.watch.parameters():
-            place = self.watch.place(name, parameter)
+        for name, parameter in self.watch.model.parameters():
+            place = self.watch.model.place(name, parameter)
             add(Event.of(Stage.PARAMETER, name, place), parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -406,7 +406,7 @@ class Trainee:
     @torch.no_grad()
     def load(self, full: Mapping[Key, torch.Tensor]) -> None:
         """Take the state of the run: full tensors by the keys of :meth:`state`."""
-        for name, parameter in self.watch.parameters():
+        for name, parameter in self.watch.model.parameters():
             self._fill(parameter, full.get(key_of(Event.of(Stage.PARAMETER, name, None))), name, parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -419,7 +419,7 @@ class Trainee:
         if full is None:
             return
         local = local_of(tensor)
-        place = self.watch.place(name, parameter) if tensor.ndim else layout_of(tensor)
+        place = self.watch.model.place(name, parameter) if tensor.ndim else layout_of(tensor)
         mine = full if place is None else part_of(full, place.box).view(local.shape)
         # First to its device: the host would make float64 of it with one thread, and send twice as much.
         local.copy_(mine.to(local.device))
@@ -428,7 +428,7 @@ class Trainee:
     def _give(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self.given is None:
             return
-        for name, parameter in self.watch.parameters():
+        for name, parameter in self.watch.model.parameters():
             full = self.given.get(name)
             if full is None:
                 parameter.grad = None

@@ -6,10 +6,11 @@ never gathers, waits for a stream or changes what it sees.
 - ``capture``: copies what the modules of a model compute, for ``--explain``.
 - ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
 - ``events``: what a tensor of a step is, for those that take each as it appears.
-- ``names``: the names of parameters in the unsharded, unwrapped model.
-- ``watch``: ``Watch``, which attaches to a model and to optimizers and makes the records; ``hooks``, which user code
-  does not notice; ``pending``, gradients whose digests are read when the step has ended; ``left``, those that
-  are gone before an optimizer steps by them; ``gathered``, parameters that a forward finds gathered after a step.
+- ``names``: the names of parameters in the unsharded, unwrapped model; ``model``, the roots that have them.
+- ``watch``: ``Watch``, which attaches to a model and to optimizers and sees steps; ``hooks``, which user code does not
+  notice; ``tensors``, those of gradients; ``gathered``, parameters that a forward finds gathered after a step.
+- ``step``: what is seen of one step, and its record; ``updates``, what its optimizers find and leave; ``pending``,
+  gradients whose digests are read when it has ended; ``left``, those that are gone before an optimizer steps by them.
 - ``watching``: ``Watching``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.

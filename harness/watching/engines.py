@@ -22,10 +22,16 @@ def is_engine(module: nn.Module) -> bool:
 
 
 class Engine:
-    """One engine, and what it has of a parameter."""
+    """One engine, and what it has of a parameter.
+
+    Attributes:
+        module: the engine.
+        is_stepping: whether it is in a call of ``step`` that updates parameters.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
+        self.is_stepping = False
         self._utils: Any = importlib.import_module("deepspeed.utils")
 
     @property

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import torch
 
+from shardproof.harness.tensors.fingerprints import strided
 from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.verdicts.finding import Stage
 
 
@@ -39,3 +41,24 @@ Sink = Callable[[Event, torch.Tensor], None]
 
 It is called under ``no_grad``, on the stream where the tensor appears, and does not wait for the host.
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class Takes:
+    """What is taken of the tensors of a watched step.
+
+    Attributes:
+        sink: takes each tensor, if there is one.
+        modules: whether it takes the outputs of modules and their gradients as well.
+        digests: whether records have digests of gradients and bits of parameters and states, which cost time.
+    """
+
+    sink: Sink | None = None
+    modules: bool = False
+    digests: bool = True
+
+    @torch.no_grad()
+    def emit(self, event: Event, tensor: torch.Tensor) -> None:
+        """Hand a tensor to the sink."""
+        if self.sink is not None:
+            self.sink(event, strided(local_of(tensor).detach()))

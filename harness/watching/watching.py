@@ -102,7 +102,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         # is registered. Hooks of all modules would change what is compiled.
         if any(is_compiled(one) for one in module.modules()):
             self._first.remove()
-        if self._watch.roots:
+        if self._watch.model.roots:
             self._watch.forget_roots()
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
@@ -112,10 +112,10 @@ class Watching(contextlib.AbstractContextManager[Any]):
     def _is_root(self, module: nn.Module) -> bool:
         """Whether a module is what trains, rather than the root: it has the root in it, or optimizers have it alone."""
         inside = set(module.modules())
-        if all(root in inside for root in self._watch.roots):
+        if all(root in inside for root in self._watch.model.roots):
             return True
         held = parameters_of_optimizers()
-        has_root = any(id(one) in held for root in self._watch.roots for one in root.parameters())
+        has_root = any(id(one) in held for root in self._watch.model.roots for one in root.parameters())
         is_it = not has_root and any(id(one) in held for one in module.parameters())
         if held and not is_it:
             self._inside |= weakref.WeakSet(inside)
@@ -142,7 +142,7 @@ class Watching(contextlib.AbstractContextManager[Any]):
         forwards, steps = self._watch.counts
         counts = f"{forwards} forwards with gradients, {steps} optimizer steps"
         if self._watch.strangers and forwards:
-            kinds, model = " and ".join(self._watch.strangers), type(unwrapped(self._watch.roots[0])).__name__
+            kinds, model = " and ".join(self._watch.strangers), type(unwrapped(self._watch.model.roots[0])).__name__
             return (
                 f"nothing was watched ({counts} of its parameters): {kinds} stepped, and has none of the parameters of "
                 f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "

@@ -1,0 +1,122 @@
+"""The model that is watched: its roots, and the names, places and readers of what they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.layouts import Layout, layout_of
+from shardproof.harness.watching.engines import Engine, is_engine
+from shardproof.harness.watching.names import is_compiled, modules_of, parameters_of, tied_in, without_turn
+from shardproof.harness.watching.pending import readable
+
+LayoutOf = Callable[[str, torch.Tensor], Layout | None]
+"""Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
+
+
+class Model:
+    """One model, which may be several roots, on one rank.
+
+    Args:
+        layout: where a tensor does not say itself where its elements belong.
+
+    Attributes:
+        roots: the modules that the loop calls.
+        flat_places: where the rank's parts of parameters begin in flat ones, and how many elements they have in full.
+        engine: DeepSpeed's, if the root is one.
+        unseen: what cannot be seen, one line each.
+    """
+
+    def __init__(self, layout: LayoutOf | None) -> None:
+        self.roots: list[nn.Module] = []
+        self.flat_places: dict[str, tuple[int, int]] = {}
+        self.engine: Engine | None = None
+        self.unseen: set[str] = set()
+        self._layout = layout
+        self._names: dict[int, str] = {}  # canonical names of modules
+        self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
+        self._shapes: dict[str, torch.Size] = {}
+
+    def add(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
+        """Add a root, and return the modules of which hooks see the forward, each once, by canonical name."""
+        self.roots.append(root)
+        if is_engine(root):
+            self.engine = Engine(root)
+            self.unseen.add(f"what {type(root).__name__} does to gradients in its step, where it clips them")
+        compiled: set[int] = set()
+        for name, module in modules_of(root):
+            if is_compiled(module):
+                self.unseen.add(f"inside of {name or 'the model'}: it is compiled")
+                compiled |= {id(inner) for inner in module.modules()}
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for name, module in modules_of(root):
+            self._names.setdefault(id(module), name)
+            if id(module) in compiled:
+                self._uncertain.add(id(module))
+            if id(module) not in compiled - {id(root)}:
+                found.setdefault(id(module), (name, module))
+        return list(found.values())
+
+    def forget(self) -> None:
+        """Forget the roots, and what was seen of them; others take their place."""
+        for seen in (self.roots, self._names, self._uncertain, self._shapes, self.unseen):
+            seen.clear()
+        self.engine = None
+
+    def know(self, shapes: Mapping[str, torch.Size], flat_places: dict[str, tuple[int, int]]) -> None:
+        """Take the full shapes of parameters, and where the rank's parts of those in flat ones begin."""
+        self._shapes |= shapes
+        self.flat_places = flat_places
+
+    def find_shape(self, name: str, shape: torch.Size) -> None:
+        """Take the shape that a forward finds of a parameter, if none is known."""
+        self._shapes.setdefault(name, shape)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all roots by canonical name, each once, by its first name."""
+        once: set[int] = set()
+        for root in self.roots:
+            for name, parameter in parameters_of(root):
+                if id(parameter) not in once:
+                    once.add(id(parameter))
+                    yield name, parameter
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the reduced gradient of a parameter; of an engine, which leaves none in ``.grad``, the whole one."""
+        return parameter.grad if self.engine is None else self.engine.gradient(parameter)
+
+    def place(self, name: str, tensor: torch.Tensor) -> Layout | None:
+        """Return where the elements of a parameter or its gradient belong, or None where that is not known."""
+        if self._layout is not None and (found := self._layout(name, tensor)) is not None:
+            return found
+        if name in self.flat_places:
+            shape = self._shapes.get(name)
+            start, full = self.flat_places[name]
+            if shape is None or shape.numel() != full:
+                return None
+            if tensor.numel() == full:  # also what no_sync() has left: this rank's own gradient, which is not divided
+                return Layout(Box(tuple(shape)))
+            return Layout(Box(tuple(shape), flat=(start, start + tensor.numel())))
+        return layout_of(tensor)
+
+    def place_unreduced(self, name: str, gradient: torch.Tensor) -> Layout:
+        """Return where the elements of a gradient belong that nothing has reduced, nor put into a flat one."""
+        return (self._layout and self._layout(name, gradient)) or layout_of(gradient)
+
+    def read(self, name: str, gradient: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+        """Return the elements of a gradient, or None and note that it cannot be read."""
+        if isinstance(found := readable(gradient, layout), str):
+            self.unseen.add(f"the gradient of {name!r}, which is {found}")
+            return None
+        return found
+
+    def without_turn(self, called: Mapping[int, bool]) -> tuple[list[str], list[str]]:
+        """Return parameters of modules that were not called, and of those that never were with gradients enabled."""
+        return without_turn(self.roots, self._names.keys() - self._uncertain, called)
+
+    def tied(self) -> list[tuple[str, ...]]:
+        """Return the sets of names that are one parameter."""
+        return tied_in(self.roots)
