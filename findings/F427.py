@@ -3,11 +3,11 @@
 The function makes shards of the full values under the names that it finds, and it visits a module in two places once. Under
 its second name the state dict still has full values, which are refused; with `broadcast_from_rank0` the other ranks lack
 them. So what `get_model_state_dict` returns with the same options cannot be loaded. FSDP1 is refused with
-`broadcast_from_rank0`, and so are the replicas of `replicate()`. Seen by STATE-14.
+`broadcast_from_rank0`, and so are the replicas of `replicate()`. Seen beside STATE-14.
 """
 
 # /// finding
-# implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate", "torch.replicate_with_fsdp", "reference"]
+# implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate", "torch.replicate_with_fsdp"]
 # requirements = ["STATE-14"]
 # reproduces = ["torch 2.11.0 cpu 2026-11-30", "torch 2.13.0 cpu 2026-11-30"]
 # shows = '^full: .*Error'

@@ -188,6 +188,18 @@ class ScalerOfAllRanks(ReferenceFlatAdapter):
             super().__init__(*args, **kwargs)
 
 
+class ScalerOfRoundedSums(ReferenceFlatAdapter):
+    """Entries of sparse gradients of one index are added up in their own dtype."""
+
+    class scaler(BoundedGradScaler):
+        def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and param.grad.is_sparse:
+                        param.grad = param.grad.coalesce()
+            super().unscale_(optimizer)
+
+
 class ScalerOfOneOptimizer(ReferenceFlatAdapter):
     """The scale changes with each step of an optimizer."""
 

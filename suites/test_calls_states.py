@@ -149,6 +149,9 @@ def test_sharded_values_over_a_process_group(rank: Rank) -> None:
     fsdp = fsdp1(rank)
     groups: Any = {"device_mesh": None, "process_group": fsdp.mesh.get_group()}
     model, other = (fsdp.wrap(fsdp.layers().double(), **groups) for _ in range(2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.div_(3)  # which float32 does not have
     with fsdp.sharded_states(model):
         saved = model.state_dict()
     names = sorted(model.state_dict())

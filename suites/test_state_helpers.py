@@ -585,20 +585,16 @@ def test_models_that_are_refused(rank: Rank) -> None:
         Refusal(rank, functools.partial(get_model_state_dict, module), may_send=True).check_names(words)
 
 
-def _with_two_names() -> nn.Sequential:
-    linear = nn.Linear(DIM, DIM)
-    return nn.Sequential(nn.Sequential(linear), nn.Linear(DIM, 3), nn.Sequential(linear))
-
-
 @contract("STATE-14")
 def test_modules_with_two_names(rank: Rank) -> None:
     """Of a module in two places the optimizer has the first name, and its states are missing if they are under none."""
-    model, report = _with_two_names(), Report(rank)
+    linear, report = nn.Linear(DIM, DIM), Report(rank)
+    model = nn.Sequential(nn.Sequential(linear), nn.Linear(DIM, 3), nn.Sequential(linear))
     source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", units=[["1"]]) for number in (2, 1))
     with report.of("read"):
         check_read(rank, report, get_model_state_dict(source.module), model_entries(source.plain), {})
     if Capability.SHARDED in rank.implementation.capabilities():  # DDP does not find the second name: findings/F114.py
-        with report.of("loaded"):
+        with report.of("loaded"):  # in full torch refuses them: findings/F427.py
             set_model_state_dict(twins.module, clone_of(get_model_state_dict(source.module)))
             twins.plain.load_state_dict(model_entries(source.plain))
     for name in ("no options", "full", "sent"):
@@ -612,16 +608,6 @@ def test_modules_with_two_names(rank: Rank) -> None:
         group["params"] = [name for name in group["params"] if name != "0.0.bias"]
     refused = Refusal(rank, lambda: set_optimizer_state_dict(twins.module, given(twins), lacking), may_send=True)
     refused.check_names("Missing optimizer state for parameter '0.0.bias'")
-
-
-@contract("STATE-14")
-@pytest.mark.parametrize("options", ["full", "sent"])
-def test_modules_with_two_names_are_loaded(rank: Rank, options: str) -> None:
-    """A full state dict has the values of a module in two places under both names, and can be loaded again."""
-    twins, entries = build(rank, _with_two_names(), units=[["1"]]), model_entries(_with_two_names().to(rank.device))
-    set_model_state_dict(twins.module, loadable(rank, LOADS[options], entries, dict), **made(LOADS[options]))
-    twins.plain.load_state_dict(entries)
-    assert not (lines := [*twins.wrong()]), f"what was loaded differs: {lines[0]}"
 
 
 @contract("STATE-14")

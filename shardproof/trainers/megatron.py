@@ -11,8 +11,8 @@ from torch import nn
 
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout
-from shardproof.harness.watching.names import parameters_of
 from shardproof.harness.watching.model import LayoutOf
+from shardproof.harness.watching.names import parameters_of
 
 
 def layout(model: nn.Module, group: dist.ProcessGroup) -> LayoutOf:
