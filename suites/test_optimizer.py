@@ -471,6 +471,7 @@ def _change(parameter: nn.Parameter, change: str) -> None:
     [
         *(pytest.param(change, True, id=f"{change}-none") for change in ("scale", "set", "drop", "replace")),
         *(pytest.param(change, False, id=f"{change}-zeros") for change in ("scale", "set", "drop", "replace")),
+        pytest.param("replace-data", True, id="replace-data-none", marks=needs(Capability.FLAT_PARAMETERS)),
         # Only where the next gradients are added to these does it matter that their memory is another.
         pytest.param("replace-data", False, id="replace-data-zeros", marks=needs(Capability.FLAT_PARAMETERS)),
     ],

@@ -145,8 +145,7 @@ def test_models_of_parts_of_the_world_differ(rank: Rank, flat_parameters: bool) 
         model.flip()
     for step in range(2):
         run.forward_backward((rank.batch(step, (8, DIM)),), loss=models.mean_square)
-    shapes = {name for name, piece in run.adapter.gradients().items() if piece is not None}
-    assert shapes, "no parameter has a gradient"
+    assert any(piece is not None for piece in run.adapter.gradients().values()), "no parameter has a gradient"
 
 
 @contract("ORDER-1")

@@ -419,8 +419,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw.add_argument("--seed", type=int, default=1, help="of the draw (default: 1)")
     one = commands.add_parser("run", parents=[draw])
     one.add_argument("file", type=pathlib.Path, metavar="FILE", help="the results, a line each; they are appended")
-    one.add_argument("--effort", type=Effort, default=Effort.STANDARD, choices=(Effort.QUICK, Effort.STANDARD))
-    one.add_argument("--lines", type=pathlib.Path, metavar="FILE", help="items that come to a line, which run first")
+    efforts = (Effort.QUICK, Effort.STANDARD)
+    one.add_argument("--effort", type=Effort, default=efforts[1], choices=efforts, help="whose items run")
+    one.add_argument(
+        "--lines", type=pathlib.Path, metavar="FILE", help="items that come to a line; they take turns with others"
+    )
     one.add_argument("--items", type=int, default=20, help="that come to a mutant (default: 20); thrice as many run")
     one.add_argument("--seconds", type=float, default=540, help="after which no item begins (default: 540)")
     one.add_argument("--jobs", type=int, default=2, help="processes, each with worlds of its own (default: 2)")
