@@ -116,7 +116,7 @@ class Shortening:
 def lines(selection: Selection, progress: Progress, change: changed.Change | None) -> list[str]:
     """Return what was run of what could be, and what was left out: of an effort, of a profile, of a change."""
     if change is not None:
-        left = changed.not_run(progress.left_out)
+        left = changed.not_run(progress.left_out) + len(progress.missing)  # the latter of a run that was ended early
         what = f"{progress.count} cases call what was changed, {progress.count - left} ran in {selection.seconds:g} s"
         return [*change.lines, f"{what}, {left} were not run" if left else f"{what}: all of them"]
     if not selection.profile:

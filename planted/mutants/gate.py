@@ -6,12 +6,9 @@ ends with the first item that fails. An item that does not pass without a mutant
 
 import concurrent.futures
 import dataclasses
-import json
 import os
 import pathlib
 import queue
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -64,22 +61,15 @@ def _asked(
     with tempfile.TemporaryDirectory(prefix="m") as name:
         folder = pathlib.Path(name)
         (folder / plant.FILE).write_bytes(tries.packed_of(mutant))
-        report = folder / "run.json"
-        command = [sys.executable, "-m", "shardproof", "run", "--impl", ",".join(names), "--device", "cpu", "-n", "2"]
-        command += ["--changed", f"{rules.path_of(mutant.module)}:{mutant.place.partition(':')[2]}"]
-        command += ["--seconds", str(seconds), "--map", str(known), "--report", str(report)]
-        command += ["--maxfail", str(1 + len(unsound)), "-p", "no:cacheprovider"]
-        environment = {
-            **os.environ, "PYTHONPATH": run.search_path(), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder),
-            **instruments.environment(folder, "planted.mutants.plant:planted"),
-        }  # fmt: skip
+        change = f"{rules.path_of(mutant.module)}:{mutant.place.partition(':')[2]}"
+        options = ["--changed", change, "--seconds", str(seconds), "--map", str(known)]
+        options += ["--maxfail", str(1 + len(unsound)), "--device", "cpu", "-n", "2"]
+        environment = {"TMPDIR": str(folder), **instruments.environment(folder, "planted.mutants.plant:planted")}
         began = time.monotonic()
-        done = subprocess.run(command, cwd=run.ROOT, env=environment, capture_output=True, text=True)
+        # A run that ends with the first item that fails has written only what ran until then.
+        records = run.records_of(["suites"], names, folder, *options, environment=environment, early=True)
         took = round(time.monotonic() - began, 1)
-        if not report.exists():
-            raise RuntimeError(f"a run of {mutant} has left no run file:\n{done.stdout}{done.stderr}")
-        cases = json.loads(report.read_text())["cases"]
-    failed = [run.node_id(case) for case in cases if Verdict(case["verdict"]).fails]
+    failed = [item for item, record in records.items() if Verdict(record["verdict"]).fails]
     found_by = next((one for one in failed if one not in unsound), "")
-    ran = [run.node_id(case) for case in cases]
+    ran = list(records)
     return {"group": group, **dataclasses.asdict(mutant), "ran": ran, "seconds": took, "found_by": found_by}

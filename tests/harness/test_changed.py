@@ -259,3 +259,10 @@ def test_the_packed_map_knows_this_shardproof():
     named = {case.partition("[")[0] for same in known.items.values() for case in same}
     assert len(named - functions) <= 0.02 * len(named), sorted(named - functions)
     assert len(functions - named) <= 0.2 * len(functions), sorted(functions - named)
+
+
+def test_a_run_that_ends_early_has_not_run_the_rest(run, map_file):
+    """It counts what has no record, as after ``--maxfail``."""
+    options = ["--device", "cpu", "--map", str(map_file), "--changed", "_group.py:Group.unshard", "-x"]
+    result = run(SOURCE.replace("a, b, c):\n    pass", "a, b, c):\n    assert not a"), *options)
+    result.stdout.fnmatch_lines(["*4 cases call what was changed, 1 ran in 60 s, 3 were not run"])
