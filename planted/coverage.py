@@ -2,6 +2,7 @@
 
     python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
     python -m planted.coverage page FOLDER [--onto MAP]          what is made of these runs, in FOLDER
+    python -m planted.coverage time MAP RUN...                   what items of a map take, by run files without it
 
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
@@ -29,14 +30,16 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from planted import run
+from shardproof import door
 from shardproof.harness.plugin import changed
 from shardproof.harness.worlds import instruments
+from shardproof.runfile import Verdict
 
 #: Reasons why no item takes a branch, by kind.
 KINDS = {
@@ -347,57 +350,104 @@ def watched(folder: pathlib.Path, options: Sequence[str]) -> int:
     return subprocess.run(command, cwd=run.ROOT, env=environment).returncode
 
 
-def mapped(items: Mapping[str, Iterable[str]]) -> str:
-    """The map of items to functions, as JSON: names once, and by item their numbers."""
-    names = sorted({name for found in items.values() for name in found})
-    numbers = {name: number for number, name in enumerate(names)}
-    content = {
-        "torch": installed(),
-        "functions": names,
-        "items": {item: sorted(numbers[name] for name in items[item]) for item in sorted(items)},
-    }
-    return json.dumps(content, separators=(",", ":")) + "\n"
+@dataclasses.dataclass
+class Items:
+    """What is known of items, by their ids.
 
-
-def onto(path: pathlib.Path, items: Mapping[str, Iterable[str]]) -> dict[str, Iterable[str]]:
-    """Items, after those of a map of the same torch whose implementations have none here.
-
-    Raises:
-        ValueError: the map cannot be read, or is of another torch; one line.
+    Attributes:
+        functions: those that each calls, as "module:qualified name".
+        seconds: what each takes in a run without instruments; not of each it is known.
     """
-    known = changed.read(path)
-    if known.torch != installed():
-        raise ValueError(f"--onto {path}: it is of torch {known.torch}, and this is {installed()}")
-    earlier: dict[str, Iterable[str]] = {}
-    for implementation, cases in known.items.items():
-        if not any(f"[{implementation}-w" in item for item in items):
-            earlier |= {case.replace("[", f"[{implementation}-", 1): names for case, names in cases.items()}
-    return {**earlier, **items}
+
+    functions: dict[str, Collection[str]]
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> "Items":
+        """Those of a map; ValueError, one line, if it cannot be read or is of another torch."""
+        known = changed.read(path)
+        if known.torch != installed():
+            raise ValueError(f"{path}: it is of torch {known.torch}, and this is {installed()}")
+        by_item = [
+            {case.replace("[", f"[{name}-", 1): one for name, same in part.items() for case, one in same.items()}
+            for part in (known.items, known.seconds)
+        ]
+        return cls(*by_item)  # type: ignore[arg-type]
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write a map: names once, by item their numbers, and in the order of the items tenths of seconds, 0 unknown.
+
+        Without the time of writing, so that equal maps are equal files.
+        """
+        names = sorted({name for found in self.functions.values() for name in found})
+        numbers = {name: number for number, name in enumerate(names)}
+        items = sorted(self.functions)
+        content = {
+            "torch": installed(),
+            "functions": names,
+            "items": {item: sorted(numbers[name] for name in self.functions[item]) for item in items},
+            "tenths": [max(1, round(10 * self.seconds[item])) if item in self.seconds else 0 for item in items],
+        }
+        text = json.dumps(content, separators=(",", ":")) + "\n"
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+    def onto(self, earlier: "Items") -> "Items":
+        """These, after those of another map whose implementations have none here; its seconds stay."""
+        mine = {_implementation(item) for item in self.functions}
+        others = {item: one for item, one in earlier.functions.items() if _implementation(item) not in mine}
+        return Items({**others, **self.functions}, {**earlier.seconds, **self.seconds})
+
+
+def _implementation(item: str) -> str:
+    found = changed.ITEM.match(item)
+    return found["implementation"] if found else ""
+
+
+def timed(path: pathlib.Path, runs: Iterable[pathlib.Path]) -> int:
+    """Write into a map what its items took in some runs, the last one that has an item; how many the map knows then."""
+    items = Items.read(path)
+    for file in runs:
+        content: Any = door.content(file, is_journal=False)
+        for case in content["cases"]:
+            if not Verdict(case["verdict"]).is_skip:
+                items.seconds[run.node_id(case)] = case["seconds"]
+    items.write(path)
+    return len(items.seconds.keys() & items.functions.keys())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites, or write what earlier runs have seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "page"))
-    parser.add_argument("folder", type=pathlib.Path, metavar="FOLDER")
-    parser.add_argument("--onto", type=pathlib.Path, metavar="MAP", help="another map, whose items come before")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in ("run", "page"):
+        commands.add_parser(name).add_argument("folder", type=pathlib.Path, metavar="FOLDER")
+    onto = commands.choices["page"]
+    onto.add_argument("--onto", type=pathlib.Path, metavar="MAP", help="another map, whose items come before")
+    time = commands.add_parser("time")
+    time.add_argument("map", type=pathlib.Path, metavar="MAP")
+    time.add_argument("runs", type=pathlib.Path, nargs="+", metavar="RUN")
     options, others = parser.parse_known_args(arguments)
     if options.command == "run":
         return watched(options.folder, others)
     if others:
-        parser.error(f"page takes no other options: {' '.join(others)}")
-    saw = taken(options.folder)
-    if not saw.items:
-        parser.error(f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}")
+        parser.error(f"{options.command} takes no other options: {' '.join(others)}")
+    try:
+        if options.command == "time":
+            print(f"{timed(options.map, options.runs)} items have their seconds")
+            return 0
+        saw = taken(options.folder)
+        if not saw.items:
+            raise ValueError(
+                f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}"
+            )
+        items = Items({**saw.items})
+        if options.onto:
+            items = items.onto(Items.read(options.onto))
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(str(error))
     text = page(branches_of(saw.arcs), reasons())
     (options.folder / "branches.md").write_text(text)
-    try:
-        items = onto(options.onto, saw.items) if options.onto else saw.items
-    except ValueError as error:
-        parser.error(str(error))
-    # Without the time of writing, so that equal maps are equal files.
-    packed = gzip.compress(mapped(items).encode(), mtime=0)
-    (options.folder / changed.PACKED.name).write_bytes(packed)
+    items.write(options.folder / changed.PACKED.name)
     lines = {"torch": installed(), "lines": comers(options.folder)}
     (options.folder / LINES).write_bytes(gzip.compress(json.dumps(lines).encode(), mtime=0))
     print(text.splitlines()[2])

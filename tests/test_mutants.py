@@ -440,14 +440,43 @@ def test_groups_are_drawn_from_the_map() -> None:
 
 
 def test_a_map_onto_another(tmp_path: pathlib.Path) -> None:
+    """An implementation that was not run again keeps its items, and each item its seconds."""
     version = importlib.metadata.version("torch").partition("+")[0]
-    content = {"torch": version, "functions": ["m:f"], "items": {"a::t[one-w2-x]": [0], "a::t[two-w2]": [0]}}
+    one, two = "a::t[one-w2-x]", "a::t[two-w2]"
+    content = {"torch": version, "functions": ["m:f"], "items": {one: [0], two: [0]}, "tenths": [0, 15]}
     (path := tmp_path / "map.gz").write_bytes(gzip.compress(json.dumps(content).encode()))
-    new = {"a::t[two-w4]": {"m:g"}}
-    assert coverage.onto(path, new) == {"a::t[one-w2-x]": {"m:f"}, **new}
+    items = coverage.Items({"a::t[two-w4]": {"m:g"}}).onto(coverage.Items.read(path))
+    assert items == coverage.Items({one: {"m:f"}, "a::t[two-w4]": {"m:g"}}, {two: 1.5})
+    items.write(path)
+    assert changed.read(path).called_by("two", "a::t[w4]") == {"m:g"}
     path.write_bytes(gzip.compress(json.dumps(content | {"torch": "2.0"}).encode()))
     with pytest.raises(ValueError, match=r"it is of torch 2\.0, and this is"):
-        coverage.onto(path, new)
+        coverage.Items.read(path)
+
+
+def test_what_items_take_comes_from_runs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case that was skipped took no time; an item without a time takes what others of its function take."""
+    monkeypatch.setattr(coverage, "installed", lambda: "2.0")
+    items = ["a::s[one-w2]", "a::t[one-w2-x]", "a::t[one-w2-y]", "a::t[one-w4-z]"]
+    coverage.Items({item: {"m:f"} for item in items}).write(path := tmp_path / "map.gz")
+    cases = [
+        {"id": "a::t[w2-x]", "implementation": "one", "verdict": "pass", "seconds": 3.21},
+        {"id": "a::t[w4-z]", "implementation": "one", "verdict": "fail", "seconds": 0.01},
+        {"id": "a::s[w2]", "implementation": "one", "verdict": "unsupported", "seconds": 0.0},
+        {"id": "a::t[w2]", "implementation": "other", "verdict": "pass", "seconds": 1.0},
+    ]
+    (report := tmp_path / "run.json").write_text(json.dumps({"cases": cases}))
+    assert coverage.main(["time", str(path), str(report)]) == 0
+    assert capsys.readouterr().out == "2 items have their seconds\n"
+    known = changed.read(path)
+    assert {**known.seconds} == {"one": {"a::t[w2-x]": 3.2, "a::t[w4-z]": 0.1}}
+    seconds = [known.seconds_of("one", case) for case in ("a::s[w2]", "a::t[w2-x]", "a::t[w2-y]")]
+    assert seconds == pytest.approx([1.0, 3.2, 1.65])
+    with pytest.raises(SystemExit):
+        coverage.main(["time", str(path), str(tmp_path / "none.json")])
+    assert "none.json" in capsys.readouterr().err
 
 
 def test_the_gate_is_asked(

@@ -12,10 +12,11 @@ import ast
 import collections
 import dataclasses
 import functools
+import heapq
 import importlib.util
-import itertools
 import pathlib
 import re
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,9 +31,11 @@ from shardproof.harness.plugin.selection import Selection
 PACKED = pathlib.Path(__file__).parents[2] / "functions.json.gz"
 """The map that this shardproof has."""
 
+ITEM = re.compile(r"^(?P<case>[^\[]+)\[(?P<implementation>.+?)-(?P<rest>w\d.*)\]$", re.DOTALL)
+"""The id of an item, with the case and the implementation."""
+
 _SPENT = "--seconds"
 _HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
-_ITEM = re.compile(r"^(?P<case>[^\[]+)\[(?P<implementation>.+?)-(?P<rest>w\d.*)\]$", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +45,12 @@ class Map:
     Attributes:
         torch: the version with which it was made.
         items: by implementation and id of the case, the functions, as "module:qualified name".
+        seconds: what items took in a run without instruments, of those of which it is known.
     """
 
     torch: str
     items: Mapping[str, Mapping[str, frozenset[str]]]
+    seconds: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def functions(self) -> frozenset[str]:
@@ -62,6 +67,19 @@ class Map:
             return mine.get(case, frozenset())
         return frozenset().union(*(same.get(case, frozenset()) for same in self.items.values()))
 
+    def seconds_of(self, implementation: str, case: str) -> float:
+        """What an item takes; where that is not known, what its test function takes, and else a second."""
+        mine = self.seconds.get(implementation, {}).get(case)
+        return self._of_functions.get(case.partition("[")[0], 1.0) if mine is None else mine
+
+    @functools.cached_property
+    def _of_functions(self) -> dict[str, float]:
+        found: dict[str, list[float]] = collections.defaultdict(list)
+        for same in self.seconds.values():
+            for case, seconds in same.items():
+                found[case.partition("[")[0]].append(seconds)
+        return {function: statistics.median(several) for function, several in found.items()}
+
 
 def read(path: pathlib.Path) -> Map:
     """Read a map.
@@ -73,11 +91,15 @@ def read(path: pathlib.Path) -> Map:
         content: Any = door.content(path, is_journal=False)
         names = content["functions"]
         items: dict[str, dict[str, frozenset[str]]] = collections.defaultdict(dict)
-        for item, numbers in content["items"].items():
-            if found := _ITEM.match(item):
+        seconds: dict[str, dict[str, float]] = collections.defaultdict(dict)
+        tenths = content.get("tenths") or [0] * len(content["items"])
+        for (item, numbers), tenth in zip(content["items"].items(), tenths, strict=True):
+            if found := ITEM.match(item):
                 case = f"{found['case']}[{found['rest']}]"
                 items[found["implementation"]][case] = frozenset(names[number] for number in numbers)
-        return Map(content["torch"], items)
+                if tenth:
+                    seconds[found["implementation"]][case] = tenth / 10
+        return Map(content["torch"], items, seconds)
     except (OSError, RecursionError, ValueError, KeyError, TypeError, IndexError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else f"it is none ({error!r})"
         raise ValueError(f"the map {path} cannot be read: {why}; python -m planted.coverage page makes one") from None
@@ -297,14 +319,37 @@ def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> lis
         mine = [item for *_, item in sorted(same, key=lambda one: one[:2])]
         by_chapter[bool(words & _words("_".join(place[:2]))), place[0]].append(mine)
     chapters = sorted(by_chapter, key=lambda key: -share[key[1]])
-    kinds = ([in_turn(by_chapter[key]) for key in chapters if key[0] is is_named] for is_named in (True, False))
-    turns = in_turn(in_turn(same) for same in kinds)
+
+    def seconds(item: pytest.Function) -> float:
+        return known.seconds_of(cases.launch_of(item).implementation, cases.case_id(item))
+
+    kinds = (
+        in_turn([in_turn(by_chapter[key]) for key in chapters if key[0] is is_named], seconds)
+        for is_named in (True, False)
+    )
+    turns = in_turn(kinds, seconds)
     return sorted(turns, key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
 
 
-def in_turn(lists: Iterable[list[pytest.Function]]) -> list[pytest.Function]:
-    """The first of each list, then the second of each, and so on."""
-    return [item for turn in itertools.zip_longest(*lists) for item in turn if item is not None]
+def in_turn(
+    lists: Iterable[list[pytest.Function]], seconds: Callable[[pytest.Function], float] = lambda item: 1.0
+) -> list[pytest.Function]:
+    """The first of each list, then the second of each, and so on.
+
+    With ``seconds``, the lists take turns by time: next is the item until whose end its list has taken the least. One
+    of ten seconds comes when each other list has had ten.
+    """
+    found, several = list[pytest.Function](), list(lists)
+    heap = [(seconds(one[0]), number, 0) for number, one in enumerate(several) if one]
+    heapq.heapify(heap)
+    while heap:
+        taken, number, place = heap[0]
+        found.append(several[number][place])
+        if place + 1 < len(several[number]):
+            heapq.heapreplace(heap, (taken + seconds(several[number][place + 1]), number, place + 1))
+        else:
+            heapq.heappop(heap)
+    return found
 
 
 @functools.cache

@@ -92,6 +92,13 @@ def test_chapters_take_turns(monkeypatch):
     assert changed.ordered([b2, b1, a1, a3, a2, slow, named], change, known) == [a1, named, b1, a2, a3, slow]
 
 
+def test_lists_take_turns_by_time():
+    """What is slow waits until the other lists have had as much; without times, by count."""
+    lists = [["a9", "a1"], ["b1", "b2", "b7"], [], ["c3"]]
+    assert changed.in_turn(lists) == ["a9", "b1", "c3", "a1", "b2", "b7"]
+    assert changed.in_turn(lists, lambda one: float(one[1])) == ["b1", "b2", "c3", "a9", "a1", "b7"]
+
+
 def test_workers_get_case_after_case():
     """Of 200 cases a worker would otherwise begin with 25, and another one with the next 25."""
     config = types.SimpleNamespace(option=types.SimpleNamespace(maxschedchunk=None))
