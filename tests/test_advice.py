@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from shardproof.harness.verdicts import codes
+from shardproof.harness.judging import codes
 from tests.harness import test_doctor_gathers
 from tests.harness.inner import python
 from tests.test_incidents import CHECKED, COMPARED, SAID

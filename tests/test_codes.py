@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardproof.harness.judging import codes
 from shardproof.harness.training import doctor
-from shardproof.harness.verdicts import codes
 from tests import test_incidents
 from tests.harness import test_doctor_checks, test_doctor_gathers, test_doctor_loops
 from tests.harness.inner import ROOT
 
-TABLE = "harness/verdicts/codes.py"
+TABLE = "harness/judging/codes.py"
 #: The format of run files describes a field by an example, and must not import the harness.
 OF_A_FORMAT = "shardproof/runfile.py"
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from shardproof.harness.judging.finding import Finding, Location, Stage
 from shardproof.harness.plugin.terminal import same_failure
-from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from tests.installations import ROOT, run
 
 DOCUMENT = (ROOT / "docs/cases.md").read_text()

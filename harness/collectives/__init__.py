@@ -1,6 +1,6 @@
 """Which collectives did each rank issue? The trace, the announcements on the shared board, and delays.
 
-Imports ``adapters``, ``verdicts`` and ``tensors``. ``board`` imports no torch: the controller reads it.
+Imports ``adapters``, ``judging`` and ``tensors``. ``board`` imports no torch: the controller reads it.
 
 - ``trace``: ``Collective``, ``Trace`` and the comparison of traces.
 - ``units``: matches collectives to units by their size in bytes.

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.collectives.trace import Collective, without_own_bytes
+from shardproof.harness.judging.finding import Divergence, Location, Stage
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.trees import tensors_of
-from shardproof.harness.verdicts.finding import Divergence, Location, Stage
-from shardproof.harness.verdicts.texts import ranks_of
 
 #: Methods of ``ProcessGroup`` across torch versions, by the kind of collective that they issue.
 METHODS = {

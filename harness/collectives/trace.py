@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
-from shardproof.harness.verdicts.finding import Finding, Location, Stage
+from shardproof.harness.judging.finding import Finding, Location, Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import torch
 
+from shardproof.harness.judging.finding import Numbers
 from shardproof.harness.judging.numerics import Distance
-from shardproof.harness.verdicts.finding import Numbers
 
 
 def exact_difference(first: torch.Tensor, second: torch.Tensor) -> tuple[tuple[int, ...], float, float] | None:

@@ -16,11 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.finding import Guess
 from shardproof.harness.judging.numerics import ulp
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.finding import Guess
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.texts import ranks_of
 
 #: The dtypes to which a wider tensor may have been rounded on its way, coarsest first, with their names in messages.
 _NARROW = ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"))

@@ -1,6 +1,6 @@
 """What is compared with what? The implementation with its baseline and with a float64 oracle: the engine.
 
-Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``judging``, ``verdicts`` and ``tensors``. Cases call
+Imports ``simulation``, ``adapters``, ``collectives``, ``models``, ``judging`` and ``tensors``. Cases call
 it by ``shardproof.testing``.
 
 - ``rank``: ``Rank``, the context object that a case receives. It builds on ``rank_state``.

@@ -8,15 +8,15 @@ import torch
 
 from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import numbers_of
+from shardproof.harness.judging.finding import Finding, Guess, Location, Stage
 from shardproof.harness.judging.numerics import ADAM_NOISE_ULPS, distance, not_finite, ulp
+from shardproof.harness.judging.observations import Measured
 from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm, guess_weights
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
 from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import tensors_of
-from shardproof.harness.verdicts.finding import Finding, Guess, Location, Stage
-from shardproof.harness.verdicts.observations import Measured
 
 #: What is wrong with a pair of a model such as one with dropout.
 _DRAWS = (

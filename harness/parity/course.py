@@ -16,7 +16,7 @@ import torch
 
 from shardproof.alike import CALLS
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.verdicts.finding import Location, Stage
+from shardproof.harness.judging.finding import Location, Stage
 
 #: The methods of an adapter that change what it holds, or gather it.
 _ACTS = (

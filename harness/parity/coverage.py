@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Adapter, Config, Traits
+from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
 from shardproof.harness.tensors.pieces import Piece, Spans, cut_before_sharding, original_name, spans_of, uncut
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
 _SHARES = {"master": 1, "gradients": 1, "optimizer": 2, "gathered": 0}

@@ -13,10 +13,10 @@ from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.collectives.units import ROOT, UnitSize
 from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import exact_difference, numbers_of
+from shardproof.harness.judging.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.judging.numerics import Distance, distance
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.explainer import Place
-from shardproof.harness.verdicts.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.watching.capture import Event, Key
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})

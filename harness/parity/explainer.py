@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.verdicts.explanation import Divergent, Explanation
-from shardproof.harness.verdicts.finding import Finding
+from shardproof.harness.judging.explanation import Divergent, Explanation
+from shardproof.harness.judging.finding import Finding
 from shardproof.harness.watching.capture import Capture
 
 

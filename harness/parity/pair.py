@@ -13,6 +13,7 @@ from shardproof.harness.adapters.config import EvaluationMode
 from shardproof.harness.collectives.differences import marked_counts
 from shardproof.harness.collectives.trace import Trace, count_difference, first_difference, gathered_in
 from shardproof.harness.collectives.units import ROOT, UnitSize
+from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.coverage import Counts, state_numel
@@ -22,7 +23,6 @@ from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import Baseline, Replay, State
 from shardproof.harness.parity.run import Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Event, Inputs, as_inputs
 

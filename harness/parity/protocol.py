@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import Adapter, Config, OptimizerFactory
 from shardproof.harness.adapters.registry import line_of_error, one_line
+from shardproof.harness.judging.finding import ProtocolError
 from shardproof.harness.tensors.pieces import Piece, original_name
-from shardproof.harness.verdicts.finding import ProtocolError
 
 # Which parameters of a model are shared by several of its modules, and which of them sharding has untied.
 

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.judging.explanation import Explanation
+from shardproof.harness.judging.observations import ExpectedText
 from shardproof.harness.models import optim
 from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.parity.pair import Pair
@@ -26,8 +28,6 @@ from shardproof.harness.simulation import training
 from shardproof.harness.simulation.memory import Ledger
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
-from shardproof.harness.verdicts.explanation import Explanation
-from shardproof.harness.verdicts.observations import ExpectedText
 
 
 @dataclasses.dataclass(frozen=True)

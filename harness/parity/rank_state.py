@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.collectives.announce import Announcer
+from shardproof.harness.judging.finding import Finding, raise_first
+from shardproof.harness.judging.observations import Observations
 from shardproof.harness.parity.course import Course
 from shardproof.harness.parity.exchange import Gathers
 from shardproof.harness.parity.explainer import Explainer
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.trees import map_leaves, map_tensors, tensors_of
-from shardproof.harness.verdicts.finding import Finding, raise_first
-from shardproof.harness.verdicts.observations import Observations
 
 # Where the time of a rank goes: each moment of a case counts for one activity, the innermost.
 

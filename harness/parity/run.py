@@ -15,6 +15,7 @@ from shardproof.harness.collectives.delays import Delay, Perturbation
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.collectives.trace import Collective, Trace, gathered_in
 from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
+from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage
 from shardproof.harness.parity import course, coverage, protocol
 from shardproof.harness.parity.course import Course
 from shardproof.harness.parity.coverage import Evidence, Shown
@@ -23,7 +24,6 @@ from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.tensors import devices, memory
 from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Capture, Event, Inputs, as_inputs
 

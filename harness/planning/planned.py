@@ -15,6 +15,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.planning import anatomy
 from shardproof.harness.planning.anatomy import Anatomy
 from shardproof.harness.planning.request import STATES, Mesh, Request, check, hosts_of, names_of
@@ -23,7 +24,6 @@ from shardproof.harness.simulation.memory import Kind, extremes
 from shardproof.harness.simulation.tensors import Tensors
 from shardproof.harness.simulation.training import Simulation, why_not
 from shardproof.harness.simulation.world import simulated_world
-from shardproof.harness.verdicts.texts import rank_count
 from shardproof.planfile import Dimension, Formula, Phase, Plan, Traffic, World
 
 

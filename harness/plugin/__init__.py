@@ -1,6 +1,6 @@
 """How does pytest drive the harness? Options, collection, marks, records, verdicts and known failures.
 
-Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, ``verdicts`` and ``tensors``,
+Imports ``worlds``, ``parity``, ``simulation``, ``adapters``, ``collectives``, ``judging`` and ``tensors``,
 ``models`` for what it draws, and the tolerances of ``judging``. A
 project's conftest names the plugin as ``shardproof.plugin``; case modules import ``marks`` by
 ``shardproof.testing``. Nothing else is imported from outside.

@@ -14,12 +14,12 @@ import pytest
 
 from shardproof import folders
 from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.judging.texts import bounded
 from shardproof.harness.plugin import drawing, expected
 from shardproof.harness.plugin.options import MOST_DEADLINE_SECONDS
 from shardproof.harness.plugin.packaged import SuiteModule
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import Selection
-from shardproof.harness.verdicts.texts import bounded
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.jobs import Job, WorldKey, dump_parameters
 from shardproof.harness.worlds.pool import Pool

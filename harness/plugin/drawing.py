@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.judging.texts import MOST_OF_A_RANK, bounded, gist
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, gist
 from shardproof.runfile import Verdict
 
 EXAMPLES = 10

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from expecttest import PositionInfo, assert_expected_inline
 
-from shardproof.harness.verdicts.observations import ExpectedText
+from shardproof.harness.judging.observations import ExpectedText
 
 
 def compare(by_rank: Sequence[Sequence[ExpectedText]]) -> str | None:

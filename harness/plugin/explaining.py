@@ -7,11 +7,11 @@ import pytest
 
 from shardproof import runfile
 from shardproof.harness.collectives.differences import between_ranks, between_texts
+from shardproof.harness.judging.explanation import Explanation, earliest
+from shardproof.harness.judging.texts import MOST_CHARACTERS, bounded, gist, ranks_of
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.harness.plugin.selection import Selection
-from shardproof.harness.verdicts.explanation import Explanation, earliest
-from shardproof.harness.verdicts.texts import MOST_CHARACTERS, bounded, gist, ranks_of
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.pool import Pool
 from shardproof.runfile import Verdict

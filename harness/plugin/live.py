@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.verdicts.texts import gist
+from shardproof.harness.judging.texts import gist
 
 NAME = "shardproof-live"
 """The name under which pytest's plugin manager knows the line."""

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
-from shardproof.harness.verdicts.texts import rank_count
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.worlds.torchrun.meeting import Place
 
 DEFAULT_IMPLEMENTATIONS = ("reference",)

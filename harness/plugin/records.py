@@ -7,9 +7,9 @@ from typing import Any
 
 from shardproof.alike import ALIKE, LEAK, without_rank
 from shardproof.harness.collectives.trace import rendered_difference
-from shardproof.harness.verdicts.finding import Location, Stage
-from shardproof.harness.verdicts.observations import Measured, keep_worst
-from shardproof.harness.verdicts.texts import bounded, frames_of, gist, ranks_of
+from shardproof.harness.judging.finding import Location, Stage
+from shardproof.harness.judging.observations import Measured, keep_worst
+from shardproof.harness.judging.texts import bounded, frames_of, gist, ranks_of
 from shardproof.harness.worlds import flight_recorder
 from shardproof.harness.worlds.jobs import Result
 from shardproof.harness.worlds.watchdog import ADVICE, ends_of_stacks

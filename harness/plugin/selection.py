@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin.options import OPTIONS, Asked, Options, there_are
-from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun.meeting import Place
 
 if TYPE_CHECKING:

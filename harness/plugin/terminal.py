@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from shardproof.alike import kind_of_text, without_rank
+from shardproof.harness.judging.texts import gist, ranks_of
 from shardproof.harness.plugin import live
 from shardproof.harness.plugin.records import MadeRecord
-from shardproof.harness.verdicts.texts import gist, ranks_of
 from shardproof.harness.worlds import waiting
 from shardproof.harness.worlds.watchdog import without_harness
 

@@ -5,9 +5,9 @@ from collections.abc import Generator
 
 import pytest
 
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin import command_line
 from shardproof.harness.plugin.packaged import is_suites
-from shardproof.harness.verdicts.texts import rank_count
 from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.torchrun.meeting import Place

@@ -7,9 +7,9 @@ import pytest
 
 from shardproof import contract
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.selection import Selection
-from shardproof.harness.verdicts.texts import rank_count
 
 Unasked = Mapping[str, Mapping[str, str]]
 """By implementation, what each requirement that no case asks would need, such as "4 ranks"."""

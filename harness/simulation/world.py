@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.tensors import private
-from shardproof.harness.verdicts.texts import rank_count
 
 # Hides what a process knows of process groups and meshes, so that another world can take its place for a while.
 

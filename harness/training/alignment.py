@@ -9,11 +9,11 @@ import torch
 
 from shardproof.door import BadFile
 from shardproof.harness.judging import numerics
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.recording import Recorded, Seen
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
 
 #: Where a record has what was assembled from several ranks, by stage.

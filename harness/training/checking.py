@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof.harness.judging.finding import Divergence, Location, Stage, step_label
+from shardproof.harness.judging.observations import Measured
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.reference import Answer, Reference, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Trainee, digest_of, save
-from shardproof.harness.verdicts.finding import Divergence, Location, Stage, step_label
-from shardproof.harness.verdicts.observations import Measured
-from shardproof.harness.verdicts.texts import ranks_of
 
 Exchange = Callable[[Any], list[Any]]
 """Gathers one value from every rank, in rank order."""

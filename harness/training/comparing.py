@@ -21,8 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.door import BadFile, printable
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.judging.signatures import diagnose, fit, name_of_factor, total
+from shardproof.harness.judging.texts import rank_count, ranks_of
 from shardproof.harness.training.alignment import (
     FIELDS,
     OF_DATA,
@@ -40,9 +42,6 @@ from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.recording import OfRank, Recorded, Seen
 from shardproof.harness.training.reduction import is_scaled
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.finding import Stage
-from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.harness.watching.records import Gradient
 
 _BEFORE_REDUCTION = (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import folders
 from shardproof.door import PARTIAL
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, reduction, report, updates
@@ -21,8 +22,6 @@ from shardproof.harness.training.evidence import Evidence, Start, flat_places, h
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.reduction import Reduced, check_reduction
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.texts import ranks_of
 
 
 class Absent(RuntimeError):

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace, first_difference
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Gradient, StepRecord
 

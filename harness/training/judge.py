@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.elements import numbers_of
+from shardproof.harness.judging.finding import Location, Stage
 from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
+from shardproof.harness.judging.observations import Measured
 from shardproof.harness.judging.signatures import (
     Diagnosis,
     diagnose,
@@ -27,16 +29,13 @@ from shardproof.harness.judging.signatures import (
     name_of_factor,
     total,
 )
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.fingerprints import Box, K, digest
 from shardproof.harness.tensors.layouts import part_of, put_into
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import Request, products
 from shardproof.harness.training.trainee import Key, Seen
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.finding import Location, Stage
-from shardproof.harness.verdicts.observations import Measured
-from shardproof.harness.verdicts.texts import ranks_of
 from shardproof.harness.watching.events import Event
 
 _SCALED = "gradients after backward, which user code reduces or scales before the optimizer's step"

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof import door, extras, folders
 from shardproof.door import BadFile
 from shardproof.harness.judging import numerics
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import (
     Box,
     Digest,
@@ -45,7 +46,6 @@ from shardproof.harness.tensors.fingerprints import (
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.pieces import Spans
 from shardproof.harness.tensors.trees import on_host as values_on_host
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
 from shardproof.harness.watching.model import LayoutOf

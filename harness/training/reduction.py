@@ -9,13 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name_of_factor, total
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.texts import ranks_of
 
 #: The titles of findings of gradients that are not summed over all ranks.
 NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing from the gradients"

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.adapters.registry import line_of_error
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
 from shardproof.harness.training import judge
@@ -26,8 +27,6 @@ from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.finding import Stage
 
 Answer = dict[str, Any]
 """What the reference says of one step: "refused" and a line, "failed" and a traceback, or the fields of an outcome."""

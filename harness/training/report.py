@@ -14,15 +14,14 @@ import torch
 
 from shardproof import folders
 from shardproof.door import printable
-from shardproof.harness.judging import numerics
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.texts import rank_count, ranks_of
 from shardproof.harness.tensors import devices
 from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding, count_of, listed
 from shardproof.harness.training.reduction import Reduced
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.texts import rank_count, ranks_of
 from shardproof.jsonfiles import encode
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementation, Run, Verdict, public_version
 

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.config import Clip, Config, Precision
 from shardproof.harness.adapters.replicas import class_and_options
+from shardproof.harness.judging import codes
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.planning.anatomy import choose_units
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.planning.subject import microbatch
@@ -31,8 +33,6 @@ from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
 from shardproof.harness.training.evidence import flat_places
 from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of
-from shardproof.harness.verdicts import codes
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import sizes_of_flat
 from shardproof.harness.watching.names import meshes_of_units, parameters_of

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from shardproof.harness.judging.texts import gist
 from shardproof.harness.training import axes, bisect
 from shardproof.harness.training.bisect import Axis, Outcome, Plan
 from shardproof.harness.training.request import ARGUMENTS, NotCheckable, Request, function_of
 from shardproof.harness.training.starting import record_of
-from shardproof.harness.verdicts.texts import gist
 from shardproof.runfile import CaseRecord
 
 Change = Callable[[Request], Request]

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shardproof.harness.judging import codes
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.training.invariants import has_gradient
-from shardproof.harness.verdicts import codes
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import tensors_of
-from shardproof.harness.verdicts.finding import Stage
 
 # The arguments of a forward, as cases pass them.
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import strided
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.verdicts.finding import Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.collectives.trace import Trace
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
 from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event, Takes
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.left import Left, Seen

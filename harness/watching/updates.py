@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.layouts import layout_of
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching.events import Event, Takes
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of

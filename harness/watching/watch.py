@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints, private
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.verdicts.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.events import Event, Sink, Takes
 from shardproof.harness.watching.hooks import Hook, guarded

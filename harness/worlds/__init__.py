@@ -1,6 +1,6 @@
 """Where do ranks live? Worlds of rank processes: started once, reused by many cases, replaced when a case breaks one.
 
-Imports ``parity``, ``collectives``, ``adapters``, ``verdicts`` and ``tensors``. The modules of the controller import no
+Imports ``parity``, ``collectives``, ``adapters``, ``judging`` and ``tensors``. The modules of the controller import no
 torch (``tests/test_help.py`` runs pytest with a torch that cannot be imported).
 
 - in the controller: ``pool`` (``Pool``), ``world`` (``World``, the ranks of one world), ``rank_process`` (the handle of

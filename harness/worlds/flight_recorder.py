@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.texts import ranks_of
 
 #: How the names of the pipes and of the dumps in a world's directory begin; torch adds the rank, and ".pipe".
 _PREFIX = "flight"

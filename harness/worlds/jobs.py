@@ -5,10 +5,10 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from shardproof.harness.verdicts.explanation import Explanation
-from shardproof.harness.verdicts.finding import Location
-from shardproof.harness.verdicts.observations import Observations
-from shardproof.harness.verdicts.texts import rank_count
+from shardproof.harness.judging.explanation import Explanation
+from shardproof.harness.judging.finding import Location
+from shardproof.harness.judging.observations import Observations
+from shardproof.harness.judging.texts import rank_count
 
 #: The file name of the world's board, the memory shared with its ranks, in the world's directory.
 BOARD = "board"

@@ -29,14 +29,14 @@ from shardproof.harness.adapters.base import Adapter, OwnTraining
 from shardproof.harness.collectives.announce import Announcer
 from shardproof.harness.collectives.board import Board
 from shardproof.harness.collectives.recorder import UnknownCollective
+from shardproof.harness.judging.explanation import Explanation
+from shardproof.harness.judging.finding import Divergence, ProtocolError
+from shardproof.harness.judging.texts import MOST_OF_A_RANK, bounded, readable
 from shardproof.harness.parity import course
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
 from shardproof.harness.tensors import memory, private
-from shardproof.harness.verdicts.explanation import Explanation
-from shardproof.harness.verdicts.finding import Divergence, ProtocolError
-from shardproof.harness.verdicts.texts import MOST_OF_A_RANK, bounded, readable
 from shardproof.harness.worlds import flight_recorder, gloo, instruments, leftovers
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shardproof.harness.collectives.board import Announcement
 from shardproof.harness.collectives.trace import without_own_bytes
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.texts import ranks_of
 
 #: Seconds that ranks may take to write their stack dumps. faulthandler writes in the signal handler, whatever the rank
 #: is executing, so only a rank that is stopped or gets no processor time needs longer.

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardproof.harness.collectives.board import Announcement, Board
 from shardproof.harness.collectives.trace import without_own_bytes
-from shardproof.harness.verdicts.texts import bounded, frames_of
+from shardproof.harness.judging.texts import bounded, frames_of
 from shardproof.harness.worlds import flight_recorder, forkserver, rank_process, scratch, waiting
 from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCall, WorldKey
 from shardproof.harness.worlds.rank_process import RankProcess

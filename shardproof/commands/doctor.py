@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Sequence
 
 from shardproof import commands
-from shardproof.harness.verdicts import codes
+from shardproof.harness.judging import codes
 
 _EPILOG = """\
 examples:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardproof.harness.judging.finding import Finding
 from shardproof.harness.parity.explainer import Place
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training import checking
 from shardproof.harness.training.request import COMMAND, Request, asked
-from shardproof.harness.verdicts.finding import Finding
 from shardproof.testing import world
 
 REQUEST = asked()

@@ -20,13 +20,13 @@ from shardproof.harness.adapters.base import (
     tensors_of_state,
 )
 from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.finding import Finding, Location, Stage
 from shardproof.harness.models import optim
 from shardproof.harness.models.drawn import Block, DrawnModel, Part, Plan
 from shardproof.harness.models.plain import copy_of, mean_square
 from shardproof.harness.models.programs import Call, Program, Situation, accumulation_of, places
 from shardproof.harness.parity.rank import Rank, Seeds
 from shardproof.harness.tensors.pieces import Piece
-from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from shardproof.testing.compare import each_once
 
 __all__ = ["Block", "Call", "Part", "Plan", "Program", "make_calls"]

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Config, OptimizerFactory, Precision, Trainee, Traits, tensors_of_state
 from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.finding import Finding, Location, Stage, raise_first, step_label
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.divergences import Exact
 from shardproof.harness.parity.protocol import cut
@@ -23,7 +24,6 @@ from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
-from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first, step_label
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Capture, Event, as_inputs
 

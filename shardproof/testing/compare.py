@@ -13,6 +13,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import OptimizerFactory
 from shardproof.harness.judging.elements import exact_difference, numbers_of
+from shardproof.harness.judging.finding import Finding, Location, Stage, raise_first, step_label
 from shardproof.harness.judging.numerics import distance, not_finite
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.parity.comparison import Context, StepComparison
@@ -23,7 +24,6 @@ from shardproof.harness.parity.replay import picture_of
 from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.pieces import Piece, original_name, piece_of, uncut
 from shardproof.harness.tensors.trees import full_of, local_of, map_leaves, map_tensors, on_host, tensors_of
-from shardproof.harness.verdicts.finding import Finding, Location, Stage, raise_first, step_label
 
 __all__ = [
     "Finding",

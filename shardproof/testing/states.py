@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.adapters.base import StateForm, WholeParameters
+from shardproof.harness.judging.finding import Finding, Location, Stage
 from shardproof.harness.models import optim
 from shardproof.harness.models.plain import mean_square
 from shardproof.harness.models.shapes import Stateful
@@ -21,7 +22,6 @@ from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
 from shardproof.harness.tensors.trees import full_of, local_of, map_leaves
-from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from shardproof.testing.compare import each_once
 
 State = dict[str, Any]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shardproof.commands.check import _say
 from shardproof.commands.check import check as command
 from shardproof.harness.judging import numerics
+from shardproof.harness.judging.finding import Divergence, Stage
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.training import checking, judge
@@ -24,7 +25,6 @@ from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
 from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, key_of, plain_root, save
-from shardproof.harness.verdicts.finding import Divergence, Stage
 from shardproof.harness.watching.events import Event
 from shardproof.runfile import Verdict
 from tests.errors import error_of

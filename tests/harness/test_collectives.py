@@ -19,8 +19,8 @@ from shardproof.harness.collectives.trace import (
     first_difference,
     rendered_difference,
 )
+from shardproof.harness.judging.finding import Finding, Location, Stage
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.verdicts.finding import Finding, Location, Stage
 from shardproof.testing import world
 
 

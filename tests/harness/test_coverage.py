@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Config, Traits
+from shardproof.harness.judging.finding import Divergence, Stage
 from shardproof.harness.parity.coverage import Evidence, _joined
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors.pieces import Piece, spans_of, whole
-from shardproof.harness.verdicts.finding import Divergence, Stage
 from shardproof.testing import models, world
 
 FULL = torch.arange(24.0).view(6, 4)

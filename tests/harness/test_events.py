@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.watching.watch import Watch
 from tests.harness.test_doctor import net, sgd, train
 

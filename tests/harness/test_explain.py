@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from shardproof.harness.verdicts.explanation import Divergent
-from shardproof.harness.verdicts.finding import Location, Stage
+from shardproof.harness.judging.explanation import Divergent
+from shardproof.harness.judging.finding import Location, Stage
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, run_cases
 

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from shardproof.alike import ALIKE, kind_of_text, without_rank
+from shardproof.harness.judging.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, readable
 from shardproof.harness.plugin.terminal import end_with_command, first_of_each_kind
-from shardproof.harness.verdicts.texts import MOST_CHARACTERS, MOST_OF_A_RANK, bounded, gist, ranks_of, readable
 from tests.harness.inner import CASE
 
 pytestmark = pytest.mark.sampled
@@ -153,8 +153,8 @@ def test_a_failure_of_a_hundred_megabytes_is_bounded_in_the_rank(run, pytester):
 FAIL_ALIKE = """
 import pytest
 from shardproof.testing import world
-from shardproof.harness.verdicts.finding import Finding, Location
-from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.judging.finding import Finding, Location
+from shardproof.harness.judging.finding import Stage
 @world(2)
 @pytest.mark.parametrize("n", range(12))
 def test_case(rank, n):

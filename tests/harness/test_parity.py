@@ -13,6 +13,7 @@ from shardproof.harness.adapters.replicas import DdpAdapter
 from shardproof.harness.collectives.units import ROOT, UnitLookup, units_of
 from shardproof.harness.judging import numerics
 from shardproof.harness.judging.elements import exact_difference
+from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage
 from shardproof.harness.judging.signatures import guess_from_values, guess_gradient, guess_norm
 from shardproof.harness.models import optim
 from shardproof.harness.parity.comparison import Context, StepComparison
@@ -20,7 +21,6 @@ from shardproof.harness.parity.oracle import Oracle
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.run import StepPicture
 from shardproof.harness.tensors.pieces import Piece, whole
-from shardproof.harness.verdicts.finding import Divergence, Finding, Location, Stage
 from shardproof.testing import models, world
 from tests.errors import error_of
 

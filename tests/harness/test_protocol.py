@@ -9,9 +9,9 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Config
 from shardproof.harness.adapters.replicas import DdpAdapter
+from shardproof.harness.judging.finding import ProtocolError
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors.pieces import Piece, whole
-from shardproof.harness.verdicts.finding import ProtocolError
 from tests.errors import error_of
 
 pytestmark = pytest.mark.sampled

@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from shardproof.harness.verdicts.finding import Guess, Location, Numbers, Stage, step_label
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.finding import Guess, Location, Numbers, Stage, step_label
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.runfile import FirstDivergence
 
 #: The most names of other tensors that diverge at the same stage that a text lists.

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from shardproof.harness.verdicts.texts import ranks_of
+from shardproof.harness.judging.texts import ranks_of
 
 # The points of a training step at which runs are compared.
 

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from shardproof.harness.verdicts.finding import Stage
+from shardproof.harness.judging.finding import Stage
 
 
 @dataclasses.dataclass(frozen=True)
