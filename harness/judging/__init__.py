@@ -1,7 +1,7 @@
 """How far apart are two tensors, is that too far, which mistake is it, and what is said of it?
 
-It knows neither adapters nor pytest, so that whatever trains can judge. The first five import no other room and no torch,
-so that the pytest process can unpickle what the ranks send.
+It knows neither adapters nor pytest, so that whatever trains can judge. The first five import no other room and no
+torch, so that the pytest process can unpickle what the ranks send.
 
 - ``finding``: ``Stage``, the points of a training step, in order; ``Location``, ``Finding`` and ``Divergence``, the
   exception that all ranks of a world raise together.

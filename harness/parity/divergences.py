@@ -17,7 +17,7 @@ from shardproof.harness.judging.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.judging.numerics import Distance, distance
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.explainer import Place
-from shardproof.harness.watching.capture import Event, Key
+from shardproof.harness.watching.observation import Key, Observed
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
 
@@ -28,13 +28,13 @@ _WITHOUT_ORACLE = frozenset({Stage.BUFFER})
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seen:
+class _Aligned:
     """One tensor that modules of all runs had: events of one key, the ``position``-th of the baseline."""
 
     position: int
-    sharded: Event
-    baseline: Event
-    oracle: Event | None
+    sharded: Observed
+    baseline: Observed
+    oracle: Observed | None
 
     @property
     def is_forward(self) -> bool:
@@ -73,7 +73,7 @@ class OfStep:
         unit = next((unit.label for unit in self.units if parameter in unit.names), "")
         return lacking_collectives(self.trace, unit, root=ROOT) if unit else []
 
-    def _events(self, seen: Iterable[_Seen], order: tuple[int, ...], context: Context) -> Iterator[Place]:
+    def _events(self, seen: Iterable[_Aligned], order: tuple[int, ...], context: Context) -> Iterator[Place]:
         for one in seen:
             self.compared += 1
             if (found := _too_far(one, context)) is not None:
@@ -107,8 +107,8 @@ class OfStep:
         for who, events in runs.items():
             found = (event for event in events if event.stage == Stage.GATHERED and event.parameter == at.name)
             event = next(found, None)
-            if event is not None and len(at.element) == event.tensor.ndim:
-                moved.append(f"{who} {numbers.values[who] - float(event.tensor[at.element]):.6g}")
+            if event is not None and len(at.element) == event.value.ndim:
+                moved.append(f"{who} {numbers.values[who] - float(event.value[at.element]):.6g}")
         return f"\n  it was updated by: {', '.join(moved)}" if moved else ""
 
 
@@ -120,8 +120,8 @@ class Exact:
     """
 
     title: str
-    sharded: Sequence[Event]
-    other: Sequence[Event]
+    sharded: Sequence[Observed]
+    other: Sequence[Observed]
     findings: Callable[[], Iterator[Finding]]
     _: dataclasses.KW_ONLY
     rank: int
@@ -141,8 +141,8 @@ class Exact:
         """Nothing is known of the collectives of the step alone."""
         return []
 
-    def _different(self, one: _Seen) -> Finding | None:
-        mine, other = one.sharded.tensor, one.baseline.tensor
+    def _different(self, one: _Aligned) -> Finding | None:
+        mine, other = one.sharded.value, one.baseline.value
         location = Location(stage=one.baseline.stage, step=self.step, rank=self.rank, name=one.baseline.name)
         if mine.dtype != other.dtype:
             if one.baseline.stage == Stage.BUFFER:
@@ -159,8 +159,11 @@ class Exact:
 
 
 def aligned(
-    sharded: Sequence[Event], baseline: Sequence[Event], oracle: Sequence[Event], unseen: collections.Counter[str]
-) -> list[_Seen]:
+    sharded: Sequence[Observed],
+    baseline: Sequence[Observed],
+    oracle: Sequence[Observed],
+    unseen: collections.Counter[str],
+) -> list[_Aligned]:
     """Match the events of two or three runs by their keys, in the order of the baseline.
 
     ``unseen`` counts what the sharded run did not show, or showed in another shape or number.
@@ -173,13 +176,13 @@ def aligned(
             unseen[f"the sharded run did not show: {key[0].value}"] += 1
         elif len(own) != len(events):
             unseen[f"the sharded run showed more or fewer of it: {key[0].value}"] += 1
-        elif any(one.tensor.shape != other.tensor.shape for one, other in zip(own, events, strict=True)):
+        elif any(one.value.shape != other.value.shape for one, other in zip(own, events, strict=True)):
             unseen[f"the sharded run has another shape, as where tensors are parallel: {key[0].value}"] += 1
         else:
             expected = exact.get(key, [])
             pairs = zip(own, events, strict=True)
             found += [
-                _Seen(position, one, other, expected[number] if number < len(expected) else None)
+                _Aligned(position, one, other, expected[number] if number < len(expected) else None)
                 for number, (one, other) in enumerate(pairs)
             ]
     return found
@@ -195,27 +198,27 @@ def _place_of(finding: Finding, order: tuple[int, ...], where: str = "") -> Plac
     return Place(finding, order, ROOT if stage in (Stage.OUTPUT, Stage.LOSS) else "", "", where)
 
 
-def _place(one: _Seen, finding: Finding, order: tuple[int, ...]) -> Place:
+def _place(one: _Aligned, finding: Finding, order: tuple[int, ...]) -> Place:
     event = one.baseline
     return Place(finding, (*order, one.position), event.module or ROOT, event.parameter, event.where)
 
 
-def _by_key(events: Sequence[Event]) -> dict[Key, list[Event]]:
-    found: dict[Key, list[Event]] = {}
+def _by_key(events: Sequence[Observed]) -> dict[Key, list[Observed]]:
+    found: dict[Key, list[Observed]] = {}
     for event in events:
         found.setdefault(event.key, []).append(event)
     return found
 
 
 @torch.no_grad()
-def _too_far(one: _Seen, context: Context) -> Finding | None:
+def _too_far(one: _Aligned, context: Context) -> Finding | None:
     """Judge a tensor as a step's pictures are judged, with the baseline for the oracle where there is none."""
-    mine, other = one.sharded.tensor, one.baseline.tensor
+    mine, other = one.sharded.value, one.baseline.value
     event = one.baseline
     location = Location(stage=event.stage, step=context.step, rank=context.rank, name=event.name)
     if mine.dtype != other.dtype:
         return Finding(location, f"has dtype {mine.dtype}; the baseline has {other.dtype}")
-    exact = one.oracle.tensor if one.oracle is not None and event.stage not in _WITHOUT_ORACLE else None
+    exact = one.oracle.value if one.oracle is not None and event.stage not in _WITHOUT_ORACLE else None
     found = None if exact is None or exact.shape != other.shape else _distance(mine, other, exact)
     if found is None or found.baseline_ulps > numerics.BASELINE_LIMIT_ULPS:
         # Random numbers, or another order of ranks: only the baseline knows.
@@ -235,7 +238,7 @@ def _distance(mine: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> D
     return distance(mine, other, exact, magnitude=magnitude)
 
 
-def _as_backward_ran(places: Iterator[Place], events: Sequence[Event]) -> Iterator[Place]:
+def _as_backward_ran(places: Iterator[Place], events: Sequence[Observed]) -> Iterator[Place]:
     """Sort the gradients that diverge as backward made them; their comparison goes by name."""
     made: dict[str, int] = {}
     for event in events:

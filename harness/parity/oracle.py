@@ -12,7 +12,8 @@ from torch import nn
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
 from shardproof.harness.tensors.trees import map_tensors
 from shardproof.harness.watching import capture
-from shardproof.harness.watching.capture import Capture, Event, as_inputs
+from shardproof.harness.watching.capture import Capture, as_inputs
+from shardproof.harness.watching.observation import Observed
 
 
 @dataclasses.dataclass
@@ -39,7 +40,7 @@ class OracleStep:
     # The tensors of the optimizer's state after the step, by parameter and key.
     state: dict[str, dict[str, torch.Tensor]] = dataclasses.field(default_factory=dict)
     # What the modules computed, in order, by data-parallel rank; empty unless the case runs with capture on.
-    captured: Sequence[Sequence[Event]] = ()
+    captured: Sequence[Sequence[Observed]] = ()
 
 
 class Oracle:
@@ -84,7 +85,7 @@ class Oracle:
         outputs: list[list[Any]] = []
         losses: list[list[torch.Tensor]] = []
         own: list[dict[str, torch.Tensor | None]] = []
-        captured: list[Sequence[Event]] = []
+        captured: list[Sequence[Observed]] = []
         shares: list[list[dict[str, torch.Tensor | None]]] = []
         loss_of = self._in_whole_batch(batches, global_loss, submodule) if global_loss else None
         for microbatches in batches:

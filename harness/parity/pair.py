@@ -24,7 +24,8 @@ from shardproof.harness.parity.replay import Baseline, Replay, State
 from shardproof.harness.parity.run import Loss, Run, RunOptions, StepPicture, sharded_run
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.watching import capture
-from shardproof.harness.watching.capture import Event, Inputs, as_inputs
+from shardproof.harness.watching.capture import Inputs, as_inputs
+from shardproof.harness.watching.observation import Observed
 
 _WRONG_COLLECTIVES = "the collectives do not match the contract"
 
@@ -52,7 +53,7 @@ class _Evaluation:
     outputs: list[torch.Tensor]
     inputs: Inputs
     options: dict[str, Any]
-    captured: Sequence[Event] = ()
+    captured: Sequence[Observed] = ()
     is_checked: bool = False
 
 
@@ -425,7 +426,7 @@ def _loss_after(look: Callable[[Any], None], loss: Loss, output: Any, *labels: A
     return loss(output, *labels)
 
 
-def _output_alone(outputs: list[torch.Tensor], captured: Sequence[Event]) -> StepPicture:
+def _output_alone(outputs: list[torch.Tensor], captured: Sequence[Observed]) -> StepPicture:
     """Return a picture of a forward that nothing follows."""
     return StepPicture([outputs], [], {}, None, None, {}, captured=captured)
 

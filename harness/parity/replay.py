@@ -26,7 +26,8 @@ from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.pieces import Piece, original_name, whole
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.watching import capture
-from shardproof.harness.watching.capture import Event, Inputs
+from shardproof.harness.watching.capture import Inputs
+from shardproof.harness.watching.observation import Observed
 
 # Digests of models, batches and functions: equal digests mean equal results of a deterministic replay.
 #
@@ -107,7 +108,7 @@ class Evaluated:
 
     baseline: list[torch.Tensor]
     oracle: Any
-    captured: tuple[Sequence[Event], Sequence[Event]] = ((), ())
+    captured: tuple[Sequence[Observed], Sequence[Observed]] = ((), ())
 
 
 @dataclasses.dataclass(frozen=True)

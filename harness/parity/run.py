@@ -25,7 +25,8 @@ from shardproof.harness.tensors import devices, memory
 from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.watching import capture
-from shardproof.harness.watching.capture import Capture, Event, Inputs, as_inputs
+from shardproof.harness.watching.capture import Capture, Inputs, as_inputs
+from shardproof.harness.watching.observation import Observed
 
 # Copies of tensors that are taken while a step runs, into memory that was reserved before the step.
 #
@@ -129,7 +130,7 @@ class StepPicture:
     gradient_numel: int | None = None  # the elements that the rank held of the gradients of its registered parameters
     # Checks that the shards of all ranks cover the model; None for pictures that no run took.
     evidence: Evidence | None = None
-    captured: Sequence[Event] = ()  # what the modules computed, in order; empty unless the case runs with capture on
+    captured: Sequence[Observed] = ()  # what the modules computed, in order; empty unless the case runs with capture on
 
     def show(self, *, step: int) -> Shown:
         """Return what this rank holds of the tensors that the run has not shown before."""

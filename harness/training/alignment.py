@@ -11,9 +11,9 @@ from shardproof.door import BadFile
 from shardproof.harness.judging import numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import Box
-from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.recording import Recorded, Seen
+from shardproof.harness.watching.assembly import Held, full_tensor
 from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
 
 #: Where a record has what was assembled from several ranks, by stage.
@@ -137,20 +137,20 @@ class Step:
                 one = self.by_key.get(key, {}).get((rank, m))
                 if one is None:
                     return None
-                found.append(torch.tensor(one.fingerprint.sketch, dtype=torch.float64))
+                found.append(torch.tensor(one.value.sketch, dtype=torch.float64))
         return torch.stack(found).sum(0) if found else None
 
 
 def name_of_seen(seen: Seen) -> str:
     """Return the name of a tensor of a parameter: that of the parameter, and the key of a state behind a colon."""
-    return f"{seen.parameter}:{seen.key}" if seen.key else seen.parameter
+    return f"{seen.parameter}:{seen.state}" if seen.state else seen.parameter
 
 
 def key_of(seen: Seen) -> Key:
     """Return what a tensor is in whatever microbatch."""
     # A module that is called twice in a microbatch has two outputs.
     number = seen.call * 1000 + seen.index if seen.stage not in (Stage.OWN_GRADIENT, Stage.LOSS) else seen.index
-    return seen.stage, seen.parameter or seen.module, seen.key, number
+    return seen.stage, seen.parameter or seen.module, seen.state, number
 
 
 def _record(rank: int, step: int, seen: Sequence[Seen]) -> _Record:
@@ -158,11 +158,11 @@ def _record(rank: int, step: int, seen: Sequence[Seen]) -> _Record:
     inputs: dict[int, list[tuple[int, ...]]] = {}
     for one in seen:
         if one.stage is Stage.INPUT:
-            inputs.setdefault(one.microbatch, []).append(one.fingerprint.bits)
+            inputs.setdefault(one.microbatch, []).append(one.value.bits)
             continue
         if one.layout is None:
             continue
-        gradient = Gradient(one.box, one.layout.pending, one.fingerprint, one.dtype)
+        gradient = Gradient(one.box, one.layout.pending, one.value, one.dtype)
         if one.stage is Stage.OWN_GRADIENT:
             made.own.setdefault(one.parameter, []).append((one.microbatch, gradient))
             made.backwards = max(made.backwards, one.microbatch + 1)
@@ -206,13 +206,13 @@ def norm_of(step: Step, rank: int, seen: Seen) -> float | None:
         return None
     mine = found[rank][0]
     pending = mine.layout.pending if mine.layout is not None else ()
-    values = [found[one][0].fingerprint.sketch[0] for one in pending or (rank,) if found[one]]
+    values = [found[one][0].value.sketch[0] for one in pending or (rank,) if found[one]]
     return math.sqrt(sum(value * value for value in values)) if pending else values[0]
 
 
 def values_of(step: Step, rank: int, seen: Seen) -> torch.Tensor | None:
     """Assemble a full tensor from the values that ranks have recorded, in float64; None if some are missing."""
-    parts: dict[Box, torch.Tensor] = {}
+    parts: dict[Box, Held] = {}
     for own in [rank, *(one for one in range(len(step.seen)) if one != rank)]:
         for one in step.seen[own]:
             if (
@@ -225,11 +225,5 @@ def values_of(step: Step, rank: int, seen: Seen) -> torch.Tensor | None:
             value = step.recorded.ranks[own].value(one)
             if value is None or one.layout.pending:
                 return None
-            parts[one.box] = value
-    shapes = {box.shape for box in parts}
-    if len(shapes) != 1 or sum(box.numel for box in parts) != math.prod(*shapes):
-        return None  # before there is memory for the full tensor: a shape alone must not take any
-    full = torch.zeros(shapes.pop(), dtype=torch.float64)
-    for box, value in parts.items():
-        put_into(full, box, value.double())
-    return full
+            parts[one.box] = Held(own, one.layout, value)
+    return full_tensor(parts.values(), torch.float64) if len({box.shape for box in parts}) == 1 else None

@@ -11,6 +11,8 @@ import torch
 from shardproof.harness.judging import numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
+from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.watching.assembly import Held, full_sketch
 from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
 
 
@@ -278,23 +280,11 @@ class Evidence:
         return bool(self._known[key])
 
     def _assembled(self, name: str, rank: int, stage: str, peers: Sequence[int]) -> torch.Tensor | None:
-        mine = getattr(self.records[rank], stage)[name]
         order = [rank, *(one for one in peers if one != rank)]
-        parts: dict[Box, torch.Tensor] = {}
-        pending: dict[Box, tuple[int, ...]] = {}
-        for peer in order:
-            gradient = getattr(self.records[peer], stage).get(name)
-            if gradient is None:
-                continue
-            if gradient.pending:
-                # Of replicas of such a sum, one set makes it.
-                if peer in pending.setdefault(gradient.box, gradient.pending):
-                    parts[gradient.box] = parts.get(gradient.box, 0) + vector_of(gradient)
-            else:
-                parts.setdefault(gradient.box, vector_of(gradient))
-        if sum(box.numel for box in parts) != math.prod(mine.box.shape):
-            return None
-        return torch.stack(list(parts.values())).sum(0)
+        held = ((peer, getattr(self.records[peer], stage).get(name)) for peer in order)
+        return full_sketch(
+            Held(peer, Layout(one.box, one.pending), vector_of(one)) for peer, one in held if one is not None
+        )
 
     def squares(self, rank: int, stage: str, *, local: bool) -> float:
         """Return the sum of the squares of all gradients: of what a rank holds, or of each element once."""

@@ -10,7 +10,7 @@ gradients: the reference's takes the run's.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,11 @@ from shardproof.harness.judging.signatures import (
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.fingerprints import Box, K, digest
-from shardproof.harness.tensors.layouts import part_of, put_into
+from shardproof.harness.tensors.layouts import part_of
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import Request, products
-from shardproof.harness.training.trainee import Key, Seen
-from shardproof.harness.watching.events import Event
+from shardproof.harness.watching.assembly import Held, distinct, full_tensor
+from shardproof.harness.watching.observation import ByKey, Key, Observed, key_of, of_parameter
 
 _SCALED = "gradients after backward, which user code reduces or scales before the optimizer's step"
 
@@ -54,8 +54,8 @@ class OfRank:
     """
 
     rank: int
-    events: Seen
-    state: Seen
+    events: ByKey
+    state: ByKey
     forwards: int
     norm_types: Sequence[float]
     data_rank: int
@@ -114,32 +114,30 @@ class Outcome:
         self.notes[text] = self.notes.get(text, 0) + 1
 
 
-def full_of(parts: Sequence[tuple[Event, torch.Tensor]]) -> torch.Tensor | None:
-    """Assemble a full tensor of what ranks hold of it; None where that is not known or leaves elements out."""
-    boxes: dict[Box, torch.Tensor] = {}
-    for event, tensor in parts:
-        if event.layout is None or event.layout.pending:
+def _parts(held: Iterable[Observed]) -> list[Held] | None:
+    """What ranks hold of a tensor; None where its place is not known, or a sum is still to be made."""
+    found = []
+    for rank, one in enumerate(held):
+        if one.layout is None or one.layout.pending:
             return None
-        boxes.setdefault(event.layout.box, tensor)
-    first = next(iter(boxes))
-    if first.is_full:
-        return boxes[first].reshape(first.shape)
-    if sum(box.numel for box in boxes) != math.prod(first.shape):
-        return None
-    full = torch.empty(first.shape, dtype=boxes[first].dtype)
-    for box, tensor in boxes.items():
-        put_into(full, box, tensor)
-    return full
+        found.append(Held(rank, one.layout, one.value))
+    return found
 
 
-def state_of(ranks: Sequence[Seen]) -> dict[Key, torch.Tensor]:
+def full_of(held: Iterable[Observed]) -> torch.Tensor | None:
+    """Assemble a full tensor of what ranks hold of it; None where that is not known or leaves elements out."""
+    parts = _parts(held)
+    return None if parts is None else full_tensor(parts)
+
+
+def state_of(ranks: Sequence[ByKey]) -> dict[Key, torch.Tensor]:
     """Assemble the state of a run from that of its ranks."""
     keys = dict.fromkeys(key for seen in ranks for key in seen)
-    found = {key: full_of([seen[key] for seen in ranks if key in seen]) for key in keys}
+    found = {key: full_of(seen[key] for seen in ranks if key in seen) for key in keys}
     return {key: full for key, full in found.items() if full is not None}
 
 
-def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
+def compare_initial(starts: Sequence[ByKey], expected: ByKey) -> Outcome:
     """Compare the parameters before the first step with those that the baseline was made with, bit for bit."""
     outcome = Outcome(0)
     full = {key: one for key, one in state_of([expected]).items() if key[0] == Stage.PARAMETER}
@@ -147,17 +145,17 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
     #: By name and part, the ranks that hold it, whosever it should be.
     held: dict[tuple[Key, Box], set[Box]] = {}
     for (rank, seen), (key, whole) in itertools.product(enumerate(starts), full.items()):
-        if key not in seen or (layout := seen[key][0].layout) is None:
+        if key not in seen or (layout := seen[key].layout) is None:
             outcome.note("initial parameters of which it is not known where their elements belong")
             continue
-        event, tensor = seen[key]
+        one, tensor = seen[key], seen[key].value
         outcome.compared += 1
         mine = part_of(whole, layout.box).reshape(tensor.shape).cpu()
         if torch.equal(tensor, mine):
             held.setdefault((key, layout.box), set()).add(layout.box)
             continue
         for other, there in enumerate(starts):
-            its = there[key][0].layout if key in there else None
+            its = there[key].layout if key in there else None
             if its is not None and its.box != layout.box and its.box.numel == tensor.numel() and torch.equal(
                 part_of(whole, its.box).reshape(tensor.shape).cpu(), tensor
             ):  # fmt: skip
@@ -166,8 +164,8 @@ def compare_initial(starts: Sequence[Seen], expected: Seen) -> Outcome:
                 break
         index = int((tensor != mine).flatten().nonzero()[0])
         text = f"run {float(tensor.flatten()[index]):.9g}, reference {float(mine.flatten()[index]):.9g}"
-        location = _location(Stage.INITIAL, event, 0, rank, index)
-        outcome.found.append(Divergent(location, event.module, f"{text}: initial values must be equal"))
+        location = _location(Stage.INITIAL, one, 0, rank, index)
+        outcome.found.append(Divergent(location, one.module, f"{text}: initial values must be equal"))
     turned = [key[2] for key, one in state_of(starts).items() if key in full and one.ndim == 2
               and not torch.equal(one, full[key].cpu()) and torch.equal(one.t(), full[key].cpu())]  # fmt: skip
     if turned:
@@ -241,7 +239,8 @@ class Judge:
 
     def _routing(self) -> Iterator[Divergent]:
         """Compare which elements were chosen; a choice between almost equal ones judges nothing after it."""
-        for rank, (key, (event, chosen)) in self._events(Stage.ROUTING):
+        for rank, event in self._events(Stage.ROUTING):
+            key, chosen = event.key, event.value
             there = self._there(key, rank)
             exact, values = self._oracle.tensors.get(there), self._oracle.tensors.get((*there[:6], "values"))
             if exact is None or values is None or exact.shape != chosen.shape or chosen.ndim < 1:
@@ -277,23 +276,22 @@ class Judge:
         """Return the first tensor of a module that diverges, in execution order, of all that were seen."""
         firsts = []
         for rank in self._ranks:
-            for position, (key, (event, tensor)) in enumerate(rank.events.items()):
-                if event.stage == Stage.OWN_GRADIENT:
-                    found = next(self._own_gradient(rank, key, event, tensor), None)
-                else:
-                    found = next(self._of_module(rank, key, event, tensor), None)
+            for position, event in enumerate(rank.events.values()):
+                is_own = event.stage == Stage.OWN_GRADIENT
+                found = next(self._own_gradient(rank, event) if is_own else self._of_module(rank, event), None)
                 if found is not None:
                     firsts.append((position, rank.rank, found))
                     break
         return min(firsts, key=lambda one: one[:2])[2] if firsts else None
 
     def _outputs(self) -> Iterator[Divergent]:
-        for rank, (key, (event, tensor)) in self._events(Stage.MODULE_OUTPUT):
-            if not event.module and not event.call and tensor.ndim:  # a scalar is a loss
-                yield from self._of_module(rank, key, event, tensor)
+        for rank, event in self._events(Stage.MODULE_OUTPUT):
+            if not event.module and not event.call and event.value.ndim:  # a scalar is a loss
+                yield from self._of_module(rank, event)
 
-    def _of_module(self, rank: OfRank, key: Key, event: Event, tensor: torch.Tensor) -> Iterator[Divergent]:
+    def _of_module(self, rank: OfRank, event: Observed) -> Iterator[Divergent]:
         """Compare what a module returned, or the gradient of that."""
+        key, tensor = event.key, event.value
         if event.stage not in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT):
             return
         if rank.forwards != self._counts[rank.data_rank] or self._oracle.forwards != self._offsets[-1]:
@@ -316,7 +314,8 @@ class Judge:
 
     def _losses(self) -> Iterator[Divergent]:
         found, places = [], []
-        for rank, (key, (event, tensor)) in self._events(Stage.LOSS):
+        for rank, event in self._events(Stage.LOSS):
+            key, tensor = event.key, event.value
             pair = self._pair(self._there(key, rank))
             count = sum(one[0] == Stage.LOSS for one in self._oracle.tensors)
             if pair is None or count != self._offsets[-1] or (event.layout is not None and event.layout.pending):
@@ -350,7 +349,7 @@ class Judge:
                 text = f"{_values(*values)}; no factor is common to the losses of all microbatches"
                 yield self._divergent(Stage.LOSS, event, rank.rank, text, name=f"microbatch {key[3]}")
 
-    def _say_of_losses(self, ratios: torch.Tensor, places: Sequence[tuple[OfRank, Key, Event]]) -> None:
+    def _say_of_losses(self, ratios: torch.Tensor, places: Sequence[tuple[OfRank, Key, Observed]]) -> None:
         own = torch.tensor([float(self._tokens[rank.data_rank][key[3]]) for rank, key, _ in places])
         sums = torch.tensor([float(sum(self._tokens[rank.data_rank])) for rank, _, _ in places])
         total, count = sum(map(sum, self._tokens)), self._offsets[-1]
@@ -378,10 +377,11 @@ class Judge:
         self.outcome.lines.append(f"losses have no common factor: they are {shown_} times the reference's")
 
     def _own_gradients(self) -> Iterator[Divergent]:
-        for rank, (key, (event, sketch)) in self._events(Stage.OWN_GRADIENT):
-            yield from self._own_gradient(rank, key, event, sketch)
+        for rank, event in self._events(Stage.OWN_GRADIENT):
+            yield from self._own_gradient(rank, event)
 
-    def _own_gradient(self, rank: OfRank, key: Key, event: Event, sketch: torch.Tensor) -> Iterator[Divergent]:
+    def _own_gradient(self, rank: OfRank, event: Observed) -> Iterator[Divergent]:
+        key, sketch = event.key, event.value
         pair, layout, factor = self._pair(self._there(key, rank)), event.layout, self.outcome.loss_factor
         if factor is None:
             return
@@ -458,14 +458,15 @@ class Judge:
 
     def _at_step(self) -> float | None:
         """Return the factor of gradients as the optimizer gets them, of which clipping is no part."""
-        for key, (_, tensor) in self._ranks[0].events.items():
-            if key[0] == Stage.TOTAL_NORM and tensor.numel() == 1 and (pair := self._pair(key)) is not None:
+        for key, seen in self._ranks[0].events.items():
+            if key[0] == Stage.TOTAL_NORM and seen.value.numel() == 1 and (pair := self._pair(key)) is not None:
                 exact = float(pair[1])
-                return float(tensor) / exact if exact else None
+                return float(seen.value) / exact if exact else None
         return self._common(Stage.CLIPPED_GRADIENT)
 
     def _norms(self) -> Iterator[Divergent]:
-        for rank, (key, (event, tensor)) in self._events(Stage.TOTAL_NORM):
+        for rank, event in self._events(Stage.TOTAL_NORM):
+            key, tensor = event.key, event.value
             pair = self._pair(key)
             value = tensor.double()
             if pair is None:
@@ -474,12 +475,12 @@ class Judge:
             if event.layout is not None and event.layout.pending:
                 mine = self._ranks[rank.rank].norm_types
                 kind = mine[min(key[4], len(mine) - 1)] if mine else 2.0
-                parts = [self._ranks[one].events[key][1].double() for one in event.layout.pending
+                parts = [self._ranks[one].events[key].value.double() for one in event.layout.pending
                          if key in self._ranks[one].events]  # fmt: skip
                 value = torch.linalg.vector_norm(torch.stack(parts), kind)
             for one in self._compared(Stage.TOTAL_NORM, event, rank.rank, value.to(tensor.dtype), pair, Box(())):
                 kind = rank.norm_types[0] if rank.norm_types else 2.0
-                held = [mine.double().flatten() for key, (_, mine) in rank.events.items() if key[0] == Stage.GRADIENT]
+                held = [one.value.double().flatten() for one in rank.events.values() if one.stage == Stage.GRADIENT]
                 local = float(torch.linalg.vector_norm(torch.cat(held), kind)) if held else 0.0
                 guess = guess_norm(float(value), float(pair[1]), local, len(self._ranks), kind)
                 text = self._summed(float(value), float(pair[1]), rank, kind)
@@ -500,7 +501,7 @@ class Judge:
                 if here is None or pair is None:
                     yield from self._absent(stage, key, rank, here, pair)
                     continue
-                event, tensor = here
+                event, tensor = here, here.value
                 if event.layout is None or event.layout.pending:
                     self.outcome.note(f"{stage.value}s of which it is not known where their elements belong")
                     continue
@@ -508,25 +509,25 @@ class Judge:
                 if (before := known.get((key, box))) is not None and torch.equal(before[0], tensor):
                     yield from (one.on(rank.rank) for one in before[1])
                     continue
-                name = event.parameter + (f": {event.key}" if event.key else "")
+                name = event.parameter + (f": {event.state}" if event.state else "")
                 found = list(self._compared(stage, event, rank.rank, tensor, pair, box, name=name))
                 known.setdefault((key, box), (tensor, found))
                 yield from found
 
     def _absent(
-        self, stage: Stage, key: Key, rank: OfRank, here: tuple[Event, torch.Tensor] | None,
+        self, stage: Stage, key: Key, rank: OfRank, here: Observed | None,
         pair: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> Iterator[Divergent]:  # fmt: skip
         held = rank.state.get((Stage.PARAMETER, *key[1:-1], ""))
-        is_empty = held is None or held[1].numel() == 0
-        if (here is None and (pair is None or is_empty)) or (here is not None and not bool(here[1].any())):
+        is_empty = held is None or held.value.numel() == 0
+        if (here is None and (pair is None or is_empty)) or (here is not None and not bool(here.value.any())):
             return
         text = "there is none; the reference has one" if here is None else "there is one; the reference has none"
-        event = here[0] if here is not None else Event.of(stage, key[2], None, key=key[6])
+        event = here or of_parameter(stage, key[2], None, torch.empty(0), state=key[6])
         yield self._divergent(stage, event, rank.rank, text)
 
     def _compared(
-        self, stage: Stage, event: Event, rank: int, tensor: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor],
+        self, stage: Stage, event: Observed, rank: int, tensor: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor],
         box: Box, *, name: str = "",
     ) -> Iterator[Divergent]:  # fmt: skip
         if not tensor.is_floating_point():
@@ -574,7 +575,7 @@ class Judge:
         text += f"\n{guess.seen}" if guess is not None else ""
         yield self._divergent(stage, event, rank, text, name=name, index=apart.index, box=box)
 
-    def _measure(self, stage: Stage, event: Event, name: str, own: float, base: float, allowed: float) -> None:
+    def _measure(self, stage: Stage, event: Observed, name: str, own: float, base: float, allowed: float) -> None:
         made = Measured(stage, self.outcome.step, name or event.parameter or event.module, own, base, allowed)
         before = self.outcome.measured.get((event.module, stage))
         if before is None or made.used > before.used:
@@ -586,7 +587,7 @@ class Judge:
         """Return what each gradient is, and on which ranks; of those where it is several things, the worst."""
         found: dict[str, tuple[list[int], Diagnosis]] = {}
         for name, parts in self._parts().items():
-            key: Key = (stage, name.rpartition(".")[0], name, 0, 0, 0, "")
+            key = key_of(stage, name)
             mine: dict[str, tuple[list[int], Diagnosis]] = {}
             for rank in self._ranks:
                 vector = self._assembled(key, rank)
@@ -623,12 +624,12 @@ class Judge:
         """Say if ranks of one data rank each have a part of a gradient of which they hold the same elements."""
         names = []
         for name in dict.fromkeys(one.location.name or "" for one in found):
-            key: Key = (Stage.GRADIENT, name.rpartition(".")[0], name, 0, 0, 0, "")
+            key = key_of(Stage.GRADIENT, name)
             held = [rank.events[key] for rank in self._ranks if rank.data_rank == 0 and key in rank.events]
-            if len(held) < 2 or key not in self._oracle.tensors or len({event.layout for event, _ in held}) > 1:
+            if len(held) < 2 or key not in self._oracle.tensors or len({one.layout for one in held}) > 1:
                 continue
-            layout = held[0][0].layout
-            full = torch.stack([tensor.double() for _, tensor in held]).sum(0)
+            layout = held[0].layout
+            full = torch.stack([one.value.double() for one in held]).sum(0)
             exact = None if layout is None else part_of(self._oracle.tensors[key], layout.box).reshape(full.shape).cpu()
             if exact is not None and float((full - exact).norm()) <= self._near * float(exact.norm()):
                 names.append(name)
@@ -644,10 +645,10 @@ class Judge:
         factors = []
         for rank in self._ranks:
             pairs = []
-            for key, (event, tensor) in rank.events.items():
-                if key[0] == Stage.CLIPPED_GRADIENT and key in self._oracle.tensors and event.layout is not None:
-                    exact = part_of(self._oracle.tensors[key], event.layout.box).reshape(tensor.shape)
-                    pairs.append((tensor.double().flatten(), exact.double().flatten().cpu()))
+            for key, seen in rank.events.items():
+                if key[0] == Stage.CLIPPED_GRADIENT and key in self._oracle.tensors and seen.layout is not None:
+                    exact = part_of(self._oracle.tensors[key], seen.layout.box).reshape(seen.value.shape)
+                    pairs.append((seen.value.double().flatten(), exact.double().flatten().cpu()))
             factor, residual = fit(*(torch.cat(side) for side in zip(*pairs, strict=True))) if pairs else (0.0, 1.0)
             if factor <= 0 or residual > self._near:
                 return
@@ -678,7 +679,7 @@ class Judge:
             return ""  # rounding, which no sum over ranks explains
         held = []
         for one in self._ranks:
-            mine = [tensor.double().flatten() for key, (_, tensor) in one.events.items() if key[0] == Stage.GRADIENT]
+            mine = [seen.value.double().flatten() for seen in one.events.values() if seen.stage == Stage.GRADIENT]
             held.append(torch.linalg.vector_norm(torch.cat(mine), kind) if mine else torch.zeros(()))
         dims = [(name, size) for name, size in self._request.mesh if size > 1]
         places = list(itertools.product(*(range(size) for _, size in dims)))
@@ -745,7 +746,7 @@ class Judge:
 
     def _hidden(self) -> list[str]:
         """Say what does not show the factor, and what does."""
-        norms = [(float(tensor), float(self._oracle.tensors[key])) for key, (_, tensor) in self._ranks[0].events.items()
+        norms = [(float(seen.value), float(self._oracle.tensors[key])) for key, seen in self._ranks[0].events.items()
                  if key[0] == Stage.TOTAL_NORM and key in self._oracle.tensors]  # fmt: skip
         if self._request.optimizer != "adamw" and not any(
             key[0] == Stage.OPTIMIZER_STATE and key[6] == "exp_avg_sq" for key in self._oracle.tensors
@@ -770,19 +771,11 @@ class Judge:
 
     def _assembled(self, key: Key, rank: OfRank) -> torch.Tensor | None:
         """Return the sketch of a full gradient, of this rank's part and of those of others that it lacks."""
-        boxes: dict[Box, torch.Tensor] = {}
-        for one in sorted(self._ranks, key=lambda other: abs(other.rank - rank.rank)):
-            if key in one.events:
-                event, tensor = one.events[key]
-                if event.layout is None or event.layout.pending:
-                    return None
-                boxes.setdefault(event.layout.box, tensor)
-        if not boxes or (not next(iter(boxes)).is_full and sum(box.numel for box in boxes) != math.prod(
-            next(iter(boxes)).shape
-        )):  # fmt: skip
+        near = sorted(self._ranks, key=lambda other: abs(other.rank - rank.rank))
+        parts = _parts(one.events[key] for one in near if key in one.events)
+        boxes = None if parts is None else distinct(parts)
+        if boxes is None:
             return None
-        if next(iter(boxes)).is_full:
-            boxes = dict(list(boxes.items())[:1])
         return torch.stack([digest(tensor, box).numbers[:K] for box, tensor in boxes.items()]).sum(0)
 
     def _groups(self, rank: OfRank) -> dict[str, list[int]]:
@@ -809,11 +802,11 @@ class Judge:
 
     # Access ---------------------------------------------------------------------------------
 
-    def _events(self, stage: Stage) -> Iterator[tuple[OfRank, tuple[Key, tuple[Event, torch.Tensor]]]]:
+    def _events(self, stage: Stage) -> Iterator[tuple[OfRank, Observed]]:
         for rank in self._ranks:
-            for key, seen in rank.events.items():
-                if key[0] == stage:
-                    yield rank, (key, seen)
+            for seen in rank.events.values():
+                if seen.stage == stage:
+                    yield rank, seen
 
     def _there(self, key: Key, rank: OfRank) -> Key:
         """Return the key of the same microbatch in the reference."""
@@ -823,14 +816,14 @@ class Judge:
         base, exact = self._baseline.tensors.get(key), self._oracle.tensors.get(key)
         return None if base is None or exact is None else (base, exact)
 
-    def _divergent(self, stage: Stage, event: Event, rank: int, text: str, *, name: str = "", index: int = -1,
+    def _divergent(self, stage: Stage, event: Observed, rank: int, text: str, *, name: str = "", index: int = -1,
                    box: Box | None = None) -> Divergent:  # fmt: skip
         location = _location(stage, event, self.outcome.step, rank, index, name=name, box=box)
         return Divergent(location, event.module, text)
 
 
 def _location(
-    stage: Stage, event: Event, step: int, rank: int, index: int = -1, *, name: str = "", box: Box | None = None
+    stage: Stage, event: Observed, step: int, rank: int, index: int = -1, *, name: str = "", box: Box | None = None
 ) -> Location:
     box = box or (event.layout.box if event.layout is not None else None)
     element = None

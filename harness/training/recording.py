@@ -46,10 +46,10 @@ from shardproof.harness.tensors.fingerprints import (
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.pieces import Spans
 from shardproof.harness.tensors.trees import on_host as values_on_host
-from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
 from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
+from shardproof.harness.watching.observation import Observation, Observed
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watching
@@ -167,7 +167,7 @@ class EndLine:
 class _Taken:
     """An event whose digest is on its device, or is still to be made of a tensor."""
 
-    event: Event
+    event: Observation[None]
     number: int
     dtype: str
     shape: tuple[int, ...]
@@ -314,7 +314,9 @@ class Recording(Watching):
 
     # Taking events
 
-    def _take(self, event: Event, tensor: torch.Tensor) -> None:
+    def _take(self, seen: Observed) -> None:
+        tensor = seen.value
+        event = seen.bare()
         if self._names is not None:
             event = dataclasses.replace(event, module=self._name(event.module), parameter=self._name(event.parameter))
         if event.stage is not Stage.INPUT and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -439,7 +441,7 @@ class Recording(Watching):
         event = own.event
         lines = []
         line: dict[str, Any] = {"n": own.number, "step": step, "stage": event.stage.value, "dtype": own.dtype}
-        named = {"parameter": event.parameter, "key": event.key, "microbatch": event.microbatch, "call": event.call,
+        named = {"parameter": event.parameter, "key": event.state, "microbatch": event.microbatch, "call": event.call,
                  "index": event.index, "by_rows": own.by_rows, "value": own.value is not None}  # fmt: skip
         if own.noise is not None:
             named["noise"] = int(own.noise)
@@ -504,26 +506,26 @@ record = Recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen:
-    """A tensor of a recording: a line of events.jsonl, which leaves out what is 0, empty or false."""
+class Seen(Observation[Fingerprint]):
+    """An observation of a recording: a line of events.jsonl, which leaves out what is 0, empty or false.
 
-    n: int  # the number of the event on this rank, in execution order
+    Attributes:
+        n: the number of the event on this rank, in execution order.
+        shape: of a plain tensor.
+        by_rows: whether the sketch is the signed sum of those of its rows.
+        rows: of the first input, a hash of each row.
+        has_value: in the line "value": whether step<step>.safetensors has it.
+        noise: of a gradient of one dimension at the step, the elements that are not 0 and rounding noise.
+    """
+
+    n: int
     step: int
-    stage: Stage
-    parameter: str
-    module: str  # of outputs and their gradients
-    key: str  # of optimizer state
-    microbatch: int  # the number of the forward or the backward in the step
-    call: int  # the number of the module's call in the microbatch, or of the norm in the step
-    index: int  # the number of the tensor
-    layout: Layout | None  # in the line its number; without one the tensor is plain
-    shape: tuple[int, ...]  # of a plain tensor
+    shape: tuple[int, ...]
     dtype: str
-    fingerprint: Fingerprint  # in the line "squares", "sketch", which is empty if some elements are not finite, "bits"
-    by_rows: bool  # whether the sketch is the signed sum of those of its rows
-    rows: tuple[int, ...]  # of the first input, a hash of each row
-    has_value: bool  # in the line "value": whether step<step>.safetensors has it
-    noise: int  # of a gradient of one dimension at the step, the elements that are not 0 and rounding noise
+    by_rows: bool
+    rows: tuple[int, ...]
+    has_value: bool
+    noise: int
 
     @property
     def box(self) -> Box:
@@ -680,8 +682,9 @@ class _Reading:
         bits = tuple(line.bits) if len(line.bits) == 3 else (0, 0, *line.bits)
         mark = Fingerprint(tuple(line.sketch) or (math.nan,) * K, line.squares, bits, box.numel)
         return Seen(
-            line.n, line.step, line.stage, name, line.module, line.key, line.microbatch, line.call, line.index, layout,
-            shape, line.dtype, mark, line.by_rows, tuple(line.rows), line.value, line.noise,
+            line.stage, line.module or name.rpartition(".")[0], name, line.microbatch, line.call, line.index, layout,
+            line.key, mark, line.n, line.step, shape, line.dtype, line.by_rows, tuple(line.rows), line.value,
+            line.noise,
         )  # fmt: skip
 
 

@@ -26,7 +26,8 @@ from shardproof.harness.training import judge
 from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
-from shardproof.harness.training.trainee import Key, Seen, StepSeen, Trainee, digest_of, read
+from shardproof.harness.training.trainee import StepSeen, Trainee, digest_of, read
+from shardproof.harness.watching.observation import ByKey, Key
 
 Answer = dict[str, Any]
 """What the reference says of one step: "refused" and a line, "failed" and a traceback, or the fields of an outcome."""
@@ -161,7 +162,7 @@ class Worker:
             outcome = self._judged(number, before, outcome)
         return outcome_as_json(outcome)
 
-    def _judged(self, number: int, before: list[Seen], initial: judge.Outcome) -> judge.Outcome:
+    def _judged(self, number: int, before: list[ByKey], initial: judge.Outcome) -> judge.Outcome:
         request = self._request
         seen = [read(self._file(rank, number, "events")) for rank in range(request.size)]
         after = [read(self._file(rank, number))[0] for rank in range(request.size)]
@@ -233,7 +234,7 @@ class Worker:
         seen = trainee.step([map_tensors(lambda _: next(rows), microbatches[0])])
         trainee.close()
         keys = [key for key in oracle.events if key[0] == Stage.GRADIENT and key in seen.events]
-        one, other = (torch.cat([mine.events[key][1].double().flatten() for key in keys]) for mine in (seen, oracle))
+        one, other = (torch.cat([mine.events[key].value.double().flatten() for key in keys]) for mine in (seen, oracle))
         if (apart := float((one - other).norm() / one.norm())) > numerics.MICROBATCHES_APART:
             counted = ", ".join(map(str, tokens[:6]))
             yield (f"each microbatch counts alike [{codes.WEIGHTED}], whatever the number of its tokens ({counted}): "
@@ -308,14 +309,15 @@ def file_of(folder: str, rank: int, step: int, what: str = "state") -> str:
 def _full(seen: StepSeen) -> judge.OfReference:
     made = {**seen.events, **seen.state}
     full = {
-        key: one[1] if one[0].layout is None or key[0] == Stage.OWN_GRADIENT else judge.full_of([one])
+        key: one.value if one.layout is None or key[0] == Stage.OWN_GRADIENT else judge.full_of([one])
         for key, one in made.items()
     }
     return judge.OfReference({key: one for key, one in full.items() if one is not None}, seen.forwards)
 
 
 def _floats(seen: StepSeen) -> list[torch.Tensor]:
-    return [one for key, (_, one) in seen.events.items() if key[0] != Stage.OWN_GRADIENT and one.is_floating_point()]
+    own = [one.value for key, one in seen.events.items() if key[0] != Stage.OWN_GRADIENT]
+    return [one for one in own if one.is_floating_point()]
 
 
 def _labels(microbatch: Any) -> int:

@@ -33,19 +33,13 @@ from shardproof.harness.tensors.private import TorchDispatchMode
 from shardproof.harness.tensors.trees import local_of, map_tensors, tensors_of
 from shardproof.harness.training.evidence import flat_places
 from shardproof.harness.training.request import Functions, NotCheckable, Request, axes_of
-from shardproof.harness.watching.events import Event
 from shardproof.harness.watching.groups import sizes_of_flat
 from shardproof.harness.watching.names import meshes_of_units, parameters_of
+from shardproof.harness.watching.observation import ByKey, Key, Observation, Observed, key_of, of_parameter
 from shardproof.harness.watching.records import StepRecord
 from shardproof.harness.watching.watch import Watch
 
 Role = Literal["run", "baseline", "oracle"]
-
-Key = tuple[Stage, str, str, int, int, int, str]
-"""What tells the tensors of a step apart: stage, module, parameter, microbatch, call, index, and the key of a state."""
-
-Seen = dict[Key, tuple[Event, torch.Tensor]]
-"""What was seen of a step: local tensors, of own gradients their sketches."""
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -134,8 +128,8 @@ def plain_root(model: nn.Module) -> None:
 class StepSeen:
     """One step as this process saw it: events, the state after it, and what else its judge needs."""
 
-    events: Seen
-    state: Seen
+    events: ByKey  # of own gradients their sketches
+    state: ByKey
     forwards: int
     norm_types: list[float]
     narrowest: torch.dtype
@@ -166,7 +160,7 @@ class Trainee:
         self.is_deferred = any(one.is_meta for one in self.built.model.parameters())
         self._shapes = {name: one.shape for name, one in parameters_of(self.built.model)}
         self.model, self.optimizer = self._made(self.built.model)
-        self._events: Seen = {}
+        self._events: ByKey = {}
         self._records: list[StepRecord] = []
         self._errors: list[Exception] = []
         self.watch = Watch(
@@ -353,67 +347,68 @@ class Trainee:
 
     # What is seen ---------------------------------------------------------------------------
 
-    def _see(self, event: Event, tensor: torch.Tensor) -> None:
-        stage = event.stage
+    def _see(self, seen: Observed) -> None:
+        stage = seen.stage
         if stage in (Stage.INPUT, Stage.INITIAL, Stage.PARAMETER, Stage.OPTIMIZER_STATE):
             return  # read between steps
         if stage in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT) and not self._explains and (
-            event.module or event.call or stage == Stage.OUTPUT_GRADIENT
+            seen.module or seen.call or stage == Stage.OUTPUT_GRADIENT
         ):  # fmt: skip
             return
         if stage == Stage.OWN_GRADIENT:
             # Eight numbers stand for it, because it is not sharded.
-            box = event.layout.box if event.layout is not None else Box(tuple(tensor.shape))
-            self._add(event, digest(tensor, box).numbers[:K])
+            box = seen.layout.box if seen.layout is not None else Box(tuple(seen.value.shape))
+            self._add(dataclasses.replace(seen, value=digest(seen.value, box).numbers[:K]))
         elif stage in (Stage.GRADIENT, Stage.CLIPPED_GRADIENT):
             # Those after the last backward count.
-            self._add(dataclasses.replace(event, microbatch=0), tensor, self.home)
+            self._add(dataclasses.replace(seen, microbatch=0), self.home)
         else:
-            self._add(event, tensor)
+            self._add(seen)
 
     def _choose(self, chosen: torch.Tensor, values: torch.Tensor) -> None:
         forward = self.watch.counts[0] - 1
         call = sum(key[0] == Stage.ROUTING and key[3] == forward and not key[6] for key in self._events)
-        event = Event(Stage.ROUTING, "", "", forward, call, 0, None)
-        self._add(event, chosen)
+        self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "", chosen))
         if self.role != "run":
-            self._add(dataclasses.replace(event, key="values"), values)
+            self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "values", values))
 
-    def _add(self, event: Event, tensor: torch.Tensor, home: torch.device | str = "cpu") -> None:
-        self._events[key_of(event)] = event, tensor.detach().to(home, copy=True)
+    def _add(self, seen: Observed, home: torch.device | str = "cpu") -> None:
+        self._events[seen.key] = dataclasses.replace(seen, value=seen.value.detach().to(home, copy=True))
 
     @torch.no_grad()
-    def state(self) -> Seen:
+    def state(self) -> ByKey:
         """Return the parameters, the optimizer's state and the buffers: copies of those of a run."""
-        found: Seen = {}
+        found: ByKey = {}
         # The reference trains no further before it is judged, so that its own tensors do.
         is_copied = self.role == "run"
 
-        def add(event: Event, tensor: torch.Tensor) -> None:
-            found[key_of(event)] = event, local_of(tensor.detach()).to(self.home, copy=is_copied)
+        def add(stage: Stage, name: str, place: Layout | None, tensor: torch.Tensor, state: str = "") -> None:
+            value = local_of(tensor.detach()).to(self.home, copy=is_copied)
+            seen = of_parameter(stage, name, place, value, state=state)
+            found[seen.key] = seen
 
         for name, parameter in self.watch.model.parameters():
             place = self.watch.model.place(name, parameter)
-            add(Event.of(Stage.PARAMETER, name, place), parameter)
+            add(Stage.PARAMETER, name, place, parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     its = place if value.ndim and not isinstance(value, DTensor) else layout_of(value)
-                    add(Event.of(Stage.OPTIMIZER_STATE, name, its, key=str(key)), value)
+                    add(Stage.OPTIMIZER_STATE, name, its, value, str(key))
         for name, buffer in self.model.named_buffers():
-            add(Event.of(Stage.BUFFER, name, layout_of(buffer)), buffer)
+            add(Stage.BUFFER, name, layout_of(buffer), buffer)
         return found
 
     @torch.no_grad()
     def load(self, full: Mapping[Key, torch.Tensor]) -> None:
         """Take the state of the run: full tensors by the keys of :meth:`state`."""
         for name, parameter in self.watch.model.parameters():
-            self._fill(parameter, full.get(key_of(Event.of(Stage.PARAMETER, name, None))), name, parameter)
+            self._fill(parameter, full.get(key_of(Stage.PARAMETER, name)), name, parameter)
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    state = full.get(key_of(Event.of(Stage.OPTIMIZER_STATE, name, None, key=str(key))))
+                    state = full.get(key_of(Stage.OPTIMIZER_STATE, name, str(key)))
                     self._fill(value, state, name, parameter)
         for name, buffer in self.model.named_buffers():
-            self._fill(buffer, full.get(key_of(Event.of(Stage.BUFFER, name, None))), name, buffer)
+            self._fill(buffer, full.get(key_of(Stage.BUFFER, name)), name, buffer)
 
     def _fill(self, tensor: torch.Tensor, full: torch.Tensor | None, name: str, parameter: torch.Tensor) -> None:
         if full is None:
@@ -438,11 +433,6 @@ class Trainee:
             self._fill(parameter.grad, full, name, parameter)
 
 
-def key_of(event: Event) -> Key:
-    """Return what the tensor is called in every run of the request."""
-    return event.stage, event.module, event.parameter, event.microbatch, event.call, event.index, event.key
-
-
 def digest_of(arguments: Any) -> int:
     """Return what is equal for equal microbatches."""
     return zlib.crc32(b"".join(raw_bytes(one.detach().cpu()) for one in tensors_of(arguments)))
@@ -453,23 +443,22 @@ def digest_of(arguments: Any) -> int:
 _Place = tuple[Any, ...]
 
 
-def save(path: str, seen: Seen, **more: Any) -> None:
+def save(path: str, seen: ByKey, **more: Any) -> None:
     """Write what was seen to a file that holds tensors and plain values alone."""
-    events = [(event.stage.name, event.module, event.parameter, event.microbatch, event.call, event.index, event.key,
-               _place_of(event.layout)) for event, _ in seen.values()]  # fmt: skip
-    torch.save({"events": events, "tensors": [tensor for _, tensor in seen.values()], **more}, path)
+    events = [(key[0].name, *key[1:], _place_of(one.layout)) for key, one in seen.items()]
+    torch.save({"events": events, "tensors": [one.value for one in seen.values()], **more}, path)
 
 
-def read(path: str) -> tuple[Seen, dict[str, Any]]:
+def read(path: str) -> tuple[ByKey, dict[str, Any]]:
     """Read what :func:`save` wrote; tensors are read when they are used."""
     made = torch.load(path, mmap=True, weights_only=True)
-    found: Seen = {}
+    found: ByKey = {}
     for (stage, module, parameter, number, call, index, key, place), tensor in zip(
         made.pop("events"), made.pop("tensors"), strict=True
     ):
         layout = None if place is None else Layout(Box(*place[:3]), place[3], place[4])
-        event = Event(Stage[stage], module, parameter, number, call, index, layout, key)
-        found[key_of(event)] = event, tensor
+        seen = Observation(Stage[stage], module, parameter, number, call, index, layout, key, tensor)
+        found[seen.key] = seen
     return found, made
 
 

@@ -5,7 +5,7 @@ never gathers, waits for a stream or changes what it sees.
 
 - ``capture``: copies what the modules of a model compute, for ``--explain``.
 - ``records``: what one rank has seen of one step, as plain values that can be sent and judged anywhere.
-- ``events``: what a tensor of a step is, for those that take each as it appears.
+- ``observation``: ``Observation``, one tensor of a step on one rank; ``assembly``, full tensors of what ranks hold.
 - ``names``: the names of parameters in the unsharded, unwrapped model; ``model``, the roots that have them.
 - ``watch``: ``Watch``, which attaches to a model and to optimizers and sees steps; ``hooks``, which user code does not
   notice; ``tensors``, those of gradients; ``gathered``, parameters that a forward finds gathered after a step.

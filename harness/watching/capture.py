@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.pieces import original_name
 from shardproof.harness.tensors.trees import tensors_of
+from shardproof.harness.watching.observation import Observation, Observed
 
 # The arguments of a forward, as cases pass them.
 
@@ -43,42 +44,8 @@ def as_inputs(arguments: Any) -> Inputs:
 Pass = Literal["forward", "backward"]
 """A part of a step in which modules compute."""
 
-Key = tuple[Stage, str, str, int, int, int]
-"""What tells the events of a step apart; see :class:`Event`."""
-
 #: The suffix that ``checkpoint_wrapper`` adds to the name of the module inside it.
 _RECOMPUTED = "_checkpoint_wrapped_module"
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One tensor as a module's forward or backward had it."""
-
-    stage: Stage
-    module: str  # the name of the module in the original model; "" is the root
-    parameter: str  # the full name of the parameter or buffer; empty for outputs
-    microbatch: int
-    call: int  # the number of the module's call within the microbatch; 0 for gradients of parameters
-    index: int  # the number of the tensor in what the forward returned
-    tensor: torch.Tensor  # a copy, of any shape and floating-point dtype
-
-    @property
-    def key(self) -> Key:
-        """What the event is called in every run of the model."""
-        return self.stage, self.module, self.parameter, self.microbatch, self.call, self.index
-
-    @property
-    def name(self) -> str:
-        """The name of the tensor for messages."""
-        output = (self.module or "(root)") + (f", tensor {self.index}" if self.index else "")
-        return self.parameter or output
-
-    @property
-    def where(self) -> str:
-        """The microbatch and the call, where they are not the first."""
-        parts = [f"microbatch {self.microbatch}"] if self.microbatch else []
-        parts += [f"call {self.call} of the module"] if self.call else []
-        return ", ".join(parts)
 
 
 class Capture:
@@ -92,7 +59,7 @@ class Capture:
 
     def __init__(self, modules: Mapping[str, nn.Module], parameters: Iterable[str], *, divides: int = 1) -> None:
         self._divides = divides
-        self._events: list[Event] = []
+        self._events: list[Observed] = []
         self._pass: Pass | None = None
         self._microbatch = 0
         self._calls: collections.Counter[str] = collections.Counter()
@@ -126,7 +93,7 @@ class Capture:
         finally:
             self._pass = None
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[Observed]:
         """Return what was copied since the last call, in order."""
         events, self._events = self._events, []
         for handle in self._of_tensors:
@@ -136,7 +103,7 @@ class Capture:
         return events
 
     @property
-    def last(self) -> Event | None:
+    def last(self) -> Observed | None:
         """The last that was copied of a step that has not ended."""
         return self._events[-1] if self._events else None
 
@@ -216,7 +183,7 @@ class Capture:
         copied = tensor.detach().clone()
         if self._divides != 1 and stage in (Stage.OUTPUT_GRADIENT, Stage.OWN_GRADIENT):
             copied /= self._divides
-        self._events.append(Event(stage, module, parameter, self._microbatch, call, index, copied))
+        self._events.append(Observation(stage, module, parameter, self._microbatch, call, index, None, "", copied))
 
 
 def capture_of(model: nn.Module, *, divides: int = 1) -> Capture:
@@ -234,7 +201,7 @@ def during(capture: Capture | None, part: Pass, microbatch: int) -> contextlib.A
     return contextlib.nullcontext() if capture is None else capture.during(part, microbatch)
 
 
-def taken(capture: Capture | None) -> Sequence[Event]:
+def taken(capture: Capture | None) -> Sequence[Observed]:
     """Return what a capture has copied since the last call; nothing without a capture."""
     return () if capture is None else capture.take()
 

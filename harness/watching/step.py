@@ -22,11 +22,11 @@ from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
 from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.watching.events import Event, Takes
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.left import Left, Seen
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
+from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.optimizers import resting_of
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
 from shardproof.harness.watching.records import Drop, Gradient, NormCall, NotFinite, StepRecord
@@ -324,7 +324,7 @@ class Step:
                 continue
             layout = model.place(name, gradient)
             for one in stages if steps is None or id(parameter) in steps else ():
-                self._takes.emit(Event.of(one, name, layout, max(self.backwards.count - 1, 0)), gradient)
+                self._takes.emit_parameter(one, name, gradient, layout, microbatch=max(self.backwards.count - 1, 0))
             if not self._takes.digests:
                 continue
             if layout is None or (local := model.read(name, gradient, layout)) is None:

@@ -31,7 +31,6 @@ from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.events import Event, Sink, Takes
 from shardproof.harness.watching.hooks import Hook, guarded
 from shardproof.harness.watching.model import LayoutOf, Model
 from shardproof.harness.watching.names import (
@@ -42,6 +41,7 @@ from shardproof.harness.watching.names import (
     switched_off,
     untransformed,
 )
+from shardproof.harness.watching.observation import Sink, Takes
 from shardproof.harness.watching.optimizers import seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
 from shardproof.harness.watching.step import Step
@@ -295,17 +295,16 @@ class Watch:
     def _take_batch(self, inputs: Any) -> None:
         forwards = self._now.forwards
         for index, tensor in enumerate(forwards.take_batch(inputs, self._now.backwards.count)):
-            self._takes.emit(Event(Stage.INPUT, "", "", forwards.count - 1, 0, index, _place(tensor)), tensor)
+            self._takes.emit(Stage.INPUT, tensor, _place(tensor), microbatch=forwards.count - 1, index=index)
 
     def _emit_outputs(self, name: str, output: Any) -> None:
-        number = self._now.forwards.call_of(name)
+        number, microbatch = self._now.forwards.call_of(name), self._now.forwards.count - 1
         floating = [tensor for tensor in readable_of(output) if tensor.is_floating_point()]
         for index, tensor in enumerate(floating):
-            place = _place(tensor)
-            event = Event(Stage.MODULE_OUTPUT, name, "", self._now.forwards.count - 1, number, index, place)
-            self._takes.emit(event, tensor)
+            of: dict[str, Any] = {"module": name, "microbatch": microbatch, "call": number, "index": index}
+            self._takes.emit(Stage.MODULE_OUTPUT, tensor, _place(tensor), **of)
             if tensor.requires_grad:
-                tensor.register_hook(functools.partial(self._on_output_gradient, event))
+                tensor.register_hook(functools.partial(self._on_output_gradient, of))
 
     # Backward -------------------------------------------------------------------------------
 
@@ -319,8 +318,8 @@ class Watch:
             self._note_left()
         self._now.drops.begin_backward(self._now.backwards.count)
         for index, tensor in enumerate(scalars):
-            event = Event(Stage.LOSS, "", "", self._now.backwards.count, 0, index, _place(tensor, Layout(Box(()))))
-            self._takes.emit(event, tensor)
+            place, number = _place(tensor, Layout(Box(()))), self._now.backwards.count
+            self._takes.emit(Stage.LOSS, tensor, place, microbatch=number, index=index)
 
     @torch.no_grad()
     def _note_left(self) -> None:
@@ -337,10 +336,9 @@ class Watch:
                 self._on_drop(drop.backwards)
 
     @guarded
-    def _on_output_gradient(self, output: Event, gradient: torch.Tensor) -> None:
+    def _on_output_gradient(self, of: dict[str, Any], gradient: torch.Tensor) -> None:
         if self._sees:
-            event = dataclasses.replace(output, stage=Stage.OUTPUT_GRADIENT, layout=_place(gradient))
-            self._takes.emit(event, gradient)
+            self._takes.emit(Stage.OUTPUT_GRADIENT, gradient, _place(gradient), **of)
 
     @guarded
     @torch.no_grad()
@@ -358,7 +356,7 @@ class Watch:
             backwards.unplaced.add(name)
             return
         if not is_given:
-            self._takes.emit(Event.of(Stage.OWN_GRADIENT, name, layout, backwards.count), local)
+            self._takes.emit_parameter(Stage.OWN_GRADIENT, name, local, layout, microbatch=backwards.count)
         if not self._takes.digests:
             return
         pending = backwards.own.add(name, backwards.count, local, layout, is_given=is_given, is_returned=is_leaf)
@@ -498,8 +496,7 @@ class Watch:
         number = self._now.norms.add(function, value, max_norm, norm_type)
         if number is not None:
             tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-            event = Event(Stage.TOTAL_NORM, "", "", 0, number, 0, _place(tensor, Layout(Box(()))))
-            self._takes.emit(event, tensor)
+            self._takes.emit(Stage.TOTAL_NORM, tensor, _place(tensor, Layout(Box(()))), call=number)
 
     @guarded
     def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ from shardproof.harness.parity.run import Loss, Run, StepPicture
 from shardproof.harness.tensors.pieces import Piece, whole
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.watching import capture
-from shardproof.harness.watching.capture import Capture, Event, as_inputs
+from shardproof.harness.watching.capture import Capture, as_inputs
+from shardproof.harness.watching.observation import Observed
 
 _Gradients = dict[str, torch.Tensor | None]
 
@@ -64,9 +65,9 @@ class CastReplica:
         self.optimizer = optimizer(self.model.parameters())
         self._after_backward, self._step = after_backward, step
         self._units = {name: unit[0] for unit in config.units for name in unit}
-        self._captured: list[Event] = []
+        self._captured: list[Observed] = []
 
-    def take_captured(self) -> list[Event]:
+    def take_captured(self) -> list[Observed]:
         """Return what the copies have computed since the last call, with capture on."""
         captured, self._captured = self._captured, []
         return captured

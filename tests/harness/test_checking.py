@@ -24,8 +24,8 @@ from shardproof.harness.training import checking, judge
 from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
-from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, key_of, plain_root, save
-from shardproof.harness.watching.events import Event
+from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
+from shardproof.harness.watching.observation import of_parameter
 from shardproof.runfile import Verdict
 from tests.errors import error_of
 
@@ -302,8 +302,8 @@ def test_shards_on_other_ranks_are_told_by_who_holds_them(held, line):
     whole = torch.arange(8.0).view(4, 2)
 
     def seen(box, tensor):
-        event = Event.of(Stage.PARAMETER, "weight", Layout(box))
-        return {key_of(event): (event, tensor)}
+        one = of_parameter(Stage.PARAMETER, "weight", Layout(box), tensor)
+        return {one.key: one}
 
     boxes = [Box((4, 2), (((2 * number, 2 * number + 2),), ((0, 2),))) for number in range(2)]
     starts = [seen(boxes[rank % 2], whole[2 * part : 2 * part + 2]) for rank, part in enumerate(held)]
