@@ -339,9 +339,9 @@ def test_a_scale_that_is_no_norm_is_none(world, tmp_path, step, told):
 
 def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
     def spoil(rank, one):
-        for key, (event, tensor) in one.state.items():
-            if rank == 1 and key[0].value == "parameter after step" and event.parameter == "hidden.weight":
-                tensor[3, 2] += 1e-3
+        for seen in one.state.values():
+            if rank == 1 and seen.stage.value == "parameter after step" and seen.parameter == "hidden.weight":
+                seen.value[3, 2] += 1e-3
 
     said = answer(tmp_path, seen=spoil)
     (found,) = said["found"]
@@ -351,9 +351,9 @@ def test_a_wrong_element_of_the_optimizers_step_is_found(world, tmp_path):
 @pytest.mark.parametrize("oracle, stages", [("float64", {"TOTAL_NORM"}), ("float32", set()), ("none", set())])
 def test_an_oracle_that_is_no_finer_says_nothing_of_the_rounding_of_a_norm(world, tmp_path, oracle, stages):
     def spoil(rank, one):
-        for key, (_, tensor) in one.events.items():
-            if key[0].value == "total norm":
-                tensor *= 1 + 30 * torch.finfo(torch.float32).eps
+        for seen in one.events.values():
+            if seen.stage.value == "total norm":
+                seen.value.mul_(1 + 30 * torch.finfo(torch.float32).eps)
 
     said = answer(tmp_path, seen=spoil, oracle=oracle)
     assert {one["stage"] for one in said["found"]} == stages
@@ -381,9 +381,9 @@ def test_what_the_baseline_cannot_compute_judges_nothing_unless_it_is_most(world
 @pytest.mark.parametrize("ulps, stages", [(0.0, {"ROUTING"}), (float("inf"), set())])
 def test_other_choices_judge_nothing_after_them_unless_they_are_wrong(world, tmp_path, monkeypatch, ulps, stages):
     def spoil(rank, one):
-        for key, (_, chosen) in one.events.items():
-            if key[0].value == "routing" and rank == 1:
-                chosen[0, 3, 0] = next(i for i in range(8) if i not in chosen[0, 3])
+        for seen in one.events.values():
+            if seen.stage.value == "routing" and rank == 1:
+                seen.value[0, 3, 0] = next(i for i in range(8) if i not in seen.value[0, 3])
 
     monkeypatch.setattr(numerics, "ROUTING_ULPS", ulps)
     said = answer(tmp_path, seen=spoil, model=f"{HERE}:Routed", step=f"{HERE}:unreduced")

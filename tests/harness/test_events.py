@@ -26,9 +26,11 @@ def watched(**options):
 
 def test_events_come_in_execution_order_with_what_each_tensor_is():
     seen = []
-    records, losses = watched(sink=lambda event, tensor: seen.append((event, tensor.clone())), modules=True)
+    records, losses = watched(
+        sink=lambda one: seen.append(dataclasses.replace(one, value=one.value.clone())), modules=True
+    )
     half = len(seen) // 2
-    texts = [f"{one.stage.value}:{one.parameter or one.module}{one.key and '.' + one.key}" for one, _ in seen[:half]]
+    texts = [f"{one.stage.value}:{one.parameter or one.module}{one.state and '.' + one.state}" for one in seen[:half]]
     microbatch = [
         "input:", *(f"output of a module:{name}" for name in ("0", "1", "2", "")), "loss:",
         "gradient of a module's output:", "gradient of a module's output:2",
@@ -51,23 +53,24 @@ def test_events_come_in_execution_order_with_what_each_tensor_is():
     rest = texts[count:]
     assert rest[:4] == gradients and ordered(rest[4 : 4 + count]) == ordered(microbatch)
     assert rest[4 + count :] == [*gradients, "total norm:", *clipped, *initial, *after]
-    assert [one.microbatch for one, _ in seen if one.stage is Stage.OWN_GRADIENT] == ([0] * 4 + [1] * 4) * 2
-    assert [float(tensor) for one, tensor in seen if one.stage is Stage.LOSS] == losses
-    sums = {one.parameter: 0 for one, _ in seen if one.parameter}
-    for event, tensor in seen[:half]:
+    assert [one.microbatch for one in seen if one.stage is Stage.OWN_GRADIENT] == ([0] * 4 + [1] * 4) * 2
+    assert [float(one.value) for one in seen if one.stage is Stage.LOSS] == losses
+    sums = {one.parameter: 0 for one in seen if one.parameter}
+    for event in seen[:half]:
+        tensor = event.value
         assert not tensor.requires_grad and (event.layout is None) == (event.stage.value.count("output") + (
             event.stage is Stage.INPUT) > 0)  # fmt: skip
         if event.stage is Stage.OWN_GRADIENT:
             sums[event.parameter] = sums[event.parameter] + tensor
         elif event.stage is Stage.GRADIENT:
             assert torch.equal(tensor, sums[event.parameter])
-    assert [event.parameter for event, _ in seen if event.stage is Stage.CLIPPED_GRADIENT] == names * 2
+    assert [event.parameter for event in seen if event.stage is Stage.CLIPPED_GRADIENT] == names * 2
     assert (records, losses) == watched(), "a sink changes neither the records nor the losses"
 
 
 def test_without_digests_a_record_has_neither_gradients_nor_bits():
     seen = []
-    records, losses = watched(sink=lambda event, tensor: seen.append(event.stage), digests=False)
+    records, losses = watched(sink=lambda one: seen.append(one.stage), digests=False)
     full, same = watched()
     assert losses == same and not {Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT} & set(seen)
     for one, other in zip(records, full, strict=True):
@@ -79,7 +82,7 @@ def test_without_digests_a_record_has_neither_gradients_nor_bits():
 def test_an_error_of_a_sink_ends_the_watching_and_not_the_training():
     model, errors = net(), []
     watch = Watch(print, steps=[0], on_error=lambda error: (errors.append(error), watch.detach()),
-                  sink=lambda event, tensor: fail(KeyError("mine")))  # fmt: skip
+                  sink=lambda one: fail(KeyError("mine")))  # fmt: skip
     watch.attach(model)
     losses, unwatched = (train(one, sgd(one), steps=1, microbatches=2) for one in (model, net()))
     assert losses == unwatched and [str(one) for one in errors] == ["'mine'"]
