@@ -15,5 +15,6 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``report``: the texts, and the run file.
 - ``recording``: writes what one rank sees of some steps, and reads it.
 - ``alignment``: one step of a recording, assembled from its ranks and cut into microbatches of the same rows.
-- ``comparing``: where two recordings first diverge.
+- ``comparing``: where two recordings first diverge; ``pairs``, one step of both, and what is allowed; ``explaining``, what a
+  divergence is.
 """
