@@ -10,11 +10,13 @@ Nothing here imports pytest: it runs inside the user's training process.
   ``updates``, which optimizers have what trains, and whether they move it.
 - ``request``: what a check is asked for; ``starting``: a check from Python.
 - ``checking``: a check on the ranks of a world; ``trainee``: the training in one process, of the run or the reference.
-- ``reference``: the process of the reference; ``judge``: compares a step of the run with those of the reference.
+- ``reference``: the process of the reference. ``sides``, what the run, the baseline and the oracle have seen of a step;
+  ``judge``, the first stage that diverges, and ``causes``, what it looks like; ``initial``, parameters before the first
+  step; ``outcome``, what is said.
 - ``bisect``: the search for the settings that it takes to fail, over ``trials``; ``axes``: what can be turned off.
 - ``report``: the texts, and the run file.
 - ``recording``: writes what one rank sees of some steps, and reads it.
 - ``alignment``: one step of a recording, assembled from its ranks and cut into microbatches of the same rows.
-- ``comparing``: where two recordings first diverge; ``pairs``, one step of both, and what is allowed; ``explaining``, what a
-  divergence is.
+- ``comparing``: where two recordings first diverge; ``pairs``, one step of both, and what is allowed; ``explaining``,
+  what a divergence is.
 """

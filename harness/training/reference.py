@@ -22,10 +22,13 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
-from shardproof.harness.training import judge
 from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
+from shardproof.harness.training.initial import compare_initial
+from shardproof.harness.training.judge import Judge
+from shardproof.harness.training.outcome import Divergent, Outcome
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
+from shardproof.harness.training.sides import OfRank, OfReference, Sides, full_of, state_of
 from shardproof.harness.training.trainee import StepSeen, Trainee, digest_of, read
 from shardproof.harness.watching.observation import ByKey, Key
 
@@ -133,7 +136,7 @@ class Worker:
 
     def _changes(self, oracle: Trainee) -> Iterator[str]:
         """Say what parallelize() changes on one rank too: the reference begins each step with what the run has."""
-        plain, made = (judge.state_of([{key: one for key, one in seen.items() if key[0] == Stage.PARAMETER}])
+        plain, made = (state_of([{key: one for key, one in seen.items() if key[0] == Stage.PARAMETER}])
                        for seen in (oracle.state(), self._expected))  # fmt: skip
         wide = DTYPES[self._request.dtype]
         both = {key[2]: (made[key], plain[key].to(wide)) for key in made if plain.get(key, made[key]) is not made[key]}
@@ -154,15 +157,15 @@ class Worker:
         """Train a step from the run's state before it, and judge what the files of all ranks say of it."""
         request = self._request
         before = [read(self._file(rank, number - 1))[0] for rank in range(request.size)]
-        outcome = judge.Outcome(number)
+        outcome = Outcome(number)
         if number == 0 and not self._baseline.is_deferred:
-            outcome = judge.compare_initial(before, self._expected)
+            outcome = compare_initial(before, self._expected)
             outcome.notes |= dict.fromkeys(self._notes, 1)
         if not outcome.found:
             outcome = self._judged(number, before, outcome)
         return outcome_as_json(outcome)
 
-    def _judged(self, number: int, before: list[ByKey], initial: judge.Outcome) -> judge.Outcome:
+    def _judged(self, number: int, before: list[ByKey], initial: Outcome) -> Outcome:
         request = self._request
         seen = [read(self._file(rank, number, "events")) for rank in range(request.size)]
         after = [read(self._file(rank, number))[0] for rank in range(request.size)]
@@ -176,8 +179,8 @@ class Worker:
                 raise NotCheckable(f"check: data(step={number}, rank={reader}) returned other values in the reference: "
                                    "seed it by its arguments")  # fmt: skip
             microbatches.append(mine)
-        state = judge.state_of(before)
-        clipped = judge.state_of([{key: one for key, one in events.items() if key[0] == Stage.CLIPPED_GRADIENT}
+        state = state_of(before)
+        clipped = state_of([{key: one for key, one in events.items() if key[0] == Stage.CLIPPED_GRADIENT}
                                   for events, _ in seen])  # fmt: skip
         given = {key[2]: full for key, full in clipped.items()}
         everything = [one for mine in microbatches for one in mine]
@@ -189,7 +192,7 @@ class Worker:
                 raise NotCheckable(f"check: step() used {one.forwards} of the {forwards} microbatches of the "
                                    "reference: it must train on all that it is given")  # fmt: skip
         ranks = [
-            judge.OfRank(
+            OfRank(
                 rank,
                 events,
                 after[rank],
@@ -198,15 +201,16 @@ class Worker:
             )
             for rank, (events, more) in enumerate(seen)
         ]
-        judging = judge.Judge(
+        sides = Sides(
             request, number, ranks, _full(base), _full(oracle), counts=[len(one) for one in microbatches],
             narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
             tokens=[[_labels(one) for one in mine] for mine in microbatches], earlier=self._earlier,
         )  # fmt: skip
         # The ranks wait, and what is compared here is no training: how many threads do it changes nothing.
         torch.set_num_threads(len(os.sched_getaffinity(0)))
+        judging = Judge(sides)
         made = judging.judge()
-        self._earlier = [judging.sums(), *self._earlier[:1]]
+        self._earlier = [sides.sums(), *self._earlier[:1]]
         if not made.found and number == request.steps - 1 and self._oracle is not None:
             # Last of all, because a step may count its calls.
             made.notes |= dict.fromkeys(self._joined(everything, state, oracle), 1)
@@ -306,13 +310,13 @@ def file_of(folder: str, rank: int, step: int, what: str = "state") -> str:
     return os.path.join(folder, f"rank{rank}-step{step}-{what}.pt")
 
 
-def _full(seen: StepSeen) -> judge.OfReference:
+def _full(seen: StepSeen) -> OfReference:
     made = {**seen.events, **seen.state}
     full = {
-        key: one.value if one.layout is None or key[0] == Stage.OWN_GRADIENT else judge.full_of([one])
+        key: one.value if one.layout is None or key[0] == Stage.OWN_GRADIENT else full_of([one])
         for key, one in made.items()
     }
-    return judge.OfReference({key: one for key, one in full.items() if one is not None}, seen.forwards)
+    return OfReference({key: one for key, one in full.items() if one is not None}, seen.forwards)
 
 
 def _floats(seen: StepSeen) -> list[torch.Tensor]:
@@ -326,7 +330,7 @@ def _labels(microbatch: Any) -> int:
     return int((integers[-1] >= 0).sum()) if integers else 0
 
 
-def outcome_as_json(outcome: judge.Outcome) -> Answer:
+def outcome_as_json(outcome: Outcome) -> Answer:
     """Return an outcome as plain values."""
     found = [_plain(one) for one in outcome.found[:64]]
     measured = [{"module": module, **one.as_record()} for (module, _), one in outcome.measured.items()]
@@ -338,7 +342,7 @@ def outcome_as_json(outcome: judge.Outcome) -> Answer:
     }  # fmt: skip
 
 
-def _plain(one: judge.Divergent) -> Answer:
+def _plain(one: Divergent) -> Answer:
     return one.location.as_record() | {"stage": one.location.stage.name, "module": one.module, "text": one.text}
 
 

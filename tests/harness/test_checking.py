@@ -21,6 +21,7 @@ from shardproof.harness.judging.finding import Divergence, Stage
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.training import checking, judge
+from shardproof.harness.training.initial import compare_initial
 from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
@@ -284,7 +285,7 @@ def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
         trainee = trainee_of(asked(parallelize=f"{HERE}:{way}"))
         starts.append(trainee.state())
         trainee.close()
-    outcome = judge.compare_initial([starts[1], starts[1]], starts[0])
+    outcome = compare_initial([starts[1], starts[1]], starts[0])
     assert outcome.lines == ["'hidden.weight': the transpose of the reference's"]
     assert {one.location.rank for one in outcome.found} == {0, 1}
 
@@ -307,7 +308,7 @@ def test_shards_on_other_ranks_are_told_by_who_holds_them(held, line):
 
     boxes = [Box((4, 2), (((2 * number, 2 * number + 2),), ((0, 2),))) for number in range(2)]
     starts = [seen(boxes[rank % 2], whole[2 * part : 2 * part + 2]) for rank, part in enumerate(held)]
-    outcome = judge.compare_initial(starts, seen(Box((4, 2)), whole))
+    outcome = compare_initial(starts, seen(Box((4, 2)), whole))
     assert outcome.signature == "S12" and outcome.lines[1] == line
     assert "holds what rank" in outcome.lines[0]
 
