@@ -12,7 +12,7 @@ compare, and the doctor's checks tell them. A signature never decides a verdict.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -126,41 +126,57 @@ def diagnose(
 def _candidates(
     own: Parts, rank: int, groups: Mapping[str, Sequence[int]], earlier: Sequence[torch.Tensor]
 ) -> Iterator[_Candidate]:
-    everyone = sorted(own)
-    by_rank = {one: torch.stack(list(own[one])).sum(0) for one in everyone if own[one]}
-    count = max(len(parts) for parts in own.values())
-    alike = all(len(parts) == count for parts in own.values())
-    if rank in by_rank and len(by_rank) > 1:
-        yield _Candidate(
-            codes.UNREDUCED, "is this rank's own gradient", by_rank[rank], tuple(one for one in everyone if one != rank)
-        )
-    for name, members in groups.items():
-        inside = [one for one in members if one in by_rank]
-        missing = tuple(one for one in everyone if one not in members)
-        if missing and len(inside) > 1:
-            text = f"is reduced over {name} ({ranks_of(members)}) only: {ranks_of(missing)} are missing"
-            yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in inside]).sum(0), missing)
-    for some in _blocks_and_strides(list(by_rank), rank):
-        missing = tuple(one for one in everyone if one not in some)
-        text = f"is reduced over {ranks_of(some)} only: {ranks_of(missing)} are missing"
-        yield _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in some]).sum(0), missing)
-    whole = torch.stack(list(by_rank.values())).sum(0)
-    if count > 1 and alike:
+    by_rank = {one: torch.stack(list(own[one])).sum(0) for one in sorted(own) if own[one]}
+    yield from _of_groups(by_rank, sorted(own), rank, groups)
+    counts = {len(parts) for parts in own.values()}
+    if len(counts) == 1 and (count := counts.pop()) > 1:
         by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
         yield from _of_microbatches(by_number, "")
         if rank in own:
             yield from _of_microbatches(list(own[rank]), "this rank's own of ")
+    whole = torch.stack(list(by_rank.values())).sum(0)
     if 1 < len(by_rank) <= _MOST_RANKS:
-        for other, vector in by_rank.items():
-            if other != rank:
-                missing = tuple(one for one in everyone if one != other)
-                yield _Candidate(codes.UNREDUCED, f"is the gradient of rank {other} alone", vector, missing)
-        for other, vector in by_rank.items():
-            missing = (other,)
-            yield _Candidate(codes.SOME_RANKS, f"is reduced without rank {other}", whole - vector, missing)
-            yield _Candidate(codes.SOME_RANKS, f"counts rank {other} twice", whole + vector)
-    sums = list(itertools.accumulate(earlier))
-    for number, before in enumerate(sums):
+        yield from _of_single_ranks(by_rank, sorted(own), rank, whole)
+    yield from _of_earlier_steps(whole, earlier)
+
+
+def _of_groups(
+    by_rank: Mapping[int, torch.Tensor], everyone: Sequence[int], rank: int, groups: Mapping[str, Sequence[int]]
+) -> Iterator[_Candidate]:
+    """Yield sums over the ranks that may have reduced: one, those of a group that there is, or of one that may be."""
+    if rank in by_rank and len(by_rank) > 1:
+        missing = tuple(one for one in everyone if one != rank)
+        yield _Candidate(codes.UNREDUCED, "is this rank's own gradient", by_rank[rank], missing)
+    for name, members in groups.items():
+        inside = [one for one in members if one in by_rank]
+        if len(inside) > 1 and not set(everyone) <= set(members):
+            yield _reduced_over(f"{name} ({ranks_of(members)})", inside, by_rank, set(everyone) - set(members))
+    for some in _blocks_and_strides(list(by_rank), rank):
+        yield _reduced_over(ranks_of(some), some, by_rank, set(everyone) - set(some))
+
+
+def _reduced_over(
+    which: str, inside: Sequence[int], by_rank: Mapping[int, torch.Tensor], missing: Iterable[int]
+) -> _Candidate:
+    ranks = tuple(sorted(missing))
+    text = f"is reduced over {which} only: {ranks_of(ranks)} are missing"
+    return _Candidate(codes.SOME_RANKS, text, torch.stack([by_rank[one] for one in inside]).sum(0), ranks)
+
+
+def _of_single_ranks(
+    by_rank: Mapping[int, torch.Tensor], everyone: Sequence[int], rank: int, whole: torch.Tensor
+) -> Iterator[_Candidate]:
+    for other, vector in by_rank.items():
+        if other != rank:
+            missing = tuple(one for one in everyone if one != other)
+            yield _Candidate(codes.UNREDUCED, f"is the gradient of rank {other} alone", vector, missing)
+    for other, vector in by_rank.items():
+        yield _Candidate(codes.SOME_RANKS, f"is reduced without rank {other}", whole - vector, (other,))
+        yield _Candidate(codes.SOME_RANKS, f"counts rank {other} twice", whole + vector)
+
+
+def _of_earlier_steps(whole: torch.Tensor, earlier: Sequence[torch.Tensor]) -> Iterator[_Candidate]:
+    for number, before in enumerate(itertools.accumulate(earlier)):
         since = "the step before" if number == 0 else f"the {number + 1} steps before"
         yield _Candidate(
             codes.SOME_MICROBATCHES, f"still contains the gradients of {since}: they were never zeroed", whole + before
@@ -216,19 +232,30 @@ def _mixed(seen: torch.Tensor, own: Parts, rank: int, tolerance: float) -> Diagn
         return None
     by_number = [torch.stack([parts[number] for parts in own.values()]).sum(0) for number in range(count)]
     if rank in own and len(own) > 1:
-        splits = [("last", by_number[-1:], own[rank][:-1])]
-        splits += [(f"first {n}" if n > 1 else "first", by_number[:n], own[rank][n:]) for n in range(1, count)]
-        for which, reduced, rest in splits:
-            sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
-            if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
-                text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
-                return Diagnosis(codes.UNREDUCED, text, found[0][0], found[1], weights=2)
-    found = _weights(seen, by_number) if len(seen) > count else None
+        found = _partly_reduced(seen, by_number, own[rank], tolerance)
+        if found is not None:
+            return found
+    weights = _weights(seen, by_number) if len(seen) > count else None
     # Of a gradient of few elements any sum is one of its parts, with weights that no loop makes.
-    if found is not None and found[1] <= tolerance and min(found[0]) > 0:
-        listed = ", ".join(f"{weight:.4g}" for weight in found[0])
-        text = f"has microbatches of different weights: {listed}"
-        return Diagnosis(codes.WEIGHTED, text, found[0][0], found[1], weights=count)
+    if weights is None or weights[1] > tolerance or min(weights[0]) <= 0:
+        return None
+    listed = ", ".join(f"{weight:.4g}" for weight in weights[0])
+    text = f"has microbatches of different weights: {listed}"
+    return Diagnosis(codes.WEIGHTED, text, weights[0][0], weights[1], weights=count)
+
+
+def _partly_reduced(
+    seen: torch.Tensor, by_number: Sequence[torch.Tensor], own: Sequence[torch.Tensor], tolerance: float
+) -> Diagnosis | None:
+    """Try sums of some microbatches of all ranks and this rank's others."""
+    count = len(by_number)
+    splits = [("last", by_number[-1:], own[:-1])]
+    splits += [(f"first {n}" if n > 1 else "first", by_number[:n], own[n:]) for n in range(1, count)]
+    for which, reduced, rest in splits:
+        sums = [torch.stack(list(parts)).sum(0) for parts in (reduced, rest)]
+        if (found := _weights(seen, sums)) is not None and found[1] <= tolerance:
+            text = f"has the {which} of {count} microbatches of all ranks, and this rank's own of the others"
+            return Diagnosis(codes.UNREDUCED, text, found[0][0], found[1], weights=2)
     return None
 
 
@@ -346,15 +373,21 @@ def _guesses_from_values(sharded: torch.Tensor, oracle: torch.Tensor, magnitude:
     factor = _common_factor(sharded, oracle) if has_enough else None
     if factor is not None:
         yield Guess(f"it is {factor:.4g} times the oracle's everywhere")
+    if is_wide and has_enough:
+        yield from _of_errors(sharded, oracle, magnitude)
+
+
+def _of_errors(sharded: torch.Tensor, oracle: torch.Tensor, magnitude: float) -> Iterator[Guess]:
+    """Guess that errors are those of rounding to a narrower dtype, by their size."""
     errors = sharded.double() - oracle.double()
-    worst = int(errors.abs().argmax()) if errors.numel() else 0
-    far = numerics.NOT_ROUNDED * float(oracle.flatten()[worst].abs()) if has_enough else 0.0
-    is_far = has_enough and float(errors.flatten()[worst].abs()) > far
-    if is_wide and has_enough and not is_far and _is_noise(errors):
-        for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
-            low, high = numerics.ROUNDING_ULPS
-            if low <= float(errors.abs().max()) / ulp(magnitude, dtype) <= high:
-                yield Guess(f"its errors are as large as rounding to {name} makes")
+    worst = int(errors.abs().argmax())
+    is_far = float(errors.flatten()[worst].abs()) > numerics.NOT_ROUNDED * float(oracle.flatten()[worst].abs())
+    if is_far or not _is_noise(errors):
+        return
+    low, high = numerics.ROUNDING_ULPS
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16 or TF32")):
+        if low <= float(errors.abs().max()) / ulp(magnitude, dtype) <= high:
+            yield Guess(f"its errors are as large as rounding to {name} makes")
 
 
 def _is_rounded(value: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -92,21 +92,23 @@ class Evidence:
     def readers(self) -> list[tuple[int, ...]]:
         """The sets of ranks that are one data rank: by the groups where these are known, else by what they read."""
         everyone = range(len(self.records))
-        others = [
-            {name: members for name, members in start.groups.named.items() if name not in start.groups.data}
-            for start in self.starts
-        ]
-        if any(others):
-            return _joined(everyone, (members for named in others for members in named.values()))
-        if any(start.groups.data for start in self.starts) and not any(others):
-            in_data = _joined(everyone, (s.groups.named[name] for s in self.starts for name in s.groups.data))
-            if len(in_data) == 1:
-                return [(rank,) for rank in everyone]
+        groups = [start.groups for start in self.starts]
+        others = [members for one in groups for name, members in one.named.items() if name not in one.data]
+        if others:
+            return _joined(everyone, others)
+        in_data = [one.named[name] for one in groups for name in one.data]
+        if in_data and len(_joined(everyone, in_data)) == 1:
+            return [(rank,) for rank in everyone]
+        return self._readers_by_batches
+
+    @property
+    def _readers_by_batches(self) -> list[tuple[int, ...]]:
+        """The sets of ranks that read the same; each by itself where all do."""
         seen: dict[tuple[int, ...], list[int]] = {}
         for record in self.records:
             seen.setdefault(tuple(record.batches), []).append(record.rank)
-        if len(seen) == 1 and len(everyone) > 1:
-            return [(rank,) for rank in everyone]
+        if len(seen) == 1:
+            return [(record.rank,) for record in self.records]
         return sorted(tuple(ranks) for ranks in seen.values())
 
     @functools.cached_property
@@ -371,40 +373,60 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
     differ: dict[str, list[tuple[int, ...]]] = {}
     places = [flat_places([one.flat for one in starts], rank) for rank in range(len(starts))]
     for name in dict.fromkeys(name for start in starts for name in start.bits):
-        by_box: dict[Box | None, list[int]] = {}
-        for rank, start in enumerate(starts):
-            if name in places[rank]:
-                begin, full = places[rank][name]
-                by_box.setdefault(Box((full,), flat=(begin, begin + start.flat[name][0])), []).append(rank)
-            elif name in start.bits:
-                by_box.setdefault(start.bits[name][0], []).append(rank)
-        for box, ranks in by_box.items():
-            if box is None:
-                continue
-            declared = [
-                (*starts[rank].bits[name][1], *starts[rank].replicated, *_tensor_parallel(starts[rank]))
-                for rank in ranks
-            ]
-            inside = [tuple(one for one in members if one in ranks) for members in declared if members]
-            sets = _joined(ranks, [one for one in inside if len(one) > 1])
-            for members in sets:
-                if len({starts[rank].bits[name][2] for rank in members}) > 1:
-                    differ.setdefault(name, []).append(members)
+        for ranks in _by_box(starts, places, name):
+            sets = _declared_sets(starts, name, ranks)
+            unequal = [members for members in sets if len({starts[rank].bits[name][2] for rank in members}) > 1]
+            if unequal:
+                differ.setdefault(name, []).extend(unequal)
             by_bits: dict[Bits, list[int]] = {}
             for members in sets:
                 by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
             held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
+    _part_constants(starts, held)
+    return held, differ
+
+
+def _by_box(starts: Sequence[Start], places: Sequence[Mapping[str, tuple[int, int]]], name: str) -> Iterator[list[int]]:
+    """Yield the ranks that hold one part of a parameter, for each part whose place is known."""
+    found: dict[Box, list[int]] = {}
+    for rank, start in enumerate(starts):
+        if name not in places[rank] and name not in start.bits:
+            continue
+        box = start.bits[name][0] if name not in places[rank] else None
+        if name in places[rank]:
+            begin, full = places[rank][name]
+            box = Box((full,), flat=(begin, begin + start.flat[name][0]))
+        if box is not None:
+            found.setdefault(box, []).append(rank)
+    yield from found.values()
+
+
+def _declared_sets(starts: Sequence[Start], name: str, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that a mesh or a wrapper declares to be replicas of a part; others are by themselves."""
+    declared = [
+        (*starts[rank].bits[name][1], *starts[rank].replicated, *_tensor_parallel(starts[rank])) for rank in ranks
+    ]
+    inside = [tuple(one for one in members if one in ranks) for members in declared if members]
+    return _joined(ranks, [one for one in inside if len(one) > 1])
+
+
+def _part_constants(starts: Sequence[Start], held: dict[str, list[tuple[int, ...]]]) -> None:
+    """Tell apart ranks with the same zeros or ones of a parameter where they have parts of one model."""
     free = [name for name in held if not _is_declared(starts, name)]
     apart = [{rank: own for own in held[name] for rank in own} for name in free if len(held[name]) > 1]
-    # Where ranks have parts of one model, zeros and ones do not tell that they hold the same elements.
-    for name in free if apart else ():
-        if all(name in start.constant for start in starts if name in start.bits):
-            alike: dict[Any, list[int]] = {}
-            for members in held[name]:
-                for rank in members:
-                    alike.setdefault((members, *(by_rank.get(rank) for by_rank in apart)), []).append(rank)
-            held[name] = [tuple(members) for members in alike.values()]
-    return held, differ
+    constants = (name for name in free if all(name in start.constant for start in starts if name in start.bits))
+    for name in constants if apart else ():
+        held[name] = _by_other_parameters(held[name], apart)
+
+
+def _by_other_parameters(
+    sets: Sequence[tuple[int, ...]], apart: Sequence[Mapping[int, tuple[int, ...]]]
+) -> list[tuple[int, ...]]:
+    alike: dict[Any, list[int]] = {}
+    for members in sets:
+        for rank in members:
+            alike.setdefault((members, *(by_rank.get(rank) for by_rank in apart)), []).append(rank)
+    return [tuple(ranks) for ranks in alike.values()]
 
 
 def _is_declared(starts: Sequence[Start], name: str) -> bool:

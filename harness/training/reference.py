@@ -5,12 +5,13 @@ of the run starts it, tells it by its standard input which step's files are comp
 """
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -139,19 +140,14 @@ class Worker:
         plain, made = (state_of([{key: one for key, one in seen.items() if key[0] == Stage.PARAMETER}])
                        for seen in (oracle.state(), self._expected))  # fmt: skip
         wide = DTYPES[self._request.dtype]
-        both = {key[2]: (made[key], plain[key].to(wide)) for key in made if plain.get(key, made[key]) is not made[key]}
+        both = {key[2]: (one, plain[key].to(wide)) for key, one in made.items() if key in plain}
         both = {name: (one, other) for name, (one, other) in both.items() if one.shape == other.shape}
         for dtype in dict.fromkeys(one.dtype for one, _ in both.values() if one.dtype != wide):
             mine = [name for name, (one, _) in both.items() if one.dtype == dtype]
             narrow = str(dtype).removeprefix("torch.")
             yield (f"whether parallelize() is meant to make parameters {narrow}, which model() has in "
                    f"{self._request.dtype}: {listed(mine)}")  # fmt: skip
-        others = {name: pair for name, pair in both.items() if not torch.equal(pair[0], pair[1].to(pair[0].dtype))}
-        if others:
-            turned = [name for name, (one, other) in others.items() if one.ndim == 2 and torch.equal(one.t(), other)]
-            told = f"; {listed(turned)}: the transpose" if turned else ""
-            yield (f"whether parallelize() is meant to change initial values ({len(others)} of {len(both)} parameters: "
-                   f"{listed(list(others))}{told})")  # fmt: skip
+        yield from _changed_values(both)
 
     def step(self, number: int) -> Answer:
         """Train a step from the run's state before it, and judge what the files of all ranks say of it."""
@@ -168,41 +164,14 @@ class Worker:
     def _judged(self, number: int, before: list[ByKey], initial: Outcome) -> Outcome:
         request = self._request
         seen = [read(self._file(rank, number, "events")) for rank in range(request.size)]
-        after = [read(self._file(rank, number))[0] for rank in range(request.size)]
-        by_reader: dict[int, int] = {}
-        for rank in range(request.size):
-            by_reader.setdefault(request.data_rank(rank), rank)
-        microbatches = []
-        for reader in range(request.data_size):
-            mine = self._baseline.data(number, reader)
-            if [digest_of(one) for one in mine] != seen[by_reader[reader]][1]["data"]:
-                raise NotCheckable(f"check: data(step={number}, rank={reader}) returned other values in the reference: "
-                                   "seed it by its arguments")  # fmt: skip
-            microbatches.append(mine)
-        state = state_of(before)
-        clipped = state_of([{key: one for key, one in events.items() if key[0] == Stage.CLIPPED_GRADIENT}
-                                  for events, _ in seen])  # fmt: skip
-        given = {key[2]: full for key, full in clipped.items()}
+        microbatches = self._microbatches(number, [more for _, more in seen])
         everything = [one for mine in microbatches for one in mine]
-        base = self._trained(self._baseline, everything, state, given)
-        oracle = base if self._oracle is None else self._trained(self._oracle, everything, state, given)
-        forwards = sum(seen[rank][1]["forwards"] for rank in by_reader.values())
-        for one in (base, oracle):
-            if one.forwards < forwards:
-                raise NotCheckable(f"check: step() used {one.forwards} of the {forwards} microbatches of the "
-                                   "reference: it must train on all that it is given")  # fmt: skip
-        ranks = [
-            OfRank(
-                rank,
-                events,
-                after[rank],
-                data_rank=request.data_rank(rank),
-                **{key: more[key] for key in ("forwards", "norm_types", "is_fully_sharded")},
-            )
-            for rank, (events, more) in enumerate(seen)
-        ]
+        state = state_of(before)
+        base, oracle = self._both(everything, state, [events for events, _ in seen])
+        self._refuse_fewer([base, oracle], [more for _, more in seen])
         sides = Sides(
-            request, number, ranks, _full(base), _full(oracle), counts=[len(one) for one in microbatches],
+            request, number, list(self._ranks(number, seen)), _full(base), _full(oracle),
+            counts=[len(one) for one in microbatches],
             narrow=min(base.narrowest, *(one.dtype for one in _floats(base)), key=lambda one: -torch.finfo(one).eps),
             tokens=[[_labels(one) for one in mine] for mine in microbatches], earlier=self._earlier,
         )  # fmt: skip
@@ -223,12 +192,54 @@ class Worker:
         made.notes |= initial.notes
         return made
 
+    @functools.cached_property
+    def _first_of(self) -> dict[int, int]:
+        """By data rank, the first rank of the run that reads its data."""
+        found: dict[int, int] = {}
+        for rank in range(self._request.size):
+            found.setdefault(self._request.data_rank(rank), rank)
+        return found
+
+    def _microbatches(self, number: int, more: list[dict[str, Any]]) -> list[list[Any]]:
+        """Return the microbatches of each data rank, which must be those that the run has read."""
+        found = []
+        for reader in range(self._request.data_size):
+            mine = self._baseline.data(number, reader)
+            if [digest_of(one) for one in mine] != more[self._first_of[reader]]["data"]:
+                raise NotCheckable(f"check: data(step={number}, rank={reader}) returned other values in the reference: "
+                                   "seed it by its arguments")  # fmt: skip
+            found.append(mine)
+        return found
+
+    def _both(
+        self, microbatches: list[Any], state: dict[Key, torch.Tensor], events: list[ByKey]
+    ) -> tuple[StepSeen, StepSeen]:
+        """Train the step in the baseline and in the oracle, whose optimizers get the gradients of the run."""
+        clipped = state_of([{key: one for key, one in mine.items() if key[0] == Stage.CLIPPED_GRADIENT}
+                            for mine in events])  # fmt: skip
+        given = {key[2]: full for key, full in clipped.items()}
+        base = self._trained(self._baseline, microbatches, state, given)
+        return base, base if self._oracle is None else self._trained(self._oracle, microbatches, state, given)
+
+    def _refuse_fewer(self, both: Sequence[StepSeen], more: list[dict[str, Any]]) -> None:
+        of_run = sum(more[rank]["forwards"] for rank in self._first_of.values())
+        forwards = next((one.forwards for one in both if one.forwards < of_run), None)
+        if forwards is not None:
+            raise NotCheckable(f"check: step() used {forwards} of the {of_run} microbatches of the reference: it must "
+                               "train on all that it is given")  # fmt: skip
+
+    def _ranks(self, number: int, seen: list[tuple[ByKey, dict[str, Any]]]) -> Iterator[OfRank]:
+        for rank, (events, more) in enumerate(seen):
+            yield OfRank(
+                rank, events, read(self._file(rank, number))[0], data_rank=self._request.data_rank(rank),
+                **{key: more[key] for key in ("forwards", "norm_types", "is_fully_sharded")},
+            )  # fmt: skip
+
     def _joined(self, microbatches: list[Any], state: dict[Key, torch.Tensor], oracle: StepSeen) -> Iterator[str]:
         """Say if one microbatch with the rows of all has another gradient, where labels are unequally many."""
         tokens = [_labels(one) for one in microbatches]
         parts = [list(tensors_of(one)) for one in microbatches]
-        shapes = {tuple(tensor.shape[1:] for tensor in mine) for mine in parts}
-        if min(tokens) == max(tokens) or min(tokens) == 0 or len(shapes) > 1 or not all(one.ndim for one in parts[0]):
+        if min(tokens) in (0, max(tokens)) or not _can_be_joined(parts):
             return
         rows = iter([torch.cat(mine) for mine in zip(*parts, strict=True)])
         trainee = Trainee(self._request, functions_of(self._request), "oracle", self._mesh, self._device,
@@ -308,6 +319,22 @@ def _free(device: torch.device) -> int:
 def file_of(folder: str, rank: int, step: int, what: str = "state") -> str:
     """Return the file of what a rank has seen of a step, or of its state after it; that of step -1 is the first."""
     return os.path.join(folder, f"rank{rank}-step{step}-{what}.pt")
+
+
+def _changed_values(both: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[str]:
+    """Say which initial values differ, of parameters as parallelize() and as model() makes them."""
+    others = {name: pair for name, pair in both.items() if not torch.equal(pair[0], pair[1].to(pair[0].dtype))}
+    if others:
+        turned = [name for name, (one, other) in others.items() if one.ndim == 2 and torch.equal(one.t(), other)]
+        told = f"; {listed(turned)}: the transpose" if turned else ""
+        yield (f"whether parallelize() is meant to change initial values ({len(others)} of {len(both)} parameters: "
+               f"{listed(list(others))}{told})")  # fmt: skip
+
+
+def _can_be_joined(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether microbatches have rows of one shape."""
+    shapes = {tuple(tensor.shape[1:] for tensor in mine) for mine in parts}
+    return len(shapes) == 1 and all(one.ndim for one in parts[0])
 
 
 def _full(seen: StepSeen) -> OfReference:
