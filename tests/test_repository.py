@@ -78,9 +78,9 @@ def test_the_arrows_hold():
 
 # Each room with the lowest room that it may not import.
 UPWARD = {
-    "worlds": "plugin", "parity": "worlds", "planning": "parity",
-    "simulation": "planning", "collectives": "simulation models", "models": "collectives",
-    "judging": "adapters collectives", "adapters": "models collectives judging", "tensors": "adapters judging",
+    "worlds": "plugin", "parity": "worlds training", "training": "worlds parity", "planning": "parity training",
+    "simulation": "planning watching", "watching": "planning simulation", "collectives": "simulation models",
+    "models": "collectives", "judging": "adapters collectives", "adapters": "models collectives judging", "tensors": "adapters judging",
 }  # fmt: skip
 #: What other packages may not import.
 FORBIDDEN = {
@@ -118,6 +118,16 @@ def test_a_new_room_must_be_given_its_layer(tmp_path):
     (tmp_path / "shardproof/harness/attic/__init__.py").touch()
     done = lint_imports(tmp_path)
     assert (done.returncode, "attic" in done.stdout) == (1, True)
+
+
+def test_the_page_of_the_architecture_has_the_rooms_in_the_order_of_their_layers():
+    text = (ROOT / "docs/architecture.md").read_text().partition("\nharness/   ")[2].partition("\nfsdp_impl/")[0]
+    on_page = re.findall(r"^(?:   │ +)?(\w+) {2,}[A-Z][^?]*\?", text, flags=re.MULTILINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [layers] = [one["layers"] for one in contracts if one.get("containers") == ["shardproof.harness"]]
+    assert on_page == [room for layer in layers for room in layer.split(" | ")]
+    folders = {path.parent.name for path in (ROOT / "harness").glob("*/__init__.py")}
+    assert folders == set(on_page) == {*UPWARD, "plugin"}
 
 
 def imported(*paths):
