@@ -80,7 +80,8 @@ def test_the_arrows_hold():
 UPWARD = {
     "worlds": "plugin", "parity": "worlds training", "training": "worlds parity", "planning": "parity training",
     "simulation": "planning watching", "watching": "planning simulation", "collectives": "simulation models",
-    "models": "collectives", "judging": "adapters collectives", "adapters": "models collectives judging", "tensors": "adapters judging",
+    "models": "collectives", "judging": "adapters collectives",
+    "adapters": "models collectives judging", "tensors": "adapters judging",
 }  # fmt: skip
 #: What other packages may not import.
 FORBIDDEN = {
