@@ -741,6 +741,21 @@ def test_values_of_another_dtype(rank: Rank, dtype: torch.dtype) -> None:
     report.end()
 
 
+@contract("STATE-14")
+@pytest.mark.parametrize("form", ["full", "sent"])
+def test_values_with_other_strides(rank: Rank, form: str) -> None:
+    """Full values that are a transpose, as where a checkpoint has a layer's weights turned, load as what they are."""
+    source, twins = (build(rank, Nested(), number=number, units=[["deep"]]) for number in (2, 1))
+    entries = model_entries(source.plain)
+    for key, value in entries.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 2:
+            entries[key] = value.t().contiguous().t()
+    set_model_state_dict(twins.module, loadable(rank, LOADS[form], entries, dict), **made(LOADS[form]))
+    twins.plain.load_state_dict(entries)
+    lines = [*twins.wrong()]
+    assert not lines, f"{form}: {lines[0]}"
+
+
 # Meshes, and the meta device.
 
 
