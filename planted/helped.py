@@ -61,6 +61,13 @@ def frozen_kept(get: Any, model: nn.Module, *, options: Any = None, **others: An
     return get(model, options=_without(options, ignore_frozen_params=False), **others)
 
 
+@of("get_model_state_dict")
+def meta_left(get: Any, model: nn.Module, *, options: Any = None, **others: Any) -> Any:
+    """What is on the meta device stays there."""
+    is_there = any(parameter.is_meta for parameter in model.parameters())
+    return get(model, options=_without(options, cpu_offload=False) if is_there else options, **others)
+
+
 @of("set_model_state_dict")
 def strides_forgotten(set_: Any, model: nn.Module, state: Any, *, options: Any = None) -> Any:
     """Values are read in the order in which memory has them."""

@@ -320,6 +320,29 @@ def test_gradients_of_several_dtypes(rank: Rank, dtype: torch.dtype) -> None:
     assert reduced == {"float32"}, f"gradients are reduced in {reduced}"
 
 
+@contract("FROZEN-6")
+@needs(Capability.GRADIENT_DTYPE)
+def test_gradients_whose_dtype_changes(rank: Rank) -> None:
+    """Gradients of any dtype (``grad_dtype`` None) add up in that of the first, whichever autograd computes later."""
+    model = shapes.TwoScales(5, 3, 5).bfloat16()
+    model.weight.grad_dtype = None
+    run, sums = rank.run(model), {"weight": 0.0, "low.weight": 0.0}
+    # The dtype of the inputs, which is that of the gradient of weight, and their values on the ranks. 128.5 is no
+    # bfloat16 number.
+    backwards = [(torch.float32, (256.0, 1.0)), (torch.bfloat16, (256.0, 2.0)), (torch.float32, (256.0, 1.0))]
+    for step, (dtype, values) in enumerate(backwards):
+        inputs = torch.full((5, 5), values[rank.index], dtype=dtype, device=rank.device)
+        run.forward_backward((inputs,), loss=torch.sum)
+        gradients, average = run.adapter.gradients(), sum(values) / 2
+        for name, kept in (("weight", torch.float32), ("low.weight", torch.bfloat16)):
+            sums[name] = float(torch.tensor(sums[name] + average).to(kept))
+            piece = gradients[name]
+            assert piece is not None, f"{name} has no gradient in {step_label(step)}"
+            assert piece.tensor.dtype == kept, f"the gradient of {name!r} is {piece.tensor.dtype} in {step_label(step)}"
+            wrong = f"gradient of {name!r} in {step_label(step)}: {piece.tensor} instead of {sums[name]}"
+            assert piece.tensor.eq(sums[name]).all(), wrong
+
+
 @contract("FROZEN-4")
 @world(2, 4)
 @needs(Capability.UNUSED_OUTPUT)  # an implementation that, like DDP, decides at construction what it reduces lacks it

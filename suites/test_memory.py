@@ -4,17 +4,20 @@ import collections
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardproof.testing import Capability, Hardware, Rank, Run, alone, contract, models, needs, world
 from shardproof.testing.axes import RESHARD, RESHARD_FREES
 from shardproof.testing.compare import step_label
 from shardproof.testing.make import Adapter, Precision, Settings, run_by_units, tower
-from shardproof.testing.measure import ROOT, Census, memory
+from shardproof.testing.measure import ROOT, Census, bytes_of, memory
 from shardproof.testing.train import optim, shapes
 
 DEPTH = 5
@@ -55,6 +58,86 @@ def test_units_are_freed_behind_the_computation(rank: Rank, reshard_after_forwar
                 )
         if rank.device.type == "cpu":
             assert not census.held(), f"after {step_label(step)} units are gathered (bytes): {census.held()}"
+        pair.check()
+
+
+class _Done(dist.Work):
+    """A collective that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class _Gather:
+    """An all-gather of user code that knows the memory of its outputs, of which no thread of a backend holds any."""
+
+    def __init__(self) -> None:
+        self._outputs: list[StorageWeakRef] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        output = torch.empty(*size, dtype=dtype, device=device)
+        self._outputs.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        received = torch.empty_like(output_tensor)
+        dist.all_gather_into_tensor(received, input_tensor.clone(), group=group)
+        output_tensor.copy_(received)
+        return _Done() if async_op else None
+
+    def held(self) -> int:
+        """The bytes of its outputs."""
+        return sum(map(bytes_of, self._outputs))
+
+
+class _Outputs(Census):
+    """Counts the bytes of the outputs from which units are copied, instead of those of their parameters."""
+
+    def __init__(self, run: Run) -> None:
+        self._gathers = {unit.label: _Gather() for unit in run.units}
+        super().__init__(run)
+        for label, gather in self._gathers.items():
+            run.adapter.change(Settings(gather=gather), unit="" if label == ROOT else label)
+
+    def held(self) -> dict[str, int]:
+        counted = {label: gather.held() for label, gather in self._gathers.items()}
+        return {label: nbytes for label, nbytes in counted.items() if nbytes}
+
+
+@contract("MEMORY-1")
+@needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
+@pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
+def test_outputs_of_gathers_are_freed(rank: Rank, ahead: bool) -> None:
+    """A gather's output is freed when parameters are copied from it; in forward, at the latest, when the next are.
+
+    With ``ahead`` user code has started all gathers before forward, which then holds no output for the next.
+    """
+    pair = tower(rank, reshard_after_forward=True)
+    layers = [name for name in LAYERS if name in {unit.label for unit in pair.sharded.units}]
+    census = _Outputs(pair.sharded)
+    for step in range(2):
+        if ahead:
+            pair.adapter.unshard()
+        census.moments.clear()
+        pair.step(rank.batch(step, (4, 9)))
+        # The root is gathered first in forward; its layer computes when all others have been.
+        order = {"forward": [*layers, ROOT], "backward": [ROOT, *layers[::-1]]}
+        assert [(one.phase, one.unit) for one in census.moments] == [(it, name) for it in order for name in order[it]]
+        for moment in census.moments:
+            later = order[moment.phase][order[moment.phase].index(moment.unit) + 1 :]
+            if moment.phase == "backward":
+                allowed = {*later[:1]}  # gathered ahead
+            elif ahead:
+                allowed = {*later} - {ROOT}
+            else:
+                allowed = {moment.unit if moment.unit != ROOT else layers[-1]}
+            assert moment.held.keys() <= allowed, (
+                f"when the {moment.phase} of {moment.unit} begins in {step_label(step)}, these outputs of gathers are "
+                f"not freed (bytes): {moment.held}; only {allowed or 'none'} may be left"
+            )
+        assert not census.held(), f"after {step_label(step)} these outputs of gathers are left (bytes): {census.held()}"
         pair.check()
 
 

@@ -845,6 +845,20 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
     report.end()
 
 
+@contract("STATE-14")
+@needs(Capability.META_LOAD)
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_copies_of_what_has_no_values(rank: Rank, full: bool) -> None:
+    """Asked to put a model of the meta device on the CPU, a state dict is refused, or it has nothing elsewhere."""
+    model = Nested(ties=False).to("meta")
+    module = sharded(rank, model, units=[["deep"]], materializes=False).module
+    options = StateDictOptions(full_state_dict=full, cpu_offload=True)
+    refusal = Refusal(rank, lambda: get_model_state_dict(module, options=options), may_send=full)
+    found = {path: value.device.type for path, value in tensors_in(refusal.result or {})}
+    elsewhere = [path for path, device in found.items() if device != "cpu"]
+    assert not elsewhere, f"a state dict on the CPU has these values elsewhere: {elsewhere}"
+
+
 # Copies on the CPU.
 
 

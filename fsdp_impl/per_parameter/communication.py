@@ -9,14 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsdp_impl.common import collectives
 from fsdp_impl.common.private import backend_of, symmetric_memory
-from fsdp_impl.per_parameter.options import GroupOptions
+from fsdp_impl.per_parameter.options import Buffers, GroupOptions
 
 # The memory of buffers
 
 
-class _GroupMemory:
+class GroupMemory(Buffers):
     """Buffers from the process group's own allocator, which a back end can send from without copying."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -30,7 +29,7 @@ class _GroupMemory:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class _SymmetricMemory:
+class SymmetricMemory(Buffers):
     """Buffers at the same place on every rank, which NCCL can read directly."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -45,50 +44,14 @@ class _SymmetricMemory:
             return torch.empty(size, dtype=dtype, device=device)
 
 
-class _Gather:
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return collectives.gather(output_tensor, input_tensor, group, unit="", async_op=async_op)
-
-
-class _Reduce:
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        collectives.reduce(output_tensor, input_tensor, group, op, unit="")
-        return None
-
-
-class GroupMemoryGather(_GroupMemory, _Gather):
-    """The all-gather, with buffers of the process group."""
-
-
-class GroupMemoryReduce(_GroupMemory, _Reduce):
-    """The reduce-scatter, with buffers of the process group."""
-
-
-class SymmetricGather(_SymmetricMemory, _Gather):
-    """The all-gather, with buffers in symmetric memory."""
-
-
-class SymmetricReduce(_SymmetricMemory, _Reduce):
-    """The reduce-scatter, with buffers in symmetric memory; NCCL has sums only."""
-
-
 def use_group_memory(options: GroupOptions, group: dist.ProcessGroup | None, *, enable: bool) -> None:
     """See ``FSDPModule.set_allocate_memory_from_process_group_for_comm``; ``group`` is the one of gathers."""
-    _check_ours(options.all_gather, GroupMemoryGather, "all-gather")
-    _check_ours(options.reduce_scatter, GroupMemoryReduce, "reduce-scatter")
+    _check_ours(options.all_gather, GroupMemory, "all-gather")
+    _check_ours(options.reduce_scatter, GroupMemory, "reduce-scatter")
     if group is None or options.reduce_group is None:
         return
-    options.all_gather = GroupMemoryGather(group) if enable else None
-    options.reduce_scatter = GroupMemoryReduce(options.reduce_group) if enable else None
+    options.all_gather = GroupMemory(group) if enable else None
+    options.reduce_scatter = GroupMemory(options.reduce_group) if enable else None
 
 
 def use_symmetric_memory(
@@ -99,19 +62,19 @@ def use_symmetric_memory(
         raise NotImplementedError(
             f"set_symm_mem_for_comm supports backend NCCL on cuda, not {backend} on {device.type}"
         )
-    _check_ours(options.all_gather, SymmetricGather, "all-gather")
-    _check_ours(options.reduce_scatter, SymmetricReduce, "reduce-scatter")
+    _check_ours(options.all_gather, SymmetricMemory, "all-gather")
+    _check_ours(options.reduce_scatter, SymmetricMemory, "reduce-scatter")
     check_reduce_inputs(options.max_reduce_inputs, symmetric=options.force_sum, label=label)
     if group is None or options.reduce_group is None:
         return
-    options.all_gather = SymmetricGather(group, backend)
-    if options.force_sum:
-        options.reduce_scatter = SymmetricReduce(options.reduce_group, backend)
+    options.all_gather = SymmetricMemory(group, backend)
+    if options.force_sum:  # NCCL has sums only
+        options.reduce_scatter = SymmetricMemory(options.reduce_group, backend)
 
 
 def set_reduce_inputs(options: GroupOptions, count: int, *, label: str) -> None:
     """See ``FSDPModule.set_reduce_scatter_max_input_buffers``."""
-    check_reduce_inputs(count, symmetric=isinstance(options.reduce_scatter, SymmetricReduce), label=label)
+    check_reduce_inputs(count, symmetric=isinstance(options.reduce_scatter, SymmetricMemory), label=label)
     options.max_reduce_inputs = count
 
 
@@ -158,8 +121,8 @@ def separate_reduce_group(options: GroupOptions, shared: dist.ProcessGroup | Non
 def _reduce_over(options: GroupOptions, group: dist.ProcessGroup | None) -> None:
     """Reduce over ``group``, in buffers of its allocator if they were of another group's."""
     if group is not None and group is not options.reduce_group:
-        if isinstance(options.reduce_scatter, GroupMemoryReduce):
-            options.reduce_scatter = GroupMemoryReduce(group)
-        elif isinstance(options.reduce_scatter, SymmetricReduce):
-            options.reduce_scatter = SymmetricReduce(group, options.reduce_scatter.backend)
+        if isinstance(options.reduce_scatter, GroupMemory):
+            options.reduce_scatter = GroupMemory(group)
+        elif isinstance(options.reduce_scatter, SymmetricMemory):
+            options.reduce_scatter = SymmetricMemory(group, options.reduce_scatter.backend)
     options.reduce_group = group

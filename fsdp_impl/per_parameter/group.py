@@ -12,7 +12,7 @@ from fsdp_impl.common.iteration import Phase
 from fsdp_impl.common.streams import CommContext, Event, InFlight
 from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, copy_out
 from fsdp_impl.per_parameter.mesh import ShardMesh
-from fsdp_impl.per_parameter.options import GroupOptions, MixedPrecisionPolicy
+from fsdp_impl.per_parameter.options import Buffers, GroupOptions, MixedPrecisionPolicy
 from fsdp_impl.per_parameter.shards import Memory, Shards
 
 
@@ -286,6 +286,8 @@ class ParamGroup:
             return source, output, collectives.gather(output, source, mesh.group, unit=self.label, async_op=async_op)
         output = comm.allocate((numel,), dtype=layout.dtype, device=self.device)
         own = own_part(output, source, mesh.rank)
+        if isinstance(comm, Buffers):
+            return own, output, collectives.gather(output, own, mesh.group, unit=self.label, async_op=async_op)
         return own, output, comm(output_tensor=output, input_tensor=own, group=mesh.group, async_op=async_op)
 
     def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:

@@ -98,7 +98,7 @@ class ShardPlacementResult:
     mesh_info: FSDPMeshInfo
 
 
-# Replaced communication: user code's, or ours of :mod:`communication`
+# Replaced communication: user code's, or the buffers alone, by :mod:`communication`
 
 
 class Comm(Protocol):
@@ -107,6 +107,10 @@ class Comm(Protocol):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of ``size`` for a collective to read or write, on the current stream."""
         ...
+
+
+class Buffers(Comm):
+    """Buffers of ours, with which the collectives stay those of :mod:`collectives`."""
 
 
 class AllGather(Comm, Protocol):
@@ -160,6 +164,6 @@ class GroupOptions:
     force_sum: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Stream = None
-    all_gather: AllGather | None = None
-    reduce_scatter: ReduceScatter | None = None
+    all_gather: AllGather | Buffers | None = None
+    reduce_scatter: ReduceScatter | Buffers | None = None
     reduce_group: dist.ProcessGroup | None = None

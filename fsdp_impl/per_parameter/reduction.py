@@ -18,6 +18,7 @@ from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
 from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view, shard_views
+from fsdp_impl.per_parameter.options import Buffers
 from fsdp_impl.per_parameter.param import ShardedParam, UnshardedDTensor
 from fsdp_impl.per_parameter.shards import Shards
 
@@ -245,12 +246,11 @@ class Reducer:
         output = self._allocate(layout.numel, layout.dtype)
         process_group = group.options.reduce_group
         assert process_group is not None
-        if group.options.reduce_scatter is not None:
-            group.options.reduce_scatter(
-                output_tensor=output, input_tensor=contributions, group=process_group, op=division.reduce_op
-            )
-        else:
+        comm = group.options.reduce_scatter
+        if comm is None or isinstance(comm, Buffers):
             collectives.reduce(output, contributions, process_group, division.reduce_op, unit=group.label)
+        else:
+            comm(output_tensor=output, input_tensor=contributions, group=process_group, op=division.reduce_op)
         return output
 
     def _finish(self, total: Reduced) -> Event:

@@ -26,7 +26,7 @@ LEADS = {
     "_agree", "_broadcast", "_compare_ranks", "_from_first_rank", "_gather", "_mesh_of", "_merge", "_one_dim",
     "_reduce_over", "_smaller_mesh", "_whole", "_whole_states", "before_gather", "check_replicas", "check_same_params",
     "combine_over_ranks", "concatenate", "gather_full", "reduce_norm", "sharded_copy", "sync_states", "unshard",
-    "whole_copy", "whole_values", "SymmetricGather", "SymmetricReduce", "WholeGradients",
+    "whole_copy", "whole_values", "SymmetricMemory", "WholeGradients",
 }  # fmt: skip
 #: The same, of names that others have too: by what stands before the name.
 QUALIFIED = {

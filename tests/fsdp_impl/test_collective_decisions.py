@@ -65,18 +65,12 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
     },
     ("per_parameter/reduction.py", "Reducer._reduce_scatter"): {
         "collectives.reduce": "No custom reduce-scatter is set, and the shard size is above 1: a setter, and the mesh.",
-        "group.options.reduce_scatter": "set_custom_reduce_scatter, a setter, and the shard size as above.",
+        "comm": "set_custom_reduce_scatter, a setter, and the shard size as above.",
     },
     ("per_parameter/reduction.py", "Reducer._finish"): {
         "collectives.all_reduce": "There are replicas, by the mesh; with set_requires_all_reduce(False), which ranks "
         "set alike, reduce does not come here.",
         "group.options.all_reduce_hook": "set_all_reduce_hook, a setter that ranks call alike.",
-    },
-    ("per_parameter/communication.py", "_Gather.__call__"): {
-        "collectives.gather": "Always, instead of the group's gather."
-    },
-    ("per_parameter/communication.py", "_Reduce.__call__"): {
-        "collectives.reduce": "Always, instead of the group's own."
     },
     # Meshes and process groups
     ("common/mesh.py", "check_replicas"): {
@@ -122,11 +116,11 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "dist.new_group": "The mesh has fewer: the members of a group make it among themselves, rows in one order.",
         "DeviceMesh.from_group": "As new_group; the groups exist then.",
     },
-    ("per_parameter/communication.py", "_SymmetricMemory.__init__"): {
+    ("per_parameter/communication.py", "SymmetricMemory.__init__"): {
         "dist.barrier": "Always, of a setter that is a collective by contract.",
     },
     ("per_parameter/communication.py", "_reduce_over"): {
-        "SymmetricReduce": "The group reduces in symmetric memory, and its reduce group changes: both by setters.",
+        "SymmetricMemory": "The group reduces in symmetric memory, and its reduce group changes: both by setters.",
     },
     ("per_parameter/communication.py", "separate_reduce_group"): {
         "dist.new_group": "The cache has no second group for the shard group: a setter that is a collective of its "
@@ -134,8 +128,8 @@ WHY: dict[tuple[str, str], dict[str, str]] = {
         "_reduce_over": "Always, of a setter that is a collective by contract.",
     },
     ("per_parameter/communication.py", "use_symmetric_memory"): {
-        "SymmetricGather": "There is a sharded dimension, by the mesh; the setter is a collective by contract.",
-        "SymmetricReduce": "As the gather, and set_force_sum_reduction_for_comms, a setter.",
+        "SymmetricMemory": "There is a sharded dimension, by the mesh; the setter is a collective by contract. Of "
+        "reductions also set_force_sum_reduction_for_comms, a setter.",
     },
     ("per_parameter/param.py", "_cut_tensor_parallel"): {"concatenate": "The parameter is a DTensor on all ranks."},
     ("per_parameter/spmd.py", "_spec"): {"concatenate": "dp_mesh_dims leaves other dimensions: an argument."},

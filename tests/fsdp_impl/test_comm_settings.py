@@ -17,7 +17,7 @@ from fsdp_impl import (
     fully_shard,
     share_comm_ctx,
 )
-from fsdp_impl.common import streams
+from fsdp_impl.common import collectives, streams
 from fsdp_impl.per_parameter import communication, options, reduction
 from shardproof.harness.judging.numerics import distance
 from shardproof.harness.parity.rank import Rank
@@ -66,7 +66,7 @@ def test_symmetric_memory_is_for_nccl(rank: Rank) -> None:
             sharded_tower(rank)[0].set_symm_mem_for_comm()
 
 
-class _Symmetric(communication.SymmetricReduce):
+class _Symmetric(communication.SymmetricMemory):
     """Symmetric memory of a host without it."""
 
     def __init__(self, group: dist.ProcessGroup, backend: str) -> None:
@@ -78,8 +78,7 @@ class _Symmetric(communication.SymmetricReduce):
 def test_several_inputs_in_symmetric_memory_are_refused(rank: Rank, first: str) -> None:
     """In either order, and only where reductions use that memory."""
     cuda, group = torch.device("cuda", 0), rank.mesh().get_group()
-    for name in ("SymmetricGather", "SymmetricReduce"):
-        rank.monkeypatch.setattr(communication, name, _Symmetric)
+    rank.monkeypatch.setattr(communication, "SymmetricMemory", _Symmetric)
     for reduces in (False, True):
         chosen = options.GroupOptions(reduce_group=group, force_sum=reduces)
         calls: list[Any] = [
@@ -106,6 +105,30 @@ def test_buffers_of_reductions_are_of_their_group(rank: Rank) -> None:
         memory: Any = chosen.reduce_scatter
         assert (chosen.reduce_group is shared) != enable
         assert memory._group is chosen.reduce_group
+
+
+@world(2)
+@pytest.mark.parametrize("memory", [False, True])
+def test_seams_name_the_unit(rank: Rank, memory: bool) -> None:
+    """Whichever memory the buffers are of."""
+    model, plain = sharded_tower(rank)
+    seen: list[tuple[str, str]] = []
+
+    def noting(name: str) -> Any:
+        found = getattr(collectives, name)
+
+        def note(*args: Any, unit: str, **options: Any) -> Any:
+            seen.append((name, unit))
+            return found(*args, unit=unit, **options)
+
+        return note
+
+    for name in ("gather", "reduce"):
+        rank.monkeypatch.setattr(collectives, name, noting(name))
+    for module in (*model[1:], model):
+        module.set_allocate_memory_from_process_group_for_comm(memory)
+    check_step(rank, model, plain)
+    assert set(seen) == {(name, unit) for name in ("gather", "reduce") for unit in ("(root)", "1", "2")}
 
 
 @world(4)
