@@ -17,13 +17,13 @@ LISTENERS: list[Listener] = []
 _NOTHING = contextlib.nullcontext()
 
 
-def tell(what: str, **values: Any) -> None:
+def tell(what: str, /, **values: Any) -> None:
     """Tell what has just happened, or is about to."""
     for listener in LISTENERS:
         listener(what, values)
 
 
-def during(what: str, **values: Any) -> contextlib.AbstractContextManager[None]:
+def during(what: str, /, **values: Any) -> contextlib.AbstractContextManager[None]:
     """Tell that a block begins and, with the word "end", that it has ended, also if it raises an error."""
     return _Block(what, values) if LISTENERS else _NOTHING
 
