@@ -45,7 +45,18 @@ TEN = {
 @pytest.mark.parametrize(("row", "item"), TEN.values(), ids=TEN)
 def test_fails_as_its_case_does(tmp_path, row, item):
     path = tmp_path / "repro.py"
-    words = [sys.executable, "-m", "shardproof", "reproduce", f"suites/test_{item}", "-o", str(path)]
+    # The nightly host is busy with other tests, for which two minutes are too few.
+    words = [
+        sys.executable,
+        "-m",
+        "shardproof",
+        "reproduce",
+        f"suites/test_{item}",
+        "-o",
+        str(path),
+        "--seconds",
+        "900",
+    ]
     edit = next((one.environment for one in rows() if one.id == row), {})
     done = subprocess.run(words, cwd=ROOT, env=os.environ | edit, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -232,7 +243,7 @@ def test_the_smallest_program_is_written_when_the_time_is_over(clock, tmp_path, 
 
 
 def test_a_case_that_does_not_end_is_refused_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(command, "_run", lambda *_: (None, ""))
+    monkeypatch.setattr(command, "_run", lambda *_, **__: (None, ""))
     assert reproduce(["suites/test_x.py::test_x[torch.fully_shard-w2]"]) == 2
     assert capsys.readouterr().err.endswith("did not end in time: give it more by --seconds\n")
 

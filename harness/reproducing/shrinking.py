@@ -51,6 +51,8 @@ def tried(text: str, seconds: float) -> str:
     Its processes are one group, of which none is left, also if this process is interrupted meanwhile.
     """
     with tempfile.TemporaryDirectory(prefix="shardproof-program-") as folder:
+        output = pathlib.Path(folder) / "output"
+        output.touch()  # a child may end before it writes
         child = multiprocessing.get_context("fork").Process(target=_run, args=(text, folder))
         try:
             child.start()
@@ -65,19 +67,26 @@ def tried(text: str, seconds: float) -> str:
                 child.join()
         if has_ended and child.exitcode == 0:
             return ""
-        printed = (pathlib.Path(folder) / "output").read_text(errors="replace")
+        printed = output.read_text(errors="replace")
         return printed + ("failed" if has_ended else f"\nTimeoutError: not ended after {seconds:.0f} seconds\n")
 
 
 def _run(text: str, folder: str) -> None:
     os.setpgid(0, 0)  # its ranks are killed with it
-    output = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(f"{folder}/output", os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     tempfile.tempdir = folder
     processes: Any = torch.multiprocessing
     processes.spawn = functools.partial(processes.start_processes, start_method="fork")
     exec(compile(text, "program.py", "exec"), {"__name__": "__main__"})
+
+
+def prepare() -> None:
+    """Import what all trials need, once."""
+    torch.set_num_threads(1)
+    for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fsdp_impl"):
+        importlib.import_module(name)
 
 
 class Shrinking:
@@ -97,9 +106,7 @@ class Shrinking:
     """
 
     def __init__(self, program: Program, until: float) -> None:
-        torch.set_num_threads(1)
-        for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fsdp_impl"):
-            importlib.import_module(name)  # once for all trials
+        prepare()
         self.program, self.calls, self._until = program, program.calls, until
         self.trials = self.left_out = 0
         began = time.monotonic()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof import commands, folders
@@ -108,7 +108,7 @@ def _recorded(nodeid: str, implementation: str, until: float) -> tuple[CaseRecor
         words += ["-m", "nightly or not nightly", "--report", f"{folder}/run.json"]
         instrument = "shardproof.harness.reproducing.tape:recorded"
         environment = os.environ | instruments.environment(folder, instrument)
-        code, said = _run([sys.executable, "-m", *words], until, environment)
+        code, said = _run([sys.executable, "-m", *words], until, environment, meanwhile=_prepare)
         if code is None:
             raise _NotRun("end in time: give it more by --seconds")
         try:
@@ -118,7 +118,19 @@ def _recorded(nodeid: str, implementation: str, until: float) -> tuple[CaseRecor
         return record, [json.loads(path.read_text()) for path in sorted(pathlib.Path(folder).glob("rank*.json"))]
 
 
-def _run(words: list[str], until: float, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+def _prepare() -> None:
+    from shardproof.harness.reproducing import shrinking
+
+    shrinking.prepare()
+
+
+def _run(
+    words: list[str],
+    until: float,
+    environment: Mapping[str, str] | None = None,
+    *,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> tuple[int | None, str]:
     """Run a command until it ends or the time is over; return its exit code, None if it has not ended, and its output.
 
     None of its processes is left, also if this one is interrupted.
@@ -129,6 +141,7 @@ def _run(words: list[str], until: float, environment: Mapping[str, str] | None =
         )
         code = None
         try:
+            meanwhile()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(max(0.0, until - time.monotonic()))
         finally:
