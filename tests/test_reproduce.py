@@ -46,17 +46,8 @@ TEN = {
 def test_fails_as_its_case_does(tmp_path, row, item):
     path = tmp_path / "repro.py"
     # The nightly host is busy with other tests, for which two minutes are too few.
-    words = [
-        sys.executable,
-        "-m",
-        "shardproof",
-        "reproduce",
-        f"suites/test_{item}",
-        "-o",
-        str(path),
-        "--seconds",
-        "900",
-    ]
+    words = [sys.executable, "-m", "shardproof", "reproduce", f"suites/test_{item}", "-o", str(path)]
+    words += ["--seconds", "900"]
     edit = next((one.environment for one in rows() if one.id == row), {})
     done = subprocess.run(words, cwd=ROOT, env=os.environ | edit, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
