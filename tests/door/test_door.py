@@ -54,6 +54,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/parity/rank_state.py": 1,
         "harness/plugin/state.py": 3,
         "harness/plugin/resuming.py": 2,
+        "harness/reproducing/program.py": 2,
         "harness/reproducing/shrinking.py": 2,
         "harness/training/exchange.py": 1,
         "harness/training/trainee.py": 1,
