@@ -384,12 +384,14 @@ OTHERS = {
     ("harness/training/starting.py", "check"): "a temporary folder",
     ("harness/training/trainee.py", "save"): "a temporary folder, or that of --keep, which may have no links",
     ("harness/training/trials.py", "run"): "a temporary folder",
-    ("harness/watching/tape.py", "recorded"): "the temporary folder of reproduce",
+    ("harness/reproducing/shrinking.py", "_run"): "a temporary folder",
+    ("harness/reproducing/shrinking.py", "tried"): "a temporary folder",
+    ("harness/reproducing/tape.py", "recorded"): "the temporary folder of reproduce",
     ("shardproof/__main__.py", "console"): "",
     ("shardproof/commands/check.py", "check"): "a temporary folder",
     ("shardproof/commands/findings.py", "_output"): "a temporary folder",
-    ("shardproof/commands/reproduce.py", "reproduce"): "a temporary folder",
-    ("shardproof/reproducers.py", "tried"): "a temporary folder",
+    ("shardproof/commands/reproduce.py", "_recorded"): "a temporary folder",
+    ("shardproof/commands/reproduce.py", "_run"): "a temporary folder",
 }
 
 

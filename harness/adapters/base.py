@@ -32,6 +32,7 @@ from shardproof.harness.adapters.config import WholeParameters as WholeParameter
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
+from shardproof.harness.tensors import notes
 from shardproof.harness.tensors.pieces import Cut as Cut
 from shardproof.harness.tensors.pieces import Piece as Piece
 from shardproof.harness.tensors.pieces import original_name as original_name
@@ -281,6 +282,7 @@ class Adapter(ABC):
             optimizer: makes the optimizer from the sharded parameters; None trains without one.
             config: how to shard the model.
         """
+        notes.tell("sharding", model=model)
         self.config = config
 
     # one training step -------------------------------------------------------------------

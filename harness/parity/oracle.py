@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.adapters.base import Clip, OptimizerFactory
+from shardproof.harness.tensors import notes
 from shardproof.harness.tensors.trees import map_tensors
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Capture, as_inputs
@@ -64,7 +65,8 @@ class Oracle:
         self.model = copy.deepcopy(model).to(dtype)
         self._dtype = dtype
         self.capture: Capture | None = capture.capture_of(self.model) if captures else None
-        self.optimizer = optimizer(self.model.parameters()) if optimizer else None
+        with notes.during("comparing"):
+            self.optimizer = optimizer(self.model.parameters()) if optimizer else None
         self.clip = clip
         self._names = dict(self.model.named_parameters())
 
@@ -95,12 +97,12 @@ class Oracle:
             shares.append([])
             for index, arguments in enumerate(microbatches):
                 inputs = map_tensors(self._converted, as_inputs(arguments))
-                with capture.during(self.capture, "forward", index):
+                with notes.during("comparing"), capture.during(self.capture, "forward", index):
                     output = module(*inputs.args, **inputs.kwargs)
                     value = loss_of(output) if loss_of else loss(output, *inputs.labels)
                 outputs[-1].append(map_tensors(torch.Tensor.detach, output))
                 losses[-1].append(value.detach() / (len(batches) * len(microbatches) if loss_of else 1))  # add up to it
-                with capture.during(self.capture, "backward", index):
+                with notes.during("comparing"), capture.during(self.capture, "backward", index):
                     gradients = self._gradients_of(value)
                 own[-1] = {name: _sum(before, gradients[name]) for name, before in own[-1].items()}
                 if loss_of:
@@ -127,7 +129,7 @@ class Oracle:
         the whole. A rank's own gradient is averaged over the ranks, so the loss is multiplied by their number.
         """
         inputs = [map_tensors(self._converted, as_inputs(one)) for mine in batches for one in mine]
-        with torch.no_grad():
+        with notes.during("comparing"), torch.no_grad():
             outputs = [self.model.get_submodule(submodule)(*one.args, **one.kwargs) for one in inputs]
         labels = [torch.cat(parts) for parts in zip(*(one.labels for one in inputs), strict=True)]
         places = itertools.count()
@@ -142,7 +144,7 @@ class Oracle:
     def evaluate(self, inputs: Any, *, submodule: str = "", mode: str = "no_grad") -> Any:
         """Run one forward of this rank's inputs without autograd, whatever the ``mode``, and return its output."""
         converted = map_tensors(self._converted, as_inputs(inputs))
-        with capture.during(self.capture, "forward", 0):
+        with notes.during("comparing"), capture.during(self.capture, "forward", 0):
             return self.model.get_submodule(submodule)(*converted.args, **converted.kwargs)
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.replay import Baseline, Replay, State
 from shardproof.harness.parity.run import Loss, Run, RunOptions, StepPicture, sharded_run
+from shardproof.harness.tensors import notes
 from shardproof.harness.tensors.trees import map_tensors, on_host
 from shardproof.harness.watching import capture
 from shardproof.harness.watching.capture import Inputs, as_inputs
@@ -211,6 +212,7 @@ class Pair:
                 with.
             RuntimeError: the baseline's own error exceeds ``BASELINE_LIMIT_ULPS``.
         """
+        notes.tell("check", kind="numbers")
         assert self._unchecked, "nothing to check: no step since the last check"
         for one in self._unchecked:
             one.is_checked = True
@@ -334,6 +336,7 @@ class Pair:
         Raises:
             Divergence: on every rank, with the counts per unit.
         """
+        notes.tell("check", kind="counts", phase=phase, expected=expected)
         labels = [unit.label for unit in self.units]
         finding = count_difference(self.last_trace(), phase, expected, units=labels, root=ROOT)
         if finding is not None:

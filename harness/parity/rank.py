@@ -28,6 +28,7 @@ from shardproof.harness.simulation import training
 from shardproof.harness.simulation.memory import Ledger
 from shardproof.harness.simulation.training import Simulation
 from shardproof.harness.simulation.world import SimulatedWorld, simulated_world
+from shardproof.harness.tensors import notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,10 @@ class Rank(Member):
             keeps: what keeps that order in the process groups: "groups" of which the mesh is made, which needs
                 :attr:`Capability.ORDERED_GROUPS`, or the "mesh" that makes them (:attr:`Capability.ORDERED_MESHES`).
         """
-        return self._state.mesh(shape or (self.world_size,), names, order, joined, keeps)
+        made = self._state.mesh(shape or (self.world_size,), names, order, joined, keeps)
+        if order is None and not joined and keeps == "sorted":
+            notes.tell("mesh", mesh=made, shape=shape or (self.world_size,), names=names)
+        return made
 
     def pair(self, model: nn.Module, *, baseline: Baseline = "ddp", **options: Any) -> Pair:
         """The implementation beside its baseline and the oracle (collective).
@@ -247,7 +251,10 @@ class Rank(Member):
         Returns:
             A float32 tensor on this rank's device, with equal values on every kind of device.
         """
-        return torch.randn(shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
+        drawn = torch.randn(shape, generator=self._generator(step, microbatch, mesh)).to(self.device)
+        of_rank = {"index": self.index, "mesh": mesh}
+        notes.tell("batch", drawn=drawn, step=step, microbatch=microbatch, shape=shape, **of_rank)
+        return drawn
 
     def tokens(
         self, step: int, shape: tuple[int, ...], *, vocabulary: int, microbatch: int = 0, mesh: DeviceMesh | None = None

@@ -22,6 +22,7 @@ from shardproof.harness.parity.coverage import states_per_parameter
 from shardproof.harness.parity.oracle import Oracle, OracleStep
 from shardproof.harness.parity.rank_state import Member, is_equal
 from shardproof.harness.parity.run import Run, RunOptions, StepPicture
+from shardproof.harness.tensors import notes
 from shardproof.harness.tensors.memory import raw_bytes
 from shardproof.harness.tensors.pieces import Piece, original_name, whole
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
@@ -155,7 +156,8 @@ class Replay:
         self.draws_random_numbers = False
         self._key = self._first_key() if member.explainer is None else None
         self.is_single_process = baseline == "single-process"
-        self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
+        with notes.during("comparing"):
+            self.is_adaptive = not isinstance(optimizer(self._initial.parameters()), torch.optim.SGD)
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -185,8 +187,9 @@ class Replay:
         From here on the results of this pair are neither taken from the cache nor kept in it.
         """
         self._key = None
-        self._catch_up()
-        baseline, oracle = self._make()
+        with notes.during("comparing"):
+            self._catch_up()
+            baseline, oracle = self._make()
         assert isinstance(baseline, Run), "the baseline is a single process, which is no run of this world"
         return baseline, oracle
 
@@ -233,8 +236,9 @@ class Replay:
         """Replay what has not been replayed yet, and return the last result."""
         result = None
         behind, self._behind = self._behind, []
-        for request in behind:
-            result = self._compute(request)
+        with notes.during("comparing"):
+            for request in behind:
+                result = self._compute(request)
         return result
 
     def _compute(self, request: _Request) -> Any:

@@ -21,7 +21,7 @@ from shardproof.harness.parity.course import Course
 from shardproof.harness.parity.coverage import Evidence, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
-from shardproof.harness.tensors import devices, memory
+from shardproof.harness.tensors import devices, memory, notes
 from shardproof.harness.tensors.pieces import Piece, original_name
 from shardproof.harness.tensors.trees import map_tensors, on_host, tensors_of
 from shardproof.harness.watching import capture
@@ -271,6 +271,7 @@ class Run:
         captured = capture.taken(self.capture)
         if self._measures_peak:
             self._record.add_peak(memory.step_peak(self._device) - held)
+        notes.tell("stepped")
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence, captured)
 
     def original_module(self, name: str) -> nn.Module:
@@ -385,13 +386,15 @@ class Run:
         """
         inputs = as_inputs(arguments)
         context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
-        with self._during("evaluation"), context, capture.during(self.capture, "forward", 0):
+        phase = self._during("evaluation")
+        with notes.during("evaluation"), phase, context, capture.during(self.capture, "forward", 0):
             output = self._called(inputs, submodule)
             copies: list[torch.Tensor] = self._rounded([tensor.detach().clone() for tensor in tensors_of(output)])
         # An inference tensor cannot be compared under autograd.
         return [tensor.clone() for tensor in copies] if mode == "inference_mode" else copies
 
     def _forward(self, arguments: Any, microbatch: int, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
+        notes.tell("loss", loss=loss)
         inputs = as_inputs(arguments)
         with self._during("forward"), capture.during(self.capture, "forward", microbatch):
             output = self._called(inputs, submodule)

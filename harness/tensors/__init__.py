@@ -6,5 +6,6 @@ Every other room may import from here; this room imports nothing of the harness.
 - ``pieces``: ``Piece``, the part of a tensor that one rank holds; cuts by placements, spans of positions.
 - ``memory``: the bytes of all live tensors, and the classes of all live modules; frees it.
 - ``streams``: work that occupies a stream.
+- ``notes``: what functions of the harness tell a recorder of a case; nobody, in an ordinary run.
 - ``private``: the private names of torch, with what happens where torch lacks one.
 """

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.tensors import devices
+from shardproof.harness.tensors import devices, notes
 
 #: The limit on garbage collections in a row. A graph needs one per layer and a last one that finds nothing; the deepest
 #: model of the cases needs far fewer than this.
@@ -63,6 +63,12 @@ def held_bytes(device: torch.device) -> int:
     garbage collector tracks, each storage once; a storage that is referenced from C++ alone, or by retired objects, is
     not counted.
     """
+    held = _held_bytes(device)
+    notes.tell("held", count=held, limit=None)
+    return held
+
+
+def _held_bytes(device: torch.device) -> int:
     finish_backward(device)
     collect_garbage()
     if devices.counts_memory(device):
@@ -82,11 +88,12 @@ def settled_bytes(device: torch.device, *, limit: int) -> int:
     tells when the thread has done it. So where more than ``limit`` bytes are held on the CPU, this looks until they are
     not, for two seconds at most: what somebody keeps is there after that as well.
     """
-    held = held_bytes(device)
+    held = _held_bytes(device)
     last = time.monotonic() + _GLOO_SECONDS
     while device.type == "cpu" and held > limit and time.monotonic() < last:
         time.sleep(0.001)  # the thread needs a core
-        held = held_bytes(device)
+        held = _held_bytes(device)
+    notes.tell("held", count=held, limit=limit)
     return held
 
 

@@ -21,6 +21,7 @@ from shardproof.harness.models.shapes import Stateful
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.parity.run import Run, StepPicture
+from shardproof.harness.tensors import notes
 from shardproof.harness.tensors.trees import full_of, local_of, map_leaves
 from shardproof.testing.compare import each_once
 
@@ -38,13 +39,16 @@ def read(member: Member, run: Run, *, form: StateForm = "sharded") -> State:
         Divergence: on every rank, if the state dicts of a rank do not have this form, or whole values are not those of
             the first rank.
     """
+    notes.tell("check", kind="form", form=form)
     state = run.adapter.checkpoint(form=form)
     _agree(member, _of_other_form(member, run, state, form), title=f"a state dict is not of the form {form!r}")
     if form == "first-rank":
-        return cast(State, member.exchange(state if member.index == 0 else None)[0])
-    gathered: State = map_leaves(functools.partial(whole_on_cpu, member), state, kind=torch.Tensor)
+        gathered = cast(State, member.exchange(state if member.index == 0 else None)[0])
+    else:
+        gathered = map_leaves(functools.partial(whole_on_cpu, member), state, kind=torch.Tensor)
     if form == "full":
         _agree(member, _other_than_first(member, run, gathered), title="whole state dicts differ between ranks")
+    notes.tell("read", state=gathered)
     return gathered
 
 
@@ -66,6 +70,7 @@ def check_held(member: Member, run: Run, state: State) -> None:
 
 def check_same(member: Member, found: State, expected: State) -> None:
     """Check that two states have the same names, values and options of the optimizer's groups (collective)."""
+    notes.tell("check", kind="same", found=found, expected=expected)
     _agree(member, _differences(found, expected), title="two state dicts that should be equal differ")
 
 

@@ -54,6 +54,8 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/parity/rank_state.py": 1,
         "harness/plugin/state.py": 3,
         "harness/plugin/resuming.py": 2,
+        "harness/reproducing/program.py": 2,
+        "harness/reproducing/shrinking.py": 2,
         "harness/training/exchange.py": 1,
         "harness/training/trainee.py": 1,
         "harness/worlds/flight_recorder.py": 5,
@@ -63,7 +65,6 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/worlds/scratch.py": 2,
         "harness/worlds/torchrun/meeting.py": 4,
         "shardproof/commands/reproduce.py": 2,
-        "shardproof/reproducers.py": 2,
     },
     "the user's own command line and environment": {
         "harness/training/axes.py": 1,

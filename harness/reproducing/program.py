@@ -1,29 +1,17 @@
-"""Makes a program of plain torch from the tapes of a case's ranks, and a smaller one for as long as it fails alike.
+"""Makes a program of plain torch from the tapes of a case's ranks.
 
-1. A tape has the calls of one rank and the check that failed (``harness/watching/tape.py``). All ranks must have made
-   the same calls, up to their own rank (``_merged``); what follows the failure is left out (:meth:`Program._cut`).
+1. A tape has the calls of one rank and the check that failed (``tape.py``). All ranks must have made the same calls, up
+   to their own rank (``_merged``); what follows the failure is left out (:meth:`Program._cut`).
 2. :meth:`Program.text` writes calls as lines of ``main``, and the check as the last ones; for a check of numbers, a
    copy of the model that is not sharded takes each step as well (``plain``).
-3. :func:`tried` runs a program, in forks of this process, which has imported torch and started no thread.
-4. :class:`Shrinking` leaves out ranks, models, steps, calls and options one by one, as long as the program fails alike
-   and passes with the reference implementation (:func:`control`), if the whole program did.
 """
 
 import ast
-import functools
-import importlib
 import itertools
 import json
-import multiprocessing
-import os
 import re
-import signal
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 Call = dict[str, Any]
 
@@ -52,17 +40,6 @@ class Issued(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 issued = []""",
 }
-#: A model that takes the place of one with ``layers``, if the program fails alike.
-_STACK = """\
-class {name}(nn.Module):
-    def __init__({signature}):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range({depth}))
-        self.out = nn.Linear(dim, dim)
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.out(x)"""
 _IMPORTS = {
     "copy.": "import copy", "gc.": "import gc", "tempfile.": "import tempfile",
     "dist.": "import torch.distributed as dist",
@@ -72,12 +49,8 @@ _IMPORTS = {
 }  # fmt: skip
 #: The calls that the plain copy of a model takes as well.
 _ALIKE = {"step", "zero_grad", "train", "eval", "requires_grad_", "clip_grad_norm_"}
-#: The calls that set the training up, or load: they stay when a step is left out.
-_SETTING = re.compile("make|mesh|held|fully_shard|__init__|state_dict")
 #: The stages that a program compares with the plain copy, and the kind or name of the call that ends each.
 _ENDS = {"output": "forward", "gradient": "backward", "parameter after step": "step"}
-#: For how many seconds a program is made smaller, at most.
-_SECONDS = 600
 
 
 class NotReproducible(Exception):
@@ -279,108 +252,3 @@ def _needed(texts: dict[str, str], used: str) -> list[str]:
         kept.insert(0, re.sub(r"\n\s*\n", "\n", ast.unparse(node)))
         used += kept[0]
     return kept
-
-
-# Trials, and what they leave out.
-
-
-def control(text: str) -> str:
-    """The program with the reference implementation in place of torch's, which it passes."""
-    for place in ("torch.distributed.fsdp", "torch.nn.utils"):
-        text = text.replace(f"from {place} import", "from fsdp_impl import")
-    return text
-
-
-def tried(text: str, seconds: float = 60.0) -> str:
-    """Run a program; what it prints if it fails or hangs, empty if it passes."""
-    with tempfile.TemporaryFile("w+") as file:
-        child = multiprocessing.get_context("fork").Process(target=_run, args=(text, file.fileno()))
-        child.start()
-        child.join(seconds)
-        if child.is_alive() and child.pid:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-        file.seek(0)
-        return file.read() + "failed" if child.exitcode else ""
-
-
-def _run(text: str, output: int) -> None:
-    os.setpgid(0, 0)  # its ranks are killed with it
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    processes: Any = torch.multiprocessing
-    processes.spawn = functools.partial(processes.start_processes, start_method="fork")
-    exec(compile(text, "program.py", "exec"), {"__name__": "__main__"})
-
-
-class Shrinking:
-    """Leaves out what the failure does not need."""
-
-    def __init__(self, program: Program) -> None:
-        torch.set_num_threads(1)
-        for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fsdp_impl"):
-            importlib.import_module(name)  # once for all trials
-        began = time.monotonic()
-        self.program, self._until, self.trials, self.calls = program, began + _SECONDS, 0, program.calls
-        self.said = tried(program.text(self.calls))
-        self.holds = program.fails_alike(self.said)
-        self._limit = 5 + 4 * (time.monotonic() - began)  # of a smaller program, which may hang
-        self.has_control = self.holds and tried(control(program.text(self.calls))) == ""
-
-    def run(self) -> str:
-        """Return the program that is left."""
-        program = self.program
-        # Where nothing tells a right program from a wrong one, only what cannot make it wrong goes.
-        careful = program.kind != "raise" and not self.has_control
-        if careful and program.kind in ("numbers", "counts", "memory"):
-            return program.text(self.calls)
-        for root in [one["root"] for one in self.calls if one["kind"] == "make"]:
-            self._without([one for one in self.calls if re.search(rf"\b{root}\b", str([*one.values()]))])
-        if program.world > 2:
-            world, program.world = program.world, 2
-            codes = [one.get("code", "").replace(f"({world},)", "(2,)") for one in self.calls]  # of meshes
-            if not self._keep([one | {"code": code} for one, code in zip(self.calls, codes, strict=True)]):
-                program.world = world
-        groups = re.compile(r"^\[\{.*?\b(model\d*)\..*")
-        plain = [[groups.sub(r"\1.parameters()", arg) for arg in one.get("args", ())] for one in self.calls]
-        self._keep([one | {"args": args} for one, args in zip(self.calls, plain, strict=True)])
-        for name in program.texts:
-            self._stack(name)
-        for step in sorted({one["step"] for one in self.calls}):
-            self._without([one for one in self.calls if one["step"] == step and not _SETTING.search(one["name"])])
-        for call in reversed(self.calls):  # what uses a value goes before what makes it
-            if not careful or not _SETTING.search(call["name"]):
-                self._without([call])
-        for key in () if careful else sorted({key for one in self.calls for key in one.get("kwargs", ())} - {"mesh"}):
-            kept = [{k: v for k, v in one.get("kwargs", {}).items() if k != key} for one in self.calls]
-            self._keep([one | {"kwargs": left} for one, left in zip(self.calls, kept, strict=True)])
-        return program.text(self.calls)
-
-    def _stack(self, name: str) -> None:
-        """Replace a model that has ``layers`` by a smaller one."""
-        texts, text = self.program.texts, self.program.texts[name]
-        found = re.search(r"def __init__\((self, dim[^)]*)\)", text)
-        for depth in (1, 2, 3) if found and "self.layers = " in text else ():
-            signature = re.sub(r"depth=\d", f"depth={depth}", found[1]) if found else ""
-            layers = "depth" if "depth" in signature else depth
-            texts[name] = _STACK.format(name=name, signature=signature, depth=layers)
-            gone = re.compile(rf"\.layers\[[{depth}-9]\]")
-            if self._without([one for one in self.calls if gone.search(str([*one.values()]))]):
-                return
-        texts[name] = text
-
-    def _without(self, left: Sequence[Call]) -> bool:
-        return self._keep([one for one in self.calls if not any(one is other for other in left)])
-
-    def _keep(self, calls: list[Call]) -> bool:
-        """Take over fewer calls if the program still fails alike, and the reference passes it if it did."""
-        if time.monotonic() > self._until:
-            return False
-        self.trials += 1
-        text = self.program.text(calls)
-        if not self.program.fails_alike(tried(text, self._limit)):
-            return False
-        if self.program.kind != "raise" and self.has_control and tried(control(text), self._limit):
-            return False
-        self.calls = calls
-        return True
