@@ -80,7 +80,7 @@ class _Gather:
         return output
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False, **_: Any
     ) -> dist.Work | None:
         received = torch.empty_like(output_tensor)
         dist.all_gather_into_tensor(received, input_tensor.clone(), group=group)
