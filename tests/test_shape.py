@@ -75,8 +75,6 @@ ABOVE: dict[str, int] = {
     "training/recording.py:Recording": 18,
     "training/recording.py:Recording._take": 18,
     "training/recording.py:Recording._lines_of": 16,
-    "training/reduction.py:check_reduction": 69,
-    "training/reduction.py:_judge": 19,
     "training/reduction.py:_finding": 36,
     "training/reduction.py:_why_not_reduced": 30,
     "training/reference.py:Worker._changes": 20,
