@@ -75,8 +75,6 @@ ABOVE: dict[str, int] = {
     "training/recording.py:Recording": 18,
     "training/recording.py:Recording._take": 18,
     "training/recording.py:Recording._lines_of": 16,
-    "training/reduction.py:_finding": 36,
-    "training/reduction.py:_why_not_reduced": 30,
     "training/reference.py:Worker._changes": 20,
     "training/reference.py:Worker._judged": 27,
     "training/reference.py:Worker._joined": 17,

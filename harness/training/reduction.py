@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.watching.records import StepRecord
 
 #: The titles of findings of gradients that are not summed over all ranks.
 NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing from the gradients"
@@ -400,114 +401,170 @@ def _is_drift(evidence: Evidence, wrong: _Wrong) -> bool:
 def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
     """Make one finding of the parameters whose gradients have the same signature."""
     names = list(wrong)
-    everything = len(names) == len(evidence.trained)
     count = f"{len(names)} of {len(evidence.trained)} parameters"
     first = wrong[names[0]]
     _, _, residual, diagnosis = first[0]
     ranks = [one.rank for one in first]
     who = "every rank" if len(ranks) == len(evidence.records) else ranks_of(ranks)
-    of = f" ({count})" if everything else f" ({count}: {listed(names)})"
-    if diagnosis is None and evidence.hooks:
-        return _under_hook(evidence, names, residual, of)
+    of = f" ({count})" if len(names) == len(evidence.trained) else f" ({count}: {listed(names)})"
     if diagnosis is None:
-        lines = [
-            f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
-            f"of {residual:.2g} remains{of}",
-            "and they match no known mistake",
-        ]
-        return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
-    exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
+        return _under_hook(evidence, names, residual, of) if evidence.hooks else _of_none(evidence, who, residual, of)
     texts = [one.diagnosis.text for one in first if one.diagnosis is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
-    lines = [f"each gradient of {who} {text} ({exactly}){of}"]
+    line = f"each gradient of {who} {text} (c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}){of}"
+    note = _if_meant(evidence, names, diagnosis)
+    cause = note or _CAUSES.get(diagnosis.signature, _of_earlier)(evidence, names, diagnosis)
+    is_open = note is None and diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
+    lines = (line + cause.over, *cause.lines)
+    return Finding(
+        (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, cause.title, lines, note is not None, is_open
+    )
+
+
+def _of_none(evidence: Evidence, who: str, residual: float, of: str) -> Finding:
+    """Make the finding of gradients that no known mistake makes."""
+    lines = (
+        f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
+        f"of {residual:.2g} remains{of}",
+        "and they match no known mistake",
+    )
+    return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
+
+
+class _Cause(NamedTuple):
+    """Why gradients have a signature: the title of the finding, and what follows the line that tells which they have.
+
+    ``over`` is the end of that line.
+    """
+
+    title: str
+    lines: Sequence[str] = ()
+    over: str = ""
+
+
+def _if_meant(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause | None:
+    """Say why gradients that lack ranks may be meant; None if they may not."""
     is_local = diagnosis.signature in (codes.UNREDUCED, codes.SOME_RANKS) and bool(diagnosis.missing)
     if is_local and evidence.reduces_in_step:
-        lines += [
+        lines = (
             "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
             "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
             "(docs/record.md)",
-        ]
-        return Finding(
-            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True
         )
+        return _Cause(REDUCED_IN_STEP, lines)
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
     # What fits any sum, as a gradient of one element does, is no sign of a reduction.
     is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
     # Of ranks whose parameters are equal all the same, gradients are lost.
     if is_local and is_all and is_meant and not evidence.ends_equal:
-        lines.append(
+        line = (
             "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
             "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
         )
-        return Finding(
-            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True
-        )
-    if diagnosis.signature == codes.UNREDUCED:
-        title = NOT_REDUCED
-        over = _over(evidence)
-        lines[0] += f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {over}"
-        lines += _why_not_reduced(evidence, names)
-    elif diagnosis.signature == codes.SOME_RANKS:
-        title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
-        differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
-        lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
-    elif diagnosis.signature == codes.SOME_MICROBATCHES:
-        title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
-        if "only" in diagnosis.text and "last" in diagnosis.text:
-            lines.append(_why_last(evidence))
-        elif "only" in diagnosis.text and "first" in diagnosis.text:
-            lines += _why_not_reduced(evidence, names)
-        elif "zeroed" in diagnosis.text:
-            title = "gradients are never zeroed"
-            lines.append(_why_never_zeroed(evidence))
-    elif diagnosis.signature == codes.WEIGHTED:
-        title = "microbatches have different weights"
-    else:
-        title = "gradients are of an earlier step"
-    is_open = diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
-    return Finding((codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
+        return _Cause(NOT_REDUCED, (line,))
+    return None
+
+
+def _of_unreduced(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    over = f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {_over(evidence)}"
+    return _Cause(NOT_REDUCED, _why_not_reduced(evidence, names), over)
+
+
+def _of_some_ranks(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
+    line = f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart"
+    return _Cause(SOME_MISSING if diagnosis.missing else "a rank counts twice", (line,))
+
+
+def _of_some_microbatches(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
+    if "only" in diagnosis.text and "last" in diagnosis.text:
+        return _Cause(title, (_why_last(evidence),))
+    if "only" in diagnosis.text and "first" in diagnosis.text:
+        return _Cause(title, _why_not_reduced(evidence, names))
+    if "zeroed" in diagnosis.text:
+        return _Cause("gradients are never zeroed", (_why_never_zeroed(evidence),))
+    return _Cause(title)
+
+
+def _of_weighted(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    return _Cause("microbatches have different weights")
+
+
+def _of_earlier(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    return _Cause("gradients are of an earlier step")
+
+
+#: By signature, what makes the cause of gradients that have it; those of all others are of an earlier step.
+_CAUSES = {
+    codes.UNREDUCED: _of_unreduced,
+    codes.SOME_RANKS: _of_some_ranks,
+    codes.SOME_MICROBATCHES: _of_some_microbatches,
+    codes.WEIGHTED: _of_weighted,
+}
 
 
 def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
-    """Say what was seen to keep gradients from their reduction, and what mends it."""
-    record, found = evidence.records[0], []
-    off = [set(one) for one in record.off]
-    always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
-    groups = {name: ranks for name, ranks in evidence.groups_of(0).items() if name in evidence.data_names}
-    if groups and all(len(ranks) == 1 for ranks in groups.values()):
-        found.append(f"seen: the group {next(iter(groups))!r} over which gradients are reduced has one rank: give the "
-                     "wrapper the mesh of all data-parallel ranks")  # fmt: skip
-    if name := next(iter(always & last), ""):
-        found.append(f"seen: each backward of the step ran under {name}; the last one must not")
-    elif name := next(iter(last), ""):
-        found.append(f"seen: the last backward of the step ran under {name}, and one before it did not: "
-                     "the last one must reduce, and only that")  # fmt: skip
-    if any(one for one in record.zeroed) and not found:
-        found.append("seen: zero_grad() was called after a backward of the step and before the optimizer's step")
-    if (
-        not found
-        and evidence.starts[0].wrappers == ("fully_shard",)
-        and not any(record.parameters[name].mesh for name in names if name in record.parameters)
-    ):
-        found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
-    if not found and (around := evidence.starts[0].bypassed):
-        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
-                     "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
-    parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
-    if not found and parts and len({tuple(one.batches) for one in evidence.records}) == 1:
-        return [
-            f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
-            "other gradients of their copies:",
-            "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed",
-        ]
-    if not found and not any(evidence.starts[0].wrappers):
-        found.append("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
-                     "call the wrapped module, or reduce gradients by hand")  # fmt: skip
-    return found or [
+    """Say what was seen to keep gradients from their reduction, and what mends it: the first that was seen."""
+    if found := [*_seen_in_groups(evidence), *_seen_under_no_sync(evidence.records[0])]:
+        return found
+    for seen in (_seen_zeroed, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
+        if found := list(seen(evidence, names)):
+            return found
+    return [
         f"seen: {' and '.join(evidence.starts[0].wrappers)}, and nothing that switches the reduction off: it reduces "
         "what its own forward has computed"
     ]
+
+
+def _seen_in_groups(evidence: Evidence) -> Iterator[str]:
+    groups = {name: ranks for name, ranks in evidence.groups_of(0).items() if name in evidence.data_names}
+    if groups and all(len(ranks) == 1 for ranks in groups.values()):
+        yield (f"seen: the group {next(iter(groups))!r} over which gradients are reduced has one rank: give the "
+               "wrapper the mesh of all data-parallel ranks")  # fmt: skip
+
+
+def _seen_under_no_sync(record: StepRecord) -> Iterator[str]:
+    off = [set(one) for one in record.off]
+    always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
+    if name := next(iter(always & last), ""):
+        yield f"seen: each backward of the step ran under {name}; the last one must not"
+    elif name := next(iter(last), ""):
+        yield (f"seen: the last backward of the step ran under {name}, and one before it did not: "
+               "the last one must reduce, and only that")  # fmt: skip
+
+
+def _seen_zeroed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if any(evidence.records[0].zeroed):
+        yield "seen: zero_grad() was called after a backward of the step and before the optimizer's step"
+
+
+def _seen_in_no_unit(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    parameters = evidence.records[0].parameters
+    is_sharded = any(parameters[name].mesh for name in names if name in parameters)
+    if evidence.starts[0].wrappers == ("fully_shard",) and not is_sharded:
+        yield "seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand"
+
+
+def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if around := evidence.starts[0].bypassed:
+        yield (f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
+               "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
+
+
+def _seen_of_copies(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
+    if parts and len({tuple(one.batches) for one in evidence.records}) == 1:
+        yield (f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
+               "other gradients of their copies:")  # fmt: skip
+        yield "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed"
+
+
+def _seen_no_wrapper(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if not any(evidence.starts[0].wrappers):
+        yield ("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
+               "call the wrapped module, or reduce gradients by hand")  # fmt: skip
 
 
 def _why_last(evidence: Evidence) -> str:
