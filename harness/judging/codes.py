@@ -11,8 +11,8 @@ where its values are:
 
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
-- D1 to D3, D5, D8 to D10 and D13 to D17 are ``training.invariants``, D4, D6 and D7 ``training.updates``, D11 and D12
-  ``training.reduction``.
+- D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6 and D7 ``training.updates``, D10
+  ``training.norms``, D11 and D12 ``training.reduction``.
 
 A signature never decides a verdict.
 """

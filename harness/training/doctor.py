@@ -17,7 +17,7 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.training import invariants, reduction, report, updates
+from shardproof.harness.training import invariants, norms, reduction, report, updates
 from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
 from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import Finding, next_lines
@@ -382,9 +382,9 @@ class Doctor(Watching):
             found += invariants.check_replicas(evidence)
             self._of_replicas.append(evidence)
         if not any(not one.is_note for one in found):
-            found += invariants.check_norm(evidence)
+            found += norms.check_norm(evidence)
             if not any(codes.NORM in one.checks for one in (*self.findings, *found)):
-                found += invariants.check_limit(self._seen)
+                found += norms.check_limit(self._seen)
         known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
         if any(_OF_REPLICAS & set(one.checks) and not one.is_note for one in known):

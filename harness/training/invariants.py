@@ -1,22 +1,20 @@
 """What holds in each right training, whatever it computes. Each check takes the evidence of one step."""
 
-import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shardproof.harness.collectives.trace import Collective, Trace, first_difference
+from shardproof.harness.collectives.trace import Trace, first_difference
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.watching.groups import ITERABLE
-from shardproof.harness.watching.records import Gradient, StepRecord
+from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
 
 #: The title of the finding of a NaN or an infinity.
 NOT_FINITE = "a tensor is not finite"
@@ -30,18 +28,12 @@ APART = "model-parallel ranks read different data"
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
 
-#: The title of the finding that gradients are scaled by another norm than theirs.
-OTHER_NORM = "the norm is not the norm of all gradients"
-
 #: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
 _UNDER_DROPOUT = "their gradients differ by dropout"
 _FROM_THE_SAME = (
     "their gradients differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? "
     "then leave it"
 )
-
-#: The bytes of one number at most.
-_NUMBER = 8
 
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
@@ -60,63 +52,97 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         yield Finding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 
 
+_Sets = dict[str, list[tuple[int, ...]]]
+"""By parameter, the sets of ranks that hold the same elements of it and differ."""
+
+
+@dataclasses.dataclass
+class _Apart:
+    """The replicas that differ in a step.
+
+    Attributes:
+        partly: of which some have a gradient, and others none.
+        gradients: whose gradients differ.
+        distance: of those, the largest relative distance by parameter.
+        after: whose parameters differ after the step.
+    """
+
+    evidence: Evidence
+    partly: _Sets = dataclasses.field(default_factory=dict)
+    gradients: _Sets = dataclasses.field(default_factory=dict)
+    distance: dict[str, float] = dataclasses.field(default_factory=dict)
+    after: _Sets = dataclasses.field(default_factory=dict)
+
+    @property
+    def drifted(self) -> set[str]:
+        """The parameters that differ after the step, as their gradients do."""
+        return {name for name in self.after if name in self.gradients or name in self.partly}
+
+    def take(self, name: str, members: tuple[int, ...]) -> None:
+        """Compare what ranks hold that are to hold the same elements."""
+        evidence = self.evidence
+        if len({one.after for one in _held(evidence, name, members) if one.after is not None}) > 1:
+            self.after.setdefault(name, []).append(members)
+        if evidence.reduces_in_step:
+            return
+        present = [one for rank in members if (one := evidence.records[rank].at_step.get(name)) is not None]
+        if present and len(present) < len(members):
+            self.partly.setdefault(name, []).append(members)
+        elif len({one.fingerprint.identity for one in present if not one.pending}) > 1:
+            self.gradients.setdefault(name, []).append(members)
+            vectors = [vector_of(one) for one in present]
+            largest = max(float((vectors[0] - one).norm()) for one in vectors)
+            relative = largest / max(float(vectors[0].norm()), 1e-300)
+            self.distance[name] = max(self.distance.get(name, 0.0), relative)
+
+
 def check_replicas(evidence: Evidence) -> Iterator[Finding]:
     """D1 and D2: ranks that hold the same elements have equal gradients and parameters.
 
     Where the step has moved parameters and they are equal after it, it has gathered what differs before: gradients and
     states are sharded. Where it reduces gradients by itself, they may differ when it begins.
     """
-    partly, gradients, after = (collections.defaultdict[str, list[tuple[int, ...]]](list) for _ in range(3))
-    distance: dict[str, float] = {}
+    apart = _Apart(evidence)
     for name, sets in evidence.holders.items():
         for members in sets:
-            if len(members) < 2:
-                continue
-            if evidence.are_gathered(name, members):
-                continue
-            held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
-            seen = [evidence.records[rank].at_step.get(name) for rank in members]
-            seen = [] if evidence.reduces_in_step else seen
-            present = [one for one in seen if one is not None]
-            if present and len(present) < len(seen):
-                partly[name].append(members)
-            elif len({one.fingerprint.identity for one in present if not one.pending}) > 1:
-                gradients[name].append(members)
-                vectors = [vector_of(one) for one in present]
-                largest = max(float((vectors[0] - one).norm()) for one in vectors)
-                distance[name] = max(distance.get(name, 0.0), largest / max(float(vectors[0].norm()), 1e-300))
-            if len({one.after for one in held if one.after is not None}) > 1:
-                after[name].append(members)
-    drifted = {name for name in after if name in gradients or name in partly}
-    for alike, names in _by_sets(partly):
-        first = alike[0]
-        without = [rank for rank in first if names[0] not in evidence.records[rank].at_step]
-        have = "has" if len(without) == 1 else "have"
-        line = f"{listed(names)}: {ranks_of(first)} hold the same elements, and {ranks_of(without)} {have} no gradient"
-        yield Finding(
-            (codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, "replicas differ: some have no gradient", (line,)
-        )
-    for alike, names in _by_sets(gradients):
-        yield _of_gradients(evidence, alike, names, max(distance[name] for name in names), drifted)
-    rest = {name: sets for name, sets in after.items() if name not in drifted and name not in gradients}
+            if len(members) > 1 and not evidence.are_gathered(name, members):
+                apart.take(name, members)
+    for alike, names in _by_sets(apart.partly):
+        yield _of_partly(evidence, alike[0], names)
+    drifted = apart.drifted
+    for alike, names in _by_sets(apart.gradients):
+        yield _of_gradients(evidence, alike, names, max(apart.distance[name] for name in names), drifted)
+    rest = {name: sets for name, sets in apart.after.items() if name not in drifted and name not in apart.gradients}
     for alike, names in _by_sets(rest):
-        of = _sets(evidence, alike)
-        lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
-        has_gradient = names[0] in evidence.records[alike[0][0]].at_step
-        states = [_states(evidence, name, sets) for name in names for sets in alike]
-        # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
-        is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
-        if is_of_states:
-            lines.append(
-                "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads "
-                "them: load the optimizer's state_dict() on each rank"
-            )
-        elif has_gradient and not any(len(one) > 1 for one in states):
-            lines.append(_why_alone(evidence, alike[0], names[0]))
-        title = "replicas differ after the step"
-        yield Finding(
-            (codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states
+        yield _of_parameters(evidence, alike, names)
+
+
+def _of_partly(evidence: Evidence, members: Sequence[int], names: list[str]) -> Finding:
+    """Make the finding of replicas of which some have no gradient."""
+    without = [rank for rank in members if names[0] not in evidence.records[rank].at_step]
+    have = "has" if len(without) == 1 else "have"
+    line = f"{listed(names)}: {ranks_of(members)} hold the same elements, and {ranks_of(without)} {have} no gradient"
+    title = "replicas differ: some have no gradient"
+    return Finding((codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, title, (line,))
+
+
+def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: list[str]) -> Finding:
+    """Make the finding of replicas that differ after the step, and whose gradients do not."""
+    of = _sets(evidence, alike)
+    lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
+    has_gradient = names[0] in evidence.records[alike[0][0]].at_step
+    states = [_states(evidence, name, sets) for name in names for sets in alike]
+    # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
+    is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
+    if is_of_states:
+        lines.append(
+            "seen: their gradients are equal, and their optimizer states differ, as where one rank alone loads "
+            "them: load the optimizer's state_dict() on each rank"
         )
+    elif has_gradient and not any(len(one) > 1 for one in states):
+        lines.append(_why_alone(evidence, alike[0], names[0]))
+    title = "replicas differ after the step"
+    return Finding((codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states)
 
 
 def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
@@ -126,24 +152,9 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     A step that moves nothing, as at the start of a warm-up or with gradients of zero, does not tell; of an optimizer
     that divides in another step nothing is said.
     """
-    divided: set[int | None] = set()
-    apart: dict[str, list[tuple[Evidence, tuple[int, ...]]]] = {}
-    for evidence in records:
-        for name, sets in evidence.holders.items():
-            for members in sets:
-                if len(members) < 2 or len(states := _states(evidence, name, members)) < 2:
-                    continue
-                if evidence.are_gathered(name, members):
-                    divided |= {_optimizer_of(evidence, name, members)}
-                elif len(states - {()}) > 1:  # a rank that has none leaves the work to others
-                    apart.setdefault(name, []).append((evidence, members))
-    rest = {
-        name: found
-        for name, found in apart.items()
-        if not {_optimizer_of(one, name, sets) for one, sets in found} & divided
-    }
-    for first in sorted({found[0][0].step for found in rest.values()}):
-        now = {name: [one for one in found if one[0].step == first] for name, found in rest.items()}
+    apart = _states_apart(records)
+    for first in sorted({found[0][0].step for found in apart.values()}):
+        now = {name: [one for one in found if one[0].step == first] for name, found in apart.items()}
         sets_of = {name: [members for _, members in found] for name, found in now.items() if found}
         evidence = next(found[0][0] for found in now.values() if found)
         for alike, names in _by_sets(sets_of):
@@ -155,14 +166,39 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             )
 
 
+def _states_apart(records: Sequence[Evidence]) -> dict[str, list[tuple[Evidence, tuple[int, ...]]]]:
+    """Return in which steps and on which ranks states of a parameter differ whose optimizer divides no work."""
+    divided: set[int | None] = set()
+    apart: dict[str, list[tuple[Evidence, tuple[int, ...]]]] = {}
+    for evidence in records:
+        for name, sets in evidence.holders.items():
+            for members in sets:
+                if len(members) < 2 or len(states := _states(evidence, name, members)) < 2:
+                    continue
+                if evidence.are_gathered(name, members):
+                    divided |= {_optimizer_of(evidence, name, members)}
+                elif len(states - {()}) > 1:  # a rank that has none leaves the work to others
+                    apart.setdefault(name, []).append((evidence, members))
+    return {
+        name: found
+        for name, found in apart.items()
+        if not {_optimizer_of(one, name, sets) for one, sets in found} & divided
+    }
+
+
+def _held(evidence: Evidence, name: str, members: Sequence[int]) -> list[Parameter]:
+    """Return what ranks hold of a parameter, of those that hold some."""
+    return [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
+
+
 def _states(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
     """Return the different optimizer states that ranks have of a parameter; empty for a rank that has none."""
-    held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
+    held = _held(evidence, name, members)
     return {tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}
 
 
 def _optimizer_of(evidence: Evidence, name: str, members: Sequence[int]) -> int | None:
-    held = [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
+    held = _held(evidence, name, members)
     return next((one.optimizer for one in held if one.optimizer is not None), None)
 
 
@@ -206,32 +242,54 @@ def _of_gradients(
     )
 
 
+@dataclasses.dataclass
+class _Likeness:
+    """What the gradients of replicas that differ are, as far as all of them are it.
+
+    Attributes:
+        ratios: by what each rank's are multiplied to be those of another one; empty texts for no factor.
+        are_seen: whether it is known what the ranks computed.
+        are_own: whether each rank has what it and its data-parallel ranks computed.
+        are_alone: whether each rank has what it computed itself.
+    """
+
+    ratios: set[str] = dataclasses.field(default_factory=set)
+    are_seen: bool = True
+    are_own: bool = True
+    are_alone: bool = True
+
+    def take(self, evidence: Evidence, name: str, rank: int, other: int) -> None:
+        """Compare a gradient on one rank with that of another, and with what ranks computed."""
+        vector = vector_of(evidence.records[rank].at_step[name])
+        factor, rest = fit(vector, vector_of(evidence.records[other].at_step[name]))
+        self.ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
+        both = evidence.computed(name, rank)
+        self.are_seen &= both is not None
+        self.are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
+        alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
+        self.are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
+
+
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
     """Say what the gradients of ranks that hold the same elements are: by a factor one another's, or each its own."""
     over = _where(evidence, members).strip(" ()") or "these ranks"
-    ratios, are_own, are_seen, are_alone = set(), True, True, True
+    are = _Likeness()
     for name in names:
-        seen = {rank: vector_of(evidence.records[rank].at_step[name]) for rank in members}
-        for rank, vector in seen.items():
-            factor, rest = fit(vector, seen[members[0]])
-            ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
-            both = evidence.computed(name, rank)
-            are_seen &= both is not None
-            are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
-            alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
-            are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
-    if "" not in ratios and len(ratios) <= len(members):
-        return [f"they are {', '.join(sorted(ratios))} x those of rank {members[0]}: each rank scales them by itself"]
-    if not are_seen:
+        for rank in members:
+            are.take(evidence, name, rank, members[0])
+    if "" not in are.ratios and len(are.ratios) <= len(members):
+        ratios = ", ".join(sorted(are.ratios))
+        return [f"they are {ratios} x those of rank {members[0]}: each rank scales them by itself"]
+    if not are.are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
-    if not are_own and are_alone:
+    if not are.are_own and are.are_alone:
         lines = [f"each rank has what it computed itself: nothing has reduced them over {over}"]
         if "DistributedDataParallel" in evidence.starts[0].wrappers:
             lines.append(
                 "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"
             )
         return lines
-    if not are_own:
+    if not are.are_own:
         return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
     is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
     itself = f"what it computed itself{', reduced over its data-parallel ranks' if is_reduced else ''}"
@@ -265,13 +323,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     batches = [tuple(record.batches) for record in evidence.records]
     if not any(batches):
         return
-    apart = [
-        ranks
-        for ranks in evidence.readers
-        if len({batches[rank] for rank in ranks}) > 1
-        and all(batches[rank] for rank in ranks)
-        and not _divide_inputs(evidence, ranks)
-    ]
+    apart = [ranks for ranks in evidence.readers if _read_apart(evidence, ranks)]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
         yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
@@ -280,25 +332,37 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
         same.setdefault(batches[ranks[0]], []).append(number)
     for batch, numbers in same.items():
         if len(numbers) > 1 and batch:
-            readers = [rank for number in numbers for rank in evidence.readers[number]]
-            over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
-            lines = [
-                f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
-                "each must read its own part: give the sampler the number of ranks and this rank",
-            ]
-            # Ranks that compute parts of one model read the same, and nothing tells that these do not.
-            parts = [] if evidence.are_readers_known else list(evidence.parts)
-            if parts := [name for name in parts if name not in evidence.starts[0].constant]:
-                lines.append(
-                    f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
-                    'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
-                )
-            if is_apart := _compute_apart(evidence, readers):
-                has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
-                lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
-            is_note = bool(parts) or (is_apart and not has_dropout)
-            yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
+            yield _of_same(evidence, [rank for number in numbers for rank in evidence.readers[number]])
     yield from _read_twice(evidence.after_drops)
+
+
+def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
+    """Whether ranks of one data rank read different microbatches, and no parts of one."""
+    batches = [tuple(evidence.records[rank].batches) for rank in ranks]
+    return len(set(batches)) > 1 and all(batches) and not _divide_inputs(evidence, ranks)
+
+
+def _of_same(evidence: Evidence, readers: Sequence[int]) -> Finding:
+    """Make the finding of data ranks that read the same; a note where that may be meant."""
+    over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
+    lines = [
+        f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
+        "each must read its own part: give the sampler the number of ranks and this rank",
+    ]
+    # Ranks that compute parts of one model read the same, and nothing tells that these do not.
+    parts = [] if evidence.are_readers_known else list(evidence.parts)
+    is_note = False
+    if parts := [name for name in parts if name not in evidence.starts[0].constant]:
+        is_note = True
+        lines.append(
+            f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
+            'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
+        )
+    if _compute_apart(evidence, readers):
+        has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
+        is_note |= not has_dropout
+        lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
+    return Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
 
 
 def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
@@ -459,127 +523,6 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
         yield Finding((codes.COLLECTIVES,), "", evidence.step, "ranks issue different collectives", lines)
 
 
-def check_norm(evidence: Evidence) -> Iterator[Finding]:
-    """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
-    count = len(evidence.records)
-    if any(record.clipped_scaled for record in evidence.records):
-        line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
-        yield Finding(
-            (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
-        )
-    local = _local_norms(evidence)
-    true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
-    scales = [scale_of(evidence, rank) for rank in range(count)]
-    known = [one for one in scales if one is not None]
-    if len(known) == count and count > 1 and max(known) - min(known) > numerics.SCALES_APART * max(known):
-        listed_scales = ", ".join(f"{one:.4g}" for one in known[:8])
-        lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
-        products = [scale * norm for scale, norm in zip(known, local, strict=True)]
-        if max(products) - min(products) <= numerics.SAME_NORM * max(products):
-            lines.insert(
-                0,
-                f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
-                f"rank holds; that of all gradients is {true[0]:.4g}",
-            )
-            lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
-        else:
-            lines.append(_why_scaled(evidence, known))
-        yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines))
-        return
-    for rank, record in enumerate(evidence.records):
-        for call in record.norms:
-            if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true[rank]:
-                continue
-            ratio = call.value / true[rank]
-            if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
-                continue
-            if abs(call.value / max(local[rank], 1e-300) - 1) < numerics.SAME_NORM:
-                what = f"it is the norm of what rank {rank} alone holds"
-            elif any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
-                what = f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
-            else:
-                continue
-            told = (
-                f"gradients are clipped by the norm {call.value:.4g} on rank {rank}; that of all gradients is "
-                f"{true[rank]:.4g}",
-                what,
-            )
-            yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
-            return
-
-
-def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
-    """Say by what ranks scale gradients differently, if it is what they count in the loss."""
-    counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
-    products = [scale * count for scale, count in zip(scales, counts, strict=True)]
-    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
-        told = ", ".join(map(str, counts[:8]))
-        return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
-    return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
-
-
-def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
-    """D10, where nobody knows the norm that was computed: to what norm two steps were clipped.
-
-    Users clip to round numbers. A limit that is none, and becomes one times the square root of the size of a group,
-    comes from a norm that counts what the ranks of the group hold on each of them. One that changes from step to step,
-    and becomes a round number that does not with another norm, comes from that norm.
-    """
-    limits, scales = [], []
-    for evidence in seen[-2:]:
-        before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
-        if before and math.isfinite(before) and after < before * (1 - numerics.CLIPPED):
-            limits.append(after)
-            scales.append(after / before)
-    if len(limits) < 2:
-        return
-    last = seen[-1]
-    if abs(limits[0] - limits[1]) > numerics.LIMITS_APART * limits[0]:
-        for what, combined in (("sum", sum), ("largest", max)):
-            then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
-            if abs(then - now) < numerics.LIMITS_APART * now and _is_round(now):
-                by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
-                lines = (
-                    f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
-                    f"all gradients have the norms {limits[0]:.4g} and {limits[1]:.4g} after it in two steps",
-                    f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
-                    "reduce the sum of the squares, and take its root last",
-                )
-                yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
-                return
-        return
-    if _is_round(limits[1]):
-        return
-    for name, members in last.groups_of(0).items():
-        times = limits[1] * math.sqrt(len(members))
-        if len(members) > 1 and _is_round(times) and _hold_alike(last, members):
-            lines = (
-                f"gradients are clipped to a norm of {limits[1]:.4g}, which is {times:.2g} / sqrt({len(members)})",
-                f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
-            )
-            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
-            return
-
-
-def _hold_alike(evidence: Evidence, members: Sequence[int]) -> bool:
-    """Whether some ranks hold the same elements of each parameter that trains."""
-    sets = [[set(one) for one in evidence.holders.get(name, ())] for name in evidence.trained]
-    return all(any(own >= set(members) for own in found) for found in sets)
-
-
-def _is_of_number(collective: Collective) -> bool:
-    """Whether a collective between backward and the step reduces one number."""
-    return (collective.phase, collective.kind) == ("between", "all_reduce") and collective.nbytes <= _NUMBER
-
-
-def _local_norms(evidence: Evidence) -> list[float]:
-    return [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(len(evidence.records))]
-
-
-def _is_round(value: float) -> bool:
-    return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
-
-
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
     """D8: parameters that were one are one still."""
     kept = [set(names) for names in evidence.records[0].ties]
@@ -719,26 +662,10 @@ def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
 
 def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
-    never = []
-    for name in records[0].names:
-        held = [one.records[0].parameters.get(name) for one in records]
-        if not any(one is not None and one.trains for one in held):
-            continue
-        ranks = [
-            rank
-            for rank in range(len(records[0].records))
-            if any(
-                one.records[rank].own.get(name)
-                or name in one.records[rank].unplaced
-                or has_gradient(one.records[rank].at_step.get(name))
-                for one in records
-            )
-        ]
-        if not ranks:
-            never.append(name)
+    never = [name for name in records[0].names if _trains(records, name) and not _had_gradient(records, name)]
+    steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
     idle = [name for name in never if all(name in one.idle for seen in records for one in seen.records)]
     if idle:
-        steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         lines = (
             f"{listed(idle)}: no forward on any rank calls the module in {steps}",
             "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
@@ -749,10 +676,24 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         )
     never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
-        steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
         told = (line, *_why_never(records, never))
         yield Finding((codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "parameters get no gradient", told)
+
+
+def _trains(records: Sequence[Evidence], name: str) -> bool:
+    """Whether a parameter trains on the first rank in some step."""
+    held = (one.records[0].parameters.get(name) for one in records)
+    return any(one is not None and one.trains for one in held)
+
+
+def _had_gradient(records: Sequence[Evidence], name: str) -> bool:
+    """Whether a rank had a gradient of a parameter in some step."""
+    return any(
+        record.own.get(name) or name in record.unplaced or has_gradient(record.at_step.get(name))
+        for one in records
+        for record in one.records
+    )
 
 
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
@@ -765,12 +706,18 @@ def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
         yield (f"seen: the forward of {_those(detached, names)} runs with gradients disabled: under no_grad(), or in a "
                "reentrant checkpoint of inputs that require none")  # fmt: skip
     if rest := [name for name in names if name not in detached]:
-        kinds = {one.kind for record in every for one in record.collectives if one.phase == "forward"}
-        if any(one.mesh for record in every for one in record.parameters.values()) or seen[0].starts[0].flat:
-            kinds -= {"all_gather"}  # of parameters, which has a gradient
+        kinds = _without_gradient(every, is_flat=bool(seen[0].starts[0].flat))
         through = f" ({', '.join(sorted(kinds))} was seen)" if kinds else ""
         yield (f"seen: the forward of {_those(rest, names)} runs with gradients enabled: what it returns is detached "
                f"or unused after it, or goes through a collective without a gradient{through}")  # fmt: skip
+
+
+def _without_gradient(records: Sequence[StepRecord], *, is_flat: bool) -> set[str]:
+    """Return the kinds of collectives of forwards that may have no gradient."""
+    kinds = {one.kind for record in records for one in record.collectives if one.phase == "forward"}
+    if is_flat or any(one.mesh for record in records for one in record.parameters.values()):
+        kinds -= {"all_gather"}  # of parameters, which has a gradient
+    return kinds
 
 
 def _those(some: list[str], every: Sequence[str]) -> str:
@@ -781,31 +728,6 @@ def has_gradient(gradient: object) -> bool:
     """Whether a gradient is finite and not all zeros."""
     fingerprint = getattr(gradient, "fingerprint", None)
     return fingerprint is not None and fingerprint.squares != 0 and fingerprint.is_finite
-
-
-def scale_of(evidence: Evidence, rank: int) -> float | None:
-    """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
-    record, found = evidence.records[rank], []
-    for name, gradient in record.at_step.items():
-        before = record.after_backward.get(name)
-        if before is None or not before.fingerprint.squares:
-            continue
-        if not math.isfinite(before.fingerprint.squares) or not math.isfinite(gradient.fingerprint.squares):
-            return None
-        if before.fingerprint.numel < 2:
-            continue  # one number is a multiple of any other
-        factor, residual = fit(vector_of(gradient), vector_of(before))
-        if residual > numerics.ONE_SCALE:
-            return None  # it was reduced as well, or more than scaled
-        found.append(abs(factor))
-    if not found or max(found) - min(found) > numerics.ONE_SCALE * max(found):
-        return None
-    return sorted(found)[len(found) // 2]
-
-
-def _sizes(evidence: Evidence) -> set[int]:
-    """How many ranks hold the same elements, of each parameter that trains."""
-    return {len(one) for name in evidence.trained for one in evidence.holders.get(name, ())} - {1}
 
 
 def _where(evidence: Evidence, members: Sequence[int]) -> str:

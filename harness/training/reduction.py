@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.watching.records import StepRecord
 
 #: The titles of findings of gradients that are not summed over all ranks.
 NOT_REDUCED, SOME_MISSING = "gradients are not reduced", "some ranks are missing from the gradients"
@@ -79,83 +80,201 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
         earlier: what was returned for the steps before, the last one first.
     """
     found = Reduced(left=frozenset(evidence.left))
-    lost: list[str] = []
-    parts: list[str] = []
-    wrong: dict[tuple[str, ...], dict[str, list[tuple[int, Diagnosis | None, float]]]] = {}
-    values: dict[str, dict[str, tuple[float, float]]] = {stage: {} for stage in _STAGES}
+    sorting = _Sorting(evidence, found)
+    unzeroed = found.left | earlier[0].left if earlier else frozenset()
     for name in evidence.names:
-        if earlier and name in found.left | earlier[0].left:
-            continue
-        own = evidence.own(name)
-        if not own:
-            if any(name in one for record in evidence.records for one in (record.at_step, record.unplaced)):
-                found.unseen[name] = _why_unseen(evidence, name)
-            continue
-        found.sums[name] = total(own)
-        if not any(name in getattr(record, stage) for record in evidence.records for stage in _STAGES):
-            is_unplaced = any(name in record.unplaced for record in evidence.records)
-            if float(found.sums[name].norm()) > 0 and not is_unplaced:
-                lost.append(name)
-            continue
-        tolerance = evidence.tolerance(name)
-        fits = _Fits(found.sums[name])
-        outcome = [_judge(evidence, name, record.rank, own, fits, tolerance, earlier) for record in evidence.records]
-        known = [one for one in outcome if one is not None]
-        is_returned = any(name in record.returned for record in evidence.records)
-        if is_returned and any(one[0] not in (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS) for one in known):
-            found.unseen[name] = _MADE
-            continue
-        if not known:
-            if any(name in record.at_step or name in record.after_backward for record in evidence.records):
-                found.unseen[name] = "it is not known, or user code did more than scale it after backward"
-            continue
-        bad = [(rank, one) for rank, one in enumerate(outcome) if one is not None and one[0] != codes.SCALED]
-        if bad and all(_is_of_part(evidence, name, rank, own, tolerance) for rank, _ in bad):
-            parts.append(name)
-            continue
-        if not bad:
-            for stage in _STAGES:
-                fitted = [one for record in evidence.records if (one := fits.of(evidence, name, record.rank, stage))]
-                if fitted and all(one.residual <= tolerance and one.factor != 0 for one in fitted):
-                    factor = fitted[0].factor * evidence.hooked(name)
-                    values[stage][name] = (factor, max(one.residual for one in fitted))
-            continue
-        key = tuple(sorted({one[0] for _, one in bad}))
-        details = [(rank, one[3], one[2]) for rank, one in bad]
-        wrong.setdefault(key, {})[name] = details
-    readers = len(evidence.readers)
-    if _MADE in found.unseen.values():  # what user code mixes is by chance a multiple, where a task has no part in it
-        for name in {name for record in evidence.records for name in record.returned}:
-            factors = [each[name][0] for each in values.values() if name in each]
-            if factors and not _is_usual(factors[0], readers):
-                found.unseen[name] = _MADE
-                for each in values.values():
-                    each.pop(name, None)
-    count = max((record.backwards for record in evidence.records), default=0)
-    # What is reduced by hand after backward has no factor before that: then all are compared as the step finds them.
-    stage = max(_STAGES, key=lambda one: len(values[one]))
-    found.factors = _factors(values[stage], readers, count)
-    # Parallel parts, as of one element, fit any sum of them: their factor counts where nothing else is wrong.
-    mostly = found.factors if wrong else found.factors[1:]
-    parallel = {name for one in mostly for name in one.names if _are_parallel(evidence, name)}
-    if wrong:
-        found.factors = [one for one in found.factors if not set(one.names) <= parallel]
-    findings = [_finding(evidence, names) for names in wrong.values() if not _is_drift(evidence, names)]
-    if parts:
-        findings.append(_of_parts(evidence, parts))
-    if lost and any(record.optimizers for record in evidence.records):
-        findings.append(_of_lost(evidence, lost))
-    if len(found.factors) > 1:
-        findings.append(_of_factors(evidence, found.factors))
-    elif not wrong:
-        findings += _of_scales(evidence, *(values[one] for one in _STAGES))
-    return findings, found
+        if name not in unzeroed:
+            sorting.take(name, earlier)
+    sorting.leave_out_mixed()
+    sorting.take_factors()
+    return sorting.findings(), found
 
 
 _STAGES = ("after_backward", "at_step")
 
+#: The signatures of gradients that are sums of whole parts of some ranks.
+_OF_SUMS = (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS)
+
 #: Why a gradient is not judged that is no sum of what ranks computed, where these are no gradients of the step.
 _MADE = "not judged, as user code makes it of what torch.autograd.grad() returns"
+#: Why a gradient is not judged whose values are not known on any rank.
+_NOT_KNOWN = "it is not known, or user code did more than scale it after backward"
+
+
+class _Fit(NamedTuple):
+    seen: torch.Tensor
+    factor: float
+    residual: float
+
+    def is_multiple(self, tolerance: float) -> bool:
+        """Whether the gradient is the sum of the parts by a factor."""
+        return self.residual <= tolerance and self.factor != 0
+
+
+class _Fits:
+    """How a reduced gradient fits the sum of all parts, computed once for ranks that have the same."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+        self._known: dict[int, _Fit | None] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def of(self, evidence: Evidence, name: str, rank: int, stage: str) -> _Fit | None:
+        """Return the fit of a gradient as a rank has it; None if that is not known, or not finite."""
+        seen = evidence.assembled(name, rank, stage)
+        if seen is None:
+            return None
+        if id(seen) not in self._known:
+            self._alive.append(seen)
+            self._known[id(seen)] = _Fit(seen, *fit(seen, self.whole)) if bool(seen.isfinite().all()) else None
+        return self._known[id(seen)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """One reduced gradient of a step, and what ranks computed for it.
+
+    Attributes:
+        own: the parts of it, by rank and then by microbatch.
+        tolerance: the relative distance that rounding explains.
+        fits: how it fits the sum of all parts.
+    """
+
+    evidence: Evidence
+    name: str
+    own: dict[int, list[torch.Tensor]]
+    tolerance: float
+    fits: _Fits
+
+    def fit(self, rank: int, stage: str) -> _Fit | None:
+        """Return how the gradient of a rank fits the sum of all parts; None if it is not known, or not finite."""
+        return self.fits.of(self.evidence, self.name, rank, stage)
+
+    def fitted(self, stage: str) -> list[_Fit]:
+        """Return how those of all ranks fit it that are known."""
+        return [one for record in self.evidence.records if (one := self.fit(record.rank, stage))]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has, or as many as are enough."""
+        return math.prod(self.evidence.starts[0].shapes.get(self.name, (_ENOUGH,)))
+
+
+class _Outcome(NamedTuple):
+    """What one gradient is on one rank.
+
+    ``signature`` is ``SCALED`` for a multiple of the sum of all parts, and "?" where no known mistake makes it.
+    """
+
+    rank: int
+    signature: str
+    residual: float
+    diagnosis: Diagnosis | None = None
+
+
+_Wrong = dict[str, list[_Outcome]]
+"""By name, the gradients that are no multiple of the sum of all parts, on each rank that has one."""
+
+
+_Scales = dict[str, tuple[float, float]]
+"""By name, by what the sum of all parts of a gradient is multiplied, and the residual."""
+
+
+@dataclasses.dataclass
+class _Sorting:
+    """The gradients of one step, sorted by what is found of them.
+
+    Attributes:
+        lost: the names of those that were computed and are in no ``.grad``.
+        parts: the names of those that each set of ranks reduces by itself.
+        wrong: those that are no multiple of the sum, by the signatures that they have on all ranks together.
+        scales: by stage, those that are a multiple of it.
+    """
+
+    evidence: Evidence
+    reduced: Reduced
+    lost: list[str] = dataclasses.field(default_factory=list)
+    parts: list[str] = dataclasses.field(default_factory=list)
+    wrong: dict[tuple[str, ...], _Wrong] = dataclasses.field(default_factory=dict)
+    scales: dict[str, _Scales] = dataclasses.field(default_factory=lambda: {stage: {} for stage in _STAGES})
+
+    def take(self, name: str, earlier: Sequence[Reduced]) -> None:
+        """Sort one gradient."""
+        evidence = self.evidence
+        if not (own := evidence.own(name)):
+            if _is_in(evidence, name, "at_step", "unplaced"):
+                self.reduced.unseen[name] = _why_unseen(evidence, name)
+            return
+        whole = self.reduced.sums[name] = total(own)
+        if _is_in(evidence, name, *_STAGES):
+            self._take_reduced(_Gradient(evidence, name, own, evidence.tolerance(name), _Fits(whole)), earlier)
+        elif float(whole.norm()) > 0 and not _is_in(evidence, name, "unplaced"):
+            self.lost.append(name)
+
+    def _take_reduced(self, gradient: _Gradient, earlier: Sequence[Reduced]) -> None:
+        name, ranks = gradient.name, range(len(self.evidence.records))
+        known = [one for rank in ranks if (one := _judge(gradient, rank, earlier)) is not None]
+        bad = [one for one in known if one.signature != codes.SCALED]
+        if _is_in(self.evidence, name, "returned") and any(one.signature not in _OF_SUMS for one in known):
+            self.reduced.unseen[name] = _MADE
+        elif not known:
+            self.reduced.unseen[name] = _NOT_KNOWN
+        elif not bad:
+            self._take_scale(gradient)
+        elif all(_is_of_part(gradient, one.rank) for one in bad):
+            self.parts.append(name)
+        else:
+            self.wrong.setdefault(tuple(sorted({one.signature for one in bad})), {})[name] = bad
+
+    def _take_scale(self, gradient: _Gradient) -> None:
+        for stage, scales in self.scales.items():
+            fitted = gradient.fitted(stage)
+            if fitted and all(one.is_multiple(gradient.tolerance) for one in fitted):
+                factor = fitted[0].factor * self.evidence.hooked(gradient.name)
+                scales[gradient.name] = (factor, max(one.residual for one in fitted))
+
+    def leave_out_mixed(self) -> None:
+        """Leave out what user code mixes, which is by chance a multiple, where a task has no part in it."""
+        if _MADE not in self.reduced.unseen.values():
+            return
+        readers = len(self.evidence.readers)
+        for name in {name for record in self.evidence.records for name in record.returned}:
+            factors = [each[name][0] for each in self.scales.values() if name in each]
+            if factors and not _is_usual(factors[0], readers):
+                self.reduced.unseen[name] = _MADE
+                for each in self.scales.values():
+                    each.pop(name, None)
+
+    def take_factors(self) -> None:
+        """Set the factors of parameters whose gradients are a multiple of the sum."""
+        evidence, reduced = self.evidence, self.reduced
+        count = max((record.backwards for record in evidence.records), default=0)
+        # What is reduced by hand after backward has no factor before that: then all are compared as the step finds
+        # them.
+        stage = max(_STAGES, key=lambda one: len(self.scales[one]))
+        reduced.factors = _factors(self.scales[stage], len(evidence.readers), count)
+        if self.wrong:
+            # Parallel parts, as of one element, fit any sum of them: their factor counts where nothing else is wrong.
+            reduced.factors = [one for one in reduced.factors if not all(_are_parallel(evidence, n) for n in one.names)]
+
+    def findings(self) -> list[Finding]:
+        """Return what is wrong, the causes first."""
+        evidence, factors = self.evidence, self.reduced.factors
+        found = [_finding(evidence, wrong) for wrong in self.wrong.values() if not _is_drift(evidence, wrong)]
+        if self.parts:
+            found.append(_of_parts(evidence, self.parts))
+        if self.lost and any(record.optimizers for record in evidence.records):
+            found.append(_of_lost(evidence, self.lost))
+        if len(factors) > 1:
+            found.append(_of_factors(evidence, factors))
+        elif not self.wrong:
+            found += _of_scales(evidence, *(self.scales[one] for one in _STAGES))
+        return found
+
+
+def _is_in(evidence: Evidence, name: str, *fields: str) -> bool:
+    """Whether some rank's record has a parameter in one of these fields."""
+    return any(name in getattr(record, field) for record in evidence.records for field in fields)
 
 
 def _is_usual(factor: float, readers: int) -> bool:
@@ -163,15 +282,16 @@ def _is_usual(factor: float, readers: int) -> bool:
     return any(abs(factor * size - 1) < numerics.FACTOR_ROUNDING for size in (1, readers))
 
 
-def _is_of_part(evidence: Evidence, name: str, rank: int, own: dict[int, list[torch.Tensor]], tolerance: float) -> bool:
+def _is_of_part(gradient: _Gradient, rank: int) -> bool:
     """Whether a gradient is all of what the ranks have computed that hold the same part of a model as this one."""
+    evidence, name = gradient.evidence, gradient.name
     members = evidence.parts.get(name, {}).get(rank, ())
-    mine = {one: own[one] for one in members if one in own}
+    mine = {one: gradient.own[one] for one in members if one in gradient.own}
     if not mine:
         return False
     fits = _Fits(total(mine))
     fitted = [one for stage in _STAGES if (one := fits.of(evidence, name, rank, stage)) is not None]
-    return any(one.residual <= tolerance and one.factor != 0 for one in fitted)
+    return any(one.is_multiple(gradient.tolerance) for one in fitted)
 
 
 def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
@@ -199,69 +319,39 @@ def _why_unseen(evidence: Evidence, name: str) -> str:
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
 
 
-class _Fit(NamedTuple):
-    seen: torch.Tensor
-    factor: float
-    residual: float
-
-
-class _Fits:
-    """How a reduced gradient fits the sum of all parts, computed once for ranks that have the same."""
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
-        self._known: dict[int, _Fit | None] = {}
-        self._alive: list[torch.Tensor] = []
-
-    def of(self, evidence: Evidence, name: str, rank: int, stage: str) -> _Fit | None:
-        """Return the fit of a gradient as a rank has it; None if that is not known, or not finite."""
-        seen = evidence.assembled(name, rank, stage)
-        if seen is None:
-            return None
-        if id(seen) not in self._known:
-            self._alive.append(seen)
-            self._known[id(seen)] = _Fit(seen, *fit(seen, self.whole)) if bool(seen.isfinite().all()) else None
-        return self._known[id(seen)]
-
-
-_Outcome = tuple[str, float, float, Diagnosis | None]
-"""The signature, the factor, the residual, and the diagnosis."""
-
-
-def _judge(
-    evidence: Evidence,
-    name: str,
-    rank: int,
-    own: dict[int, list[torch.Tensor]],
-    fits: _Fits,
-    tolerance: float,
-    earlier: Sequence[Reduced],
-) -> _Outcome | None:
+def _judge(gradient: _Gradient, rank: int, earlier: Sequence[Reduced]) -> _Outcome | None:
     """Judge one gradient on one rank, after backward or else at the optimizer's step; None if it is not known."""
-    before = [one.sums[name] for one in earlier if name in one.sums]
     outcomes: dict[str, _Outcome] = {}
-    numel = math.prod(evidence.starts[0].shapes.get(name, (_ENOUGH,)))
     for stage in _STAGES:
-        fitted = fits.of(evidence, name, rank, stage)
+        fitted = gradient.fit(rank, stage)
         if fitted is None:
             continue
-        seen, factor, residual = fitted
-        if (residual <= tolerance and factor != 0) or float(seen.norm()) == float(fits.whole.norm()) == 0:
-            return codes.SCALED, factor, residual, None
-        found = diagnose(seen, own, rank=rank, groups=evidence.groups_of(rank), earlier=before, tolerance=tolerance)
-        outcomes[stage] = ("?", factor, residual, None)
-        # Some weights fit any gradient of as many elements, or of one more, as the bias before a softmax sums to zero.
-        is_by_chance = found is not None and found.weights > 1 and numel <= found.weights + 2
-        if found is not None and not is_by_chance:
-            outcomes[stage] = (found.signature, found.factor, found.residual, found)
-    if "at_step" in outcomes and (outcomes["at_step"][3] is not None or is_scaled(evidence, name, rank, tolerance)):
-        last = outcomes["at_step"]
-        first = outcomes.get("after_backward", last)
-        # Of one mistake the factor before clipping is told.
-        is_same = first[3] is not None and last[3] is not None and first[3].text == last[3].text
-        return first if is_same or last[3] is None else last
-    # Between backward and the step user code did more than scale it: what it was in between is not known.
-    return None
+        is_zero = float(fitted.seen.norm()) == float(gradient.fits.whole.norm()) == 0
+        if fitted.is_multiple(gradient.tolerance) or is_zero:
+            return _Outcome(rank, codes.SCALED, fitted.residual)
+        outcomes[stage] = _diagnosed(gradient, rank, fitted, earlier)
+    last = outcomes.get("at_step")
+    if last is None:
+        return None
+    if last.diagnosis is None and not is_scaled(gradient.evidence, gradient.name, rank, gradient.tolerance):
+        # Between backward and the step user code did more than scale it: what it was in between is not known.
+        return None
+    first = outcomes.get("after_backward", last)
+    if first.diagnosis is None or last.diagnosis is None:
+        return first if last.diagnosis is None else last
+    # Of one mistake the factor before clipping is told.
+    return first if first.diagnosis.text == last.diagnosis.text else last
+
+
+def _diagnosed(gradient: _Gradient, rank: int, fitted: _Fit, earlier: Sequence[Reduced]) -> _Outcome:
+    """Name the mistake that makes a gradient that is no multiple of the sum of all parts."""
+    before = [one.sums[gradient.name] for one in earlier if gradient.name in one.sums]
+    groups = gradient.evidence.groups_of(rank)
+    found = diagnose(fitted.seen, gradient.own, rank=rank, groups=groups, earlier=before, tolerance=gradient.tolerance)
+    # Some weights fit any gradient of as many elements, or of one more, as the bias before a softmax sums to zero.
+    if found is None or (found.weights > 1 and gradient.numel <= found.weights + 2):
+        return _Outcome(rank, "?", fitted.residual)
+    return _Outcome(rank, found.signature, found.residual, found)
 
 
 def is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bool:
@@ -279,7 +369,7 @@ def _are_parallel(evidence: Evidence, name: str) -> bool:
     return all(fit(part, whole)[1] <= 8 * tolerance for parts in own.values() for part in parts if float(part.norm()))
 
 
-def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -> list[Factor]:
+def _factors(values: _Scales, readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
     spread = max(numerics.ONE_FACTOR, 4 * max((residual for _, residual in values.values()), default=0.0))
@@ -296,10 +386,10 @@ def _factors(values: dict[str, tuple[float, float]], readers: int, count: int) -
     return sorted(made, key=lambda one: (min(abs(one.value / value - 1) for value in usual) > spread, -len(one.names)))
 
 
-def _is_drift(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> bool:
+def _is_drift(evidence: Evidence, wrong: _Wrong) -> bool:
     """Whether what is missing comes from ranks that read the same data, which the check of replicas tells better."""
     first = next(iter(wrong.values()))
-    for rank, diagnosis, _ in first:
+    for rank, _, _, diagnosis in first:
         if diagnosis is None or not diagnosis.missing:
             return False
         present = {evidence.reader_of(one) for one in range(len(evidence.records)) if one not in diagnosis.missing}
@@ -308,117 +398,173 @@ def _is_drift(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | N
     return True
 
 
-def _finding(evidence: Evidence, wrong: dict[str, list[tuple[int, Diagnosis | None, float]]]) -> Finding:
+def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
     """Make one finding of the parameters whose gradients have the same signature."""
     names = list(wrong)
-    everything = len(names) == len(evidence.trained)
     count = f"{len(names)} of {len(evidence.trained)} parameters"
     first = wrong[names[0]]
-    _, diagnosis, residual = first[0]
-    ranks = [one for one, _, _ in first]
+    _, _, residual, diagnosis = first[0]
+    ranks = [one.rank for one in first]
     who = "every rank" if len(ranks) == len(evidence.records) else ranks_of(ranks)
-    of = f" ({count})" if everything else f" ({count}: {listed(names)})"
-    if diagnosis is None and evidence.hooks:
-        return _under_hook(evidence, names, residual, of)
+    of = f" ({count})" if len(names) == len(evidence.trained) else f" ({count}: {listed(names)})"
     if diagnosis is None:
-        lines = [
-            f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
-            f"of {residual:.2g} remains{of}",
-            "and they match no known mistake",
-        ]
-        return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, tuple(lines), is_open=True)
-    exactly = f"c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}"
-    texts = [one.text for _, one, _ in first if one is not None]
+        return _under_hook(evidence, names, residual, of) if evidence.hooks else _of_none(evidence, who, residual, of)
+    texts = [one.diagnosis.text for one in first if one.diagnosis is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
-    lines = [f"each gradient of {who} {text} ({exactly}){of}"]
+    line = f"each gradient of {who} {text} (c = {diagnosis.factor:.4f}, residual {diagnosis.residual:.0e}){of}"
+    note = _if_meant(evidence, names, diagnosis)
+    cause = note or _CAUSES.get(diagnosis.signature, _of_earlier)(evidence, names, diagnosis)
+    is_open = note is None and diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
+    lines = (line + cause.over, *cause.lines)
+    return Finding(
+        (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, cause.title, lines, note is not None, is_open
+    )
+
+
+def _of_none(evidence: Evidence, who: str, residual: float, of: str) -> Finding:
+    """Make the finding of gradients that no known mistake makes."""
+    lines = (
+        f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
+        f"of {residual:.2g} remains{of}",
+        "and they match no known mistake",
+    )
+    return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
+
+
+class _Cause(NamedTuple):
+    """Why gradients have a signature: the title of the finding, and what follows the line that tells which they have.
+
+    ``over`` is the end of that line.
+    """
+
+    title: str
+    lines: Sequence[str] = ()
+    over: str = ""
+
+
+def _if_meant(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause | None:
+    """Say why gradients that lack ranks may be meant; None if they may not."""
     is_local = diagnosis.signature in (codes.UNREDUCED, codes.SOME_RANKS) and bool(diagnosis.missing)
     if is_local and evidence.reduces_in_step:
-        lines += [
+        lines = (
             "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
             "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
             "(docs/record.md)",
-        ]
-        return Finding(
-            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, REDUCED_IN_STEP, tuple(lines), is_note=True
         )
+        return _Cause(REDUCED_IN_STEP, lines)
     is_meant = evidence.reduces_nothing or any("localsgd" in name.lower() for name in evidence.hooks)
     # What fits any sum, as a gradient of one element does, is no sign of a reduction.
     is_all = all(name in names or _are_parallel(evidence, name) for name in evidence.trained)
     # Of ranks whose parameters are equal all the same, gradients are lost.
     if is_local and is_all and is_meant and not evidence.ends_equal:
-        lines.append(
+        line = (
             "meant, as where each rank trains by itself, as copies in meta-learning do, or parameters are averaged "
             "later (local SGD)? else nothing reduces them: DDP, fully_shard() or an all_reduce is missing"
         )
-        return Finding(
-            (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, NOT_REDUCED, tuple(lines), is_note=True
-        )
-    if diagnosis.signature == codes.UNREDUCED:
-        title = NOT_REDUCED
-        over = _over(evidence)
-        lines[0] += f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {over}"
-        lines += _why_not_reduced(evidence, names)
-    elif diagnosis.signature == codes.SOME_RANKS:
-        title = SOME_MISSING if diagnosis.missing else "a rank counts twice"
-        differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
-        lines.append(f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart")
-    elif diagnosis.signature == codes.SOME_MICROBATCHES:
-        title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
-        if "only" in diagnosis.text and "last" in diagnosis.text:
-            lines.append(_why_last(evidence))
-        elif "only" in diagnosis.text and "first" in diagnosis.text:
-            lines += _why_not_reduced(evidence, names)
-        elif "zeroed" in diagnosis.text:
-            title = "gradients are never zeroed"
-            lines.append(_why_never_zeroed(evidence))
-    elif diagnosis.signature == codes.WEIGHTED:
-        title = "microbatches have different weights"
-    else:
-        title = "gradients are of an earlier step"
-    is_open = diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
-    return Finding((codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, title, tuple(lines), is_open=is_open)
+        return _Cause(NOT_REDUCED, (line,))
+    return None
+
+
+def _of_unreduced(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    over = f": {'nothing was' if diagnosis.missing else 'these were not'} reduced over {_over(evidence)}"
+    return _Cause(NOT_REDUCED, _why_not_reduced(evidence, names), over)
+
+
+def _of_some_ranks(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    differ = "have different data" if len(evidence.readers) == len(evidence.records) else "are of one training"
+    line = f"all {len(evidence.records)} ranks {differ}, and their parameters drift apart"
+    return _Cause(SOME_MISSING if diagnosis.missing else "a rank counts twice", (line,))
+
+
+def _of_some_microbatches(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    title = "gradients lack microbatches" if "only" in diagnosis.text else "microbatches count wrongly"
+    if "only" in diagnosis.text and "last" in diagnosis.text:
+        return _Cause(title, (_why_last(evidence),))
+    if "only" in diagnosis.text and "first" in diagnosis.text:
+        return _Cause(title, _why_not_reduced(evidence, names))
+    if "zeroed" in diagnosis.text:
+        return _Cause("gradients are never zeroed", (_why_never_zeroed(evidence),))
+    return _Cause(title)
+
+
+def _of_weighted(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    return _Cause("microbatches have different weights")
+
+
+def _of_earlier(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) -> _Cause:
+    return _Cause("gradients are of an earlier step")
+
+
+#: By signature, what makes the cause of gradients that have it; those of all others are of an earlier step.
+_CAUSES = {
+    codes.UNREDUCED: _of_unreduced,
+    codes.SOME_RANKS: _of_some_ranks,
+    codes.SOME_MICROBATCHES: _of_some_microbatches,
+    codes.WEIGHTED: _of_weighted,
+}
 
 
 def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
-    """Say what was seen to keep gradients from their reduction, and what mends it."""
-    record, found = evidence.records[0], []
-    off = [set(one) for one in record.off]
-    always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
-    groups = {name: ranks for name, ranks in evidence.groups_of(0).items() if name in evidence.data_names}
-    if groups and all(len(ranks) == 1 for ranks in groups.values()):
-        found.append(f"seen: the group {next(iter(groups))!r} over which gradients are reduced has one rank: give the "
-                     "wrapper the mesh of all data-parallel ranks")  # fmt: skip
-    if name := next(iter(always & last), ""):
-        found.append(f"seen: each backward of the step ran under {name}; the last one must not")
-    elif name := next(iter(last), ""):
-        found.append(f"seen: the last backward of the step ran under {name}, and one before it did not: "
-                     "the last one must reduce, and only that")  # fmt: skip
-    if any(one for one in record.zeroed) and not found:
-        found.append("seen: zero_grad() was called after a backward of the step and before the optimizer's step")
-    if (
-        not found
-        and evidence.starts[0].wrappers == ("fully_shard",)
-        and not any(record.parameters[name].mesh for name in names if name in record.parameters)
-    ):
-        found.append("seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand")
-    if not found and (around := evidence.starts[0].bypassed):
-        found.append(f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
-                     "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
-    parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
-    if not found and parts and len({tuple(one.batches) for one in evidence.records}) == 1:
-        return [
-            f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
-            "other gradients of their copies:",
-            "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed",
-        ]
-    if not found and not any(evidence.starts[0].wrappers):
-        found.append("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
-                     "call the wrapped module, or reduce gradients by hand")  # fmt: skip
-    return found or [
+    """Say what was seen to keep gradients from their reduction, and what mends it: the first that was seen."""
+    if found := [*_seen_in_groups(evidence), *_seen_under_no_sync(evidence.records[0])]:
+        return found
+    for seen in (_seen_zeroed, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
+        if found := list(seen(evidence, names)):
+            return found
+    return [
         f"seen: {' and '.join(evidence.starts[0].wrappers)}, and nothing that switches the reduction off: it reduces "
         "what its own forward has computed"
     ]
+
+
+def _seen_in_groups(evidence: Evidence) -> Iterator[str]:
+    groups = {name: ranks for name, ranks in evidence.groups_of(0).items() if name in evidence.data_names}
+    if groups and all(len(ranks) == 1 for ranks in groups.values()):
+        yield (f"seen: the group {next(iter(groups))!r} over which gradients are reduced has one rank: give the "
+               "wrapper the mesh of all data-parallel ranks")  # fmt: skip
+
+
+def _seen_under_no_sync(record: StepRecord) -> Iterator[str]:
+    off = [set(one) for one in record.off]
+    always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
+    if name := next(iter(always & last), ""):
+        yield f"seen: each backward of the step ran under {name}; the last one must not"
+    elif name := next(iter(last), ""):
+        yield (f"seen: the last backward of the step ran under {name}, and one before it did not: "
+               "the last one must reduce, and only that")  # fmt: skip
+
+
+def _seen_zeroed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if any(evidence.records[0].zeroed):
+        yield "seen: zero_grad() was called after a backward of the step and before the optimizer's step"
+
+
+def _seen_in_no_unit(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    parameters = evidence.records[0].parameters
+    is_sharded = any(parameters[name].mesh for name in names if name in parameters)
+    if evidence.starts[0].wrappers == ("fully_shard",) and not is_sharded:
+        yield "seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand"
+
+
+def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if around := evidence.starts[0].bypassed:
+        yield (f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
+               "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
+
+
+def _seen_of_copies(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
+    if parts and len({tuple(one.batches) for one in evidence.records}) == 1:
+        yield (f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
+               "other gradients of their copies:")  # fmt: skip
+        yield "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed"
+
+
+def _seen_no_wrapper(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    if not any(evidence.starts[0].wrappers):
+        yield ("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
+               "call the wrapped module, or reduce gradients by hand")  # fmt: skip
 
 
 def _why_last(evidence: Evidence) -> str:
@@ -519,9 +665,7 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     )
 
 
-def _of_scales(
-    evidence: Evidence, before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]
-) -> list[Finding]:
+def _of_scales(evidence: Evidence, before: _Scales, after: _Scales) -> list[Finding]:
     """Make the note of parameters that user code scales otherwise than others of their class before the step.
 
     Clipping of each parameter by its own norm gives each a factor of its own.

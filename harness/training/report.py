@@ -17,10 +17,10 @@ from shardproof.door import printable
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.texts import rank_count, ranks_of
 from shardproof.harness.tensors import devices
-from shardproof.harness.training import invariants
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import Finding, count_of, listed
+from shardproof.harness.training.norms import scale_of
 from shardproof.harness.training.reduction import Reduced
 from shardproof.jsonfiles import encode
 from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementation, Run, Verdict, public_version
@@ -96,7 +96,7 @@ def _norms(seen: Sequence[Evidence]) -> str:
         return f"{at_step}: all gradients are zero" if has_some else "no gradient was seen"
     if any(b and not a for a, b in zip(norms, applied, strict=True)):
         return f"{at_step}; not seen before it, so whether they were scaled is not known"
-    if any(a and invariants.scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
+    if any(a and scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
         return f"{at_step}; from backward to the step they change by more than one factor"
     text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
     scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > numerics.CLIPPED]

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import comparing, invariants, judge, reduction, updates
+from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
@@ -129,7 +129,8 @@ class Made:
 CHECKS = {
     name: lambda made, name=name, room=room: getattr(room, f"check_{name}")(made.evidence())
     for room, names in (
-        (invariants, ("replicas", "data", "contributions", "norm", "collectives", "finite")),
+        (invariants, ("replicas", "data", "contributions", "collectives", "finite")),
+        (norms, ("norm",)),
         (updates, ("optimizers", "updates")),
     )
     for name in names
@@ -141,7 +142,7 @@ CHECKS |= {
     "optimizers_ever": lambda made: updates.check_optimizers_ever([made.evidence()]),
     "states": lambda made: invariants.check_states_ever([made.evidence()]),
     "ties": lambda made: invariants.check_ties(made.evidence(), [("w", "head")]),
-    "limit": lambda made: invariants.check_limit([made.evidence()] * 2),
+    "limit": lambda made: norms.check_limit([made.evidence()] * 2),
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
@@ -486,7 +487,7 @@ def test_ranks_that_reduce_norms_in_place_of_squares(norm, named):
         scale = 0.3 / norm([made.local_norm(rank) for rank in EVERY])
         made.reduce(full, lambda rank, scale=scale: scale)
         seen.append(made.evidence())
-    found = [one.render() for one in invariants.check_limit(seen)]
+    found = [one.render() for one in norms.check_limit(seen)]
     if not named:
         assert found == []
         return
@@ -572,7 +573,7 @@ def test_a_sum_of_norms_is_named_and_an_all_reduce_only_where_one_was_seen(combi
         made.reduce(mean, lambda rank, scale=scale: scale)
         made.put_all(collectives=Trace([one_number] * is_seen))
         seen.append(made.evidence())
-    (found,) = invariants.check_limit(seen)
+    (found,) = norms.check_limit(seen)
     assert f"clipped to 0.1 by the {'sum' if combined is sum else 'largest'} of the norms" in found.lines[0]
     mend = "reduce the sum of the squares, and take its root last"
     assert found.lines[1] == ("seen: an all_reduce of one number before the step: " if is_seen else "") + mend
@@ -618,6 +619,6 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do; in check and compare as well."""
-    modules = (invariants, updates, reduction, judge, comparing)
+    modules = (invariants, norms, updates, reduction, judge, comparing)
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
     assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]

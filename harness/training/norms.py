@@ -1,0 +1,182 @@
+"""Are gradients clipped by the norm of all of them, and by one scale on all ranks? (D10)"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.judging import codes, numerics
+from shardproof.harness.judging.signatures import fit
+from shardproof.harness.judging.texts import ranks_of
+from shardproof.harness.training.evidence import Evidence, vector_of
+from shardproof.harness.training.findings import Finding
+from shardproof.harness.watching.records import NormCall
+
+#: The title of the finding that gradients are scaled by another norm than theirs.
+OTHER_NORM = "the norm is not the norm of all gradients"
+
+#: The bytes of one number at most.
+_NUMBER = 8
+
+
+def check_norm(evidence: Evidence) -> Iterator[Finding]:
+    """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
+    count = len(evidence.records)
+    if any(record.clipped_scaled for record in evidence.records):
+        line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
+        yield Finding(
+            (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
+        )
+    local = _local_norms(evidence)
+    true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
+    scales = [scale_of(evidence, rank) for rank in range(count)]
+    known = [one for one in scales if one is not None]
+    if len(known) == count and count > 1 and max(known) - min(known) > numerics.SCALES_APART * max(known):
+        yield _of_scales(evidence, known, local, true[0])
+        return
+    for rank, record in enumerate(evidence.records):
+        for call in record.norms:
+            if what := _other_norm(evidence, call, rank, local[rank], true[rank]):
+                told = (
+                    f"gradients are clipped by the norm {call.value:.4g} on rank {rank}; that of all gradients is "
+                    f"{true[rank]:.4g}",
+                    what,
+                )
+                yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
+                return
+
+
+def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[float], true: float) -> Finding:
+    """Make the finding of ranks that scale gradients differently; by the norms of what each holds, or by others."""
+    count = len(scales)
+    listed_scales = ", ".join(f"{one:.4g}" for one in scales[:8])
+    lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
+    products = [scale * norm for scale, norm in zip(scales, local, strict=True)]
+    if max(products) - min(products) <= numerics.SAME_NORM * max(products):
+        lines.insert(
+            0,
+            f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
+            f"rank holds; that of all gradients is {true:.4g}",
+        )
+        lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
+    else:
+        lines.append(_why_scaled(evidence, scales))
+    return Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines))
+
+
+def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, true: float) -> str:
+    """Say of which gradients a norm is by which a rank clips; empty if it is that of all, or not known."""
+    if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true:
+        return ""
+    ratio = call.value / true
+    if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
+        return ""
+    if abs(call.value / max(local, 1e-300) - 1) < numerics.SAME_NORM:
+        return f"it is the norm of what rank {rank} alone holds"
+    if any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
+        return f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
+    return ""
+
+
+def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
+    """Say by what ranks scale gradients differently, if it is what they count in the loss."""
+    counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
+    products = [scale * count for scale, count in zip(scales, counts, strict=True)]
+    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
+        told = ", ".join(map(str, counts[:8]))
+        return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
+    return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
+
+
+def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
+    """D10, where nobody knows the norm that was computed: to what norm two steps were clipped.
+
+    Users clip to round numbers. A limit that is none, and becomes one times the square root of the size of a group,
+    comes from a norm that counts what the ranks of the group hold on each of them. One that changes from step to step,
+    and becomes a round number that does not with another norm, comes from that norm.
+    """
+    limits, scales = [], []
+    for evidence in seen[-2:]:
+        before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
+        if before and math.isfinite(before) and after < before * (1 - numerics.CLIPPED):
+            limits.append(after)
+            scales.append(after / before)
+    if len(limits) < 2:
+        return
+    if abs(limits[0] - limits[1]) > numerics.LIMITS_APART * limits[0]:
+        yield from _of_combined(seen, limits, scales)
+    elif not _is_round(limits[1]):
+        yield from _of_counted_twice(seen[-1], limits[1])
+
+
+def _of_combined(seen: Sequence[Evidence], limits: Sequence[float], scales: Sequence[float]) -> Iterator[Finding]:
+    """Find that two steps were clipped to one round number by a combination of the norms of what each rank holds."""
+    last = seen[-1]
+    for what, combined in (("sum", sum), ("largest", max)):
+        then, now = (scale * combined(_local_norms(one)) for scale, one in zip(scales, seen[-2:], strict=True))
+        if abs(then - now) < numerics.LIMITS_APART * now and _is_round(now):
+            by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
+            lines = (
+                f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
+                f"all gradients have the norms {limits[0]:.4g} and {limits[1]:.4g} after it in two steps",
+                f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
+                "reduce the sum of the squares, and take its root last",
+            )
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
+            return
+
+
+def _of_counted_twice(last: Evidence, limit: float) -> Iterator[Finding]:
+    """Find that a limit is a round number times the root of the number of ranks that hold the same elements."""
+    for name, members in last.groups_of(0).items():
+        times = limit * math.sqrt(len(members))
+        if len(members) > 1 and _is_round(times) and _hold_alike(last, members):
+            lines = (
+                f"gradients are clipped to a norm of {limit:.4g}, which is {times:.2g} / sqrt({len(members)})",
+                f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
+            )
+            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
+            return
+
+
+def _hold_alike(evidence: Evidence, members: Sequence[int]) -> bool:
+    """Whether some ranks hold the same elements of each parameter that trains."""
+    sets = [[set(one) for one in evidence.holders.get(name, ())] for name in evidence.trained]
+    return all(any(own >= set(members) for own in found) for found in sets)
+
+
+def _is_of_number(collective: Collective) -> bool:
+    """Whether a collective between backward and the step reduces one number."""
+    return (collective.phase, collective.kind) == ("between", "all_reduce") and collective.nbytes <= _NUMBER
+
+
+def _local_norms(evidence: Evidence) -> list[float]:
+    return [math.sqrt(evidence.squares(rank, "after_backward", local=True)) for rank in range(len(evidence.records))]
+
+
+def _is_round(value: float) -> bool:
+    return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
+
+
+def scale_of(evidence: Evidence, rank: int) -> float | None:
+    """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
+    record, found = evidence.records[rank], []
+    for name, gradient in record.at_step.items():
+        before = record.after_backward.get(name)
+        if before is None or not before.fingerprint.squares:
+            continue
+        if not math.isfinite(before.fingerprint.squares) or not math.isfinite(gradient.fingerprint.squares):
+            return None
+        if before.fingerprint.numel < 2:
+            continue  # one number is a multiple of any other
+        factor, residual = fit(vector_of(gradient), vector_of(before))
+        if residual > numerics.ONE_SCALE:
+            return None  # it was reduced as well, or more than scaled
+        found.append(abs(factor))
+    if not found or max(found) - min(found) > numerics.ONE_SCALE * max(found):
+        return None
+    return sorted(found)[len(found) // 2]
+
+
+def _sizes(evidence: Evidence) -> set[int]:
+    """How many ranks hold the same elements, of each parameter that trains."""
+    return {len(one) for name in evidence.trained for one in evidence.holders.get(name, ())} - {1}

@@ -1,0 +1,283 @@
+"""The shape of the harness: how much one function decides and one class keeps, counted from the sources by room.
+
+A function's complexity is 1 and its branches: each ``if`` and conditional expression, loop, ``except``, ``case``,
+``assert``, further operand of ``and`` and ``or``, and each ``for`` and ``if`` of a comprehension. What is defined in it
+counts by itself. A class's attributes are the names that its methods store in ``self`` and the annotated ones of its
+body.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: The rooms of the engine and of its drivers, and the most that a function or a class of theirs has.
+ENGINE, LIMIT = ("watching", "judging", "parity", "training"), 15
+#: The largest complexity and number of attributes in each other room at commit 6b2d5b63. Rooms made since have LIMIT.
+LARGEST: dict[str, tuple[int, int]] = {
+    "adapters": (19, 34),
+    "collectives": (16, 13),
+    "models": (15, 15),
+    "planning": (16, 14),
+    "plugin": (28, 19),
+    "simulation": (14, 10),
+    "tensors": (13, 4),
+    "worlds": (24, 16),
+}
+#: What is above LIMIT in the rooms of the engine. An entry may be lowered or removed, and none may be added.
+ABOVE: dict[str, int] = {
+    "judging/explanation.py:Divergent.render": 27,
+    "judging/signatures.py:_candidates": 36,
+    "judging/signatures.py:_mixed": 19,
+    "judging/signatures.py:_guesses_from_values": 18,
+    "parity/coverage.py:kept_outside": 16,
+    "parity/coverage.py:Evidence.judge": 19,
+    "parity/run.py:Run": 19,
+    "training/alignment.py:Step.__init__": 18,
+    "training/axes.py:of_keywords": 17,
+    "training/bisect.py:bisect": 21,
+    "training/comparing.py:_Pair._are_alike": 24,
+    "training/comparing.py:_Pair.settle": 23,
+    "training/comparing.py:_Pair._scaled_since": 16,
+    "training/comparing.py:_Pair._explain_factor": 16,
+    "training/comparing.py:_Pair._explain_update": 25,
+    "training/comparing.py:_Pair._explain_rates": 23,
+    "training/comparing.py:_Pair._explain_parts": 25,
+    "training/comparing.py:compare": 42,
+    "training/doctor.py:Doctor": 27,
+    "training/doctor.py:Doctor._meet": 16,
+    "training/doctor.py:Doctor._check_gradients": 36,
+    "training/evidence.py:Evidence.readers": 19,
+    "training/evidence.py:holders_of": 38,
+    "training/judge.py:compare_initial": 24,
+    "training/judge.py:Judge": 19,
+    "training/judge.py:Judge._gradients": 22,
+    "training/judge.py:Judge._norms": 16,
+    "training/judge.py:Judge._of_parameters": 16,
+    "training/judge.py:Judge._compared": 18,
+    "training/judge.py:Judge._say_of_sums": 19,
+    "training/judge.py:Judge._say_of_scale": 26,
+    "training/judge.py:Judge._summed": 21,
+    "training/judge.py:Judge._say_of_factor": 20,
+    "training/recording.py:EventLine": 19,
+    "training/recording.py:Recording": 18,
+    "training/recording.py:Recording._take": 18,
+    "training/recording.py:Recording._lines_of": 16,
+    "training/reference.py:Worker._changes": 20,
+    "training/reference.py:Worker._judged": 27,
+    "training/reference.py:Worker._joined": 17,
+    "training/report.py:_facts": 20,
+    "training/report.py:_norms": 23,
+    "training/request.py:Request": 25,
+    "training/trainee.py:Trainee": 21,
+    "training/trainee.py:Trainee._made": 16,
+    "training/updates.py:check_optimizers_ever": 19,
+    "training/updates.py:check_updates": 30,
+    "watching/groups.py:groups_of": 25,
+    "watching/optimizers.py:seen_of": 17,
+    "watching/records.py:StepRecord": 38,
+    "watching/step.py:Step.gradients": 16,
+    "watching/tape.py:Tape._called": 19,
+    "watching/tape.py:Tape._take": 28,
+    "watching/tape.py:Tape._harness": 25,
+    "watching/tape.py:Tape.write": 31,
+    "watching/tape.py:Tape.judged": 20,
+}
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+ONE_BRANCH = (
+    ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case, ast.Assert,
+)  # fmt: skip
+
+
+class Figure(NamedTuple):
+    """What is counted of one function or class; the file is named from the folder of the harness."""
+
+    file: str
+    line: int
+    name: str
+    what: str
+    value: int
+
+    @property
+    def room(self) -> str:
+        """The folder of the harness that the file is in, also where it is deeper."""
+        return self.file.partition("/")[0]
+
+    def say(self) -> str:
+        """Return the place, the name and the figure."""
+        return f"harness/{self.file}:{self.line}: {self.name} has {self.what} {self.value}"
+
+
+def inside(node: ast.AST, apart: tuple[type[ast.AST], ...]) -> Iterator[ast.AST]:
+    """The nodes inside of one, without those of the types in `apart` and what is in these."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, apart):
+            yield child
+            yield from inside(child, apart)
+
+
+def branches(node: ast.AST) -> int:
+    """How many branches a node adds."""
+    if isinstance(node, ast.BoolOp):
+        return len(node.values) - 1
+    if isinstance(node, ast.comprehension):
+        return 1 + len(node.ifs)
+    return int(isinstance(node, ONE_BRANCH))
+
+
+def complexity(function: ast.AST) -> int:
+    """1 and the branches of a function, without those of functions and classes that it defines."""
+    return 1 + sum(branches(node) for node in inside(function, (*FUNCTIONS, ast.ClassDef)))
+
+
+def attributes(owner: ast.ClassDef) -> int:
+    """How many names the methods of a class store in ``self``, and its body annotates, each once."""
+    found = {one.target.id for one in owner.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)}
+    for node in inside(owner, (ast.ClassDef,)):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
+    return len(found)
+
+
+def figures(file: str, source: str) -> Iterator[Figure]:
+    """The figures of all functions and classes of a source."""
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[Figure]:
+        for child in ast.iter_child_nodes(node):
+            inner = names
+            if isinstance(child, (*FUNCTIONS, ast.ClassDef)):
+                inner = (*names, child.name)
+                is_class = isinstance(child, ast.ClassDef)
+                what, value = ("attributes", attributes(child)) if is_class else ("complexity", complexity(child))
+                yield Figure(file, child.lineno, ".".join(inner), what, value)
+            yield from visit(child, inner)
+
+    return visit(ast.parse(source), ())
+
+
+def wrong(sources: Mapping[str, str], above: Mapping[str, int], largest: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What passes a limit, and the entries of `above` that are too high by now: a line each, for {file: source}."""
+    found: list[str] = []
+    known: dict[str, Figure] = {}
+    for file, source in sources.items():
+        for one in figures(file, source):
+            key = f"{one.file}:{one.name}"
+            limit = max(above.get(key, 0), largest.get(one.room, (LIMIT, LIMIT))[one.what == "attributes"])
+            if one.value > limit:
+                found.append(f"{one.say()}, and the limit is {limit}")
+            # Of one name there may be several, as a property and its setter.
+            known[key] = max(one, known.get(key, one), key=lambda each: each.value)
+    for key, value in above.items():
+        if key not in known:
+            found.append(f"{key}: {value} in ABOVE, and nothing has that name: remove the entry")
+        elif known[key].value <= LIMIT:
+            found.append(f"{known[key].say()}, {value} in ABOVE, and the limit is {LIMIT}: remove the entry")
+        elif known[key].value < value:
+            found.append(f"{known[key].say()}, and {value} in ABOVE: lower the entry")
+    return found
+
+
+def sources() -> dict[str, str]:
+    folder = ROOT / "harness"
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.rglob("*/**/*.py"))}
+
+
+def test_no_function_or_class_passes_the_limit_of_its_room():
+    files = sources()
+    rooms = {file.partition("/")[0] for file in files}
+    assert rooms >= {*ENGINE, *LARGEST}, "a room has moved"
+    assert not {*ENGINE} & LARGEST.keys() and {key.partition("/")[0] for key in ABOVE} <= {*ENGINE}
+    assert wrong(files, ABOVE, LARGEST) == []
+
+
+FUNCTION = '''
+class Outer:
+    field: int = 0
+    other = 1
+
+    def method(self, a, *b):
+        """{docstring}"""
+        self.field = self.x = a
+        self.y: int = 2
+        self.y += 1
+        a.z = self.read
+
+        def nested():
+            self.inner = a and b and a
+            return a if b else b
+
+        class Local:
+            def deep(self):
+                self.hidden = 1
+
+        {body}
+'''
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("pass", 1),
+        ("return [a for a in b]", 2),
+        ("return {a: c for a in b if a for c in a if c if a}", 6),
+        ("return a and b and a or b", 4),
+        ("return lambda: a if b else self", 2),
+        ("assert a", 2),
+        ("if a:\n            pass\n        elif b:\n            pass\n        else:\n            pass", 3),
+        ("for _ in b:\n            pass\n        else:\n            pass", 2),
+        ("while a or b:\n            pass", 3),
+        ("try:\n            pass\n        except A:\n            pass\n        except B:\n            pass", 3),
+        ("match a:\n            case 1:\n                pass\n            case _:\n                pass", 3),
+        ("with a:\n            return b", 1),
+    ],
+)
+def test_what_counts(body, value):
+    found = {one.name: one.value for one in figures("a.py", FUNCTION.format(docstring="if for while", body=body))}
+    assert found == {
+        "Outer": 4,  # field, x, y and inner
+        "Outer.method": value,
+        "Outer.method.nested": 4,
+        "Outer.method.Local": 1,
+        "Outer.method.Local.deep": 1,
+    }
+
+
+def function(branches, name="f"):
+    return f"def {name}(a):\n" + "    if a:\n        pass\n" * branches
+
+
+def fields(count):
+    return "class C:\n" + "".join(f"    x{number}: int\n" for number in range(count))
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "above", "said"),
+    [
+        ("training/a.py", function(14), {}, []),
+        ("training/a.py", fields(15), {}, []),
+        ("training/a.py", "\n" + function(15), {},
+         ["harness/training/a.py:2: f has complexity 16, and the limit is 15"]),
+        ("watching/b.py", fields(16), {}, ["harness/watching/b.py:1: C has attributes 16, and the limit is 15"]),
+        ("training/a.py", function(15), {"training/a.py:f": 16}, []),
+        ("training/a.py", function(16), {"training/a.py:f": 16},
+         ["harness/training/a.py:1: f has complexity 17, and the limit is 16"]),
+        ("training/a.py", function(16), {"training/a.py:f": 18},
+         ["harness/training/a.py:1: f has complexity 17, and 18 in ABOVE: lower the entry"]),
+        ("training/a.py", function(14), {"training/a.py:f": 16},
+         ["harness/training/a.py:1: f has complexity 15, 16 in ABOVE, and the limit is 15: remove the entry"]),
+        ("training/a.py", function(14, "g"), {"training/a.py:f": 16},
+         ["training/a.py:f: 16 in ABOVE, and nothing has that name: remove the entry"]),
+        ("attic/deep/a.py", function(20) + fields(3), {}, []),
+        ("attic/deep/a.py", function(21) + fields(4), {},
+         ["harness/attic/deep/a.py:1: f has complexity 22, and the limit is 21",
+          "harness/attic/deep/a.py:44: C has attributes 4, and the limit is 3"]),
+        ("cellar/a.py", function(15), {}, ["harness/cellar/a.py:1: f has complexity 16, and the limit is 15"]),
+    ],
+)  # fmt: skip
+def test_what_passes_a_limit_is_named(file, source, above, said):
+    assert wrong({file: source}, above, {"attic": (21, 3)}) == said
