@@ -95,23 +95,33 @@ class Program:
 
     def _cut(self, calls: list[Call]) -> list[Call]:
         """Leave out what follows the failure, and all counts of bytes but that with which the failure compares."""
-        its, before = self.judged, None
+        before = None
         if self.kind == "memory":
-            calls = calls[: calls.index(its["held"])]
-            before = next(one for one in reversed(calls) if one["kind"] == "held" and one["limit"] is None)
-            self.limit = its["held"]["limit"] - before["value"]
-            # A model that exists before the first count is written down when it is sharded.
-            calls.sort(key=lambda one: one["kind"] != "make")
-        if self.kind == "numbers":
-            end, flag = _ENDS.get(its["stage"]), "compared" if "evaluation" in its["name"] else "graph"
-            if end is None or any(one.get("target") == "FullyShardedDataParallel" for one in calls):
-                raise NotReproducible(f"no program compares the {its['stage']}, or any numbers of torch.fsdp")
-            ends = [n for n, one in enumerate(calls, 1) if end in (one["kind"], one["name"]) and one[flag]]
-            ends = [n for n in ends if calls[n - 1]["step"] == its["step"]]
-            if not ends:
-                raise NotReproducible(f"the {its['stage']} that diverges belongs to no call that was seen")
-            calls = calls[: ends[-1]]
+            calls, before = self._until_held(calls)
+        elif self.kind == "numbers":
+            calls = calls[: self._end_of_numbers(calls)]
         return [one for one in calls if one["kind"] != "held" or one is before]
+
+    def _until_held(self, calls: list[Call]) -> tuple[list[Call], Call]:
+        """The calls before the bytes that are too many were counted, and the count with which they are compared."""
+        held = self.judged["held"]
+        calls = calls[: calls.index(held)]
+        before = next(one for one in reversed(calls) if one["kind"] == "held" and one["limit"] is None)
+        self.limit = held["limit"] - before["value"]
+        # A model that exists before the first count is written down when it is sharded.
+        return sorted(calls, key=lambda one: one["kind"] != "make"), before
+
+    def _end_of_numbers(self, calls: Sequence[Call]) -> int:
+        """How many calls there are up to the one that ends the stage which diverges."""
+        its = self.judged
+        end, flag = _ENDS.get(its["stage"]), "compared" if "evaluation" in its["name"] else "graph"
+        if end is None or any(one.get("target") == "FullyShardedDataParallel" for one in calls):
+            raise NotReproducible(f"no program compares the {its['stage']}, or any numbers of torch.fsdp")
+        ends = [n for n, one in enumerate(calls, 1) if end in (one["kind"], one["name"]) and one[flag]]
+        ends = [n for n in ends if calls[n - 1]["step"] == its["step"]]
+        if not ends:
+            raise NotReproducible(f"the {its['stage']} that diverges belongs to no call that was seen")
+        return ends[-1]
 
     def text(self, calls: Sequence[Call]) -> str:
         """The program with these calls alone."""
@@ -150,17 +160,19 @@ if __name__ == '__main__':
             yield "before = held()"
         elif kind == "backward":
             forward = next((one for one in calls if one["kind"] == "forward" and one["id"] == call["of"]), None)
-            if forward is not None:
-                loss = f"{call['loss']}({{}})" if "loss" in call else "{}.square().mean()"
-                yield self._under(call, f"{loss.format(forward['assign'])}.backward{_called(call)}")
-                if numbers:  # of the mean loss of all ranks
-                    each = loss.format(_plain(_called(forward), "each"))
-                    yield f"(sum({each} for each in range(WORLD)) / WORLD).backward()"
+            yield from () if forward is None else self._backward(call, forward)
         else:
             line = f"{call['assign']} = {_called(call)}" if call.get("assign") else _called(call)
             yield self._under(call, line)
             if numbers and (line.startswith("optim") or call["name"] in _ALIKE):
                 yield re.sub(r"(?<!torch\.)\b(optim\d*)\b", r"plain_\1", _plain(line, "rank"))
+
+    def _backward(self, call: Call, forward: Call) -> Iterator[str]:
+        loss = f"{call['loss']}({{}})" if "loss" in call else "{}.square().mean()"
+        yield self._under(call, f"{loss.format(forward['assign'])}.backward{_called(call)}")
+        if self.kind == "numbers":  # of the mean loss of all ranks
+            each = loss.format(_plain(_called(forward), "each"))
+            yield f"(sum({each} for each in range(WORLD)) / WORLD).backward()"
 
     def _under(self, call: Call, line: str) -> str:
         """A line, in the context that it ran in or in one that counts."""
