@@ -20,7 +20,7 @@ from shardproof.testing import Capability, Rank, states
 from shardproof.testing.compare import local_of, map_leaves, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
-from shardproof.testing.train import shapes
+from shardproof.testing.train import parallel, shapes
 
 checkpoint_wrapper = private.take("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
 
@@ -692,3 +692,17 @@ def has_numbers(twins: Twins) -> bool:
     """Whether optimizers have states that are no tensors."""
     states = [state for optimizer in twins.optimizers for state in optimizer.state.values()]
     return any(not isinstance(value, torch.Tensor) for state in states for value in state.values())
+
+
+def spread(rank: Rank, mesh: str) -> Any:
+    """The options of a model on a mesh of four ranks."""
+    if mesh == "ranks":  # of five rows the last rank has none
+        return {"units": [["deep"]]}
+    if mesh == "replicas":
+        return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("replicate", "shard"))}
+    if mesh in ("subgroup", "process-groups"):  # FSDP1 has ShardedTensors on process groups
+        mine = rank.mesh((2, 2), ("copy", "dp"))["dp"]
+        return {"units": [["deep"]], "mesh": mine, "as_groups": mesh == "process-groups"}
+    both = rank.mesh((2, 2), ("dp", "tp"))
+    plan = functools.partial(parallel.parallelize_mlps, mesh=both["tp"])
+    return {"units": [["layers.0"], ["layers.1"]], "mesh": both["dp"], "wrapper": plan}

@@ -50,6 +50,7 @@ from shardproof.suites.state_twins import (
     made,
     model_entries,
     optimizer_entries,
+    spread,
     step,
     tensors_in,
     whole,
@@ -759,20 +760,6 @@ def test_values_with_other_strides(rank: Rank, form: str) -> None:
 # Meshes, and the meta device.
 
 
-def _spread(rank: Rank, mesh: str) -> Any:
-    """The options of a model on a mesh of four ranks."""
-    if mesh == "ranks":  # of five rows the last rank has none
-        return {"units": [["deep"]]}
-    if mesh == "replicas":
-        return {"units": [["deep"]], "mesh": rank.mesh((2, 2), ("replicate", "shard"))}
-    if mesh in ("subgroup", "process-groups"):  # FSDP1 has ShardedTensors on process groups
-        mine = rank.mesh((2, 2), ("copy", "dp"))["dp"]
-        return {"units": [["deep"]], "mesh": mine, "as_groups": mesh == "process-groups"}
-    both = rank.mesh((2, 2), ("dp", "tp"))
-    plan = functools.partial(parallel.parallelize_mlps, mesh=both["tp"])
-    return {"units": [["layers.0"], ["layers.1"]], "mesh": both["dp"], "wrapper": plan}
-
-
 @contract("STATE-14")
 @world(4)
 @pytest.mark.parametrize(
@@ -793,7 +780,7 @@ def test_meshes(rank: Rank, mesh: str) -> None:
     model: Any = parallel.MLPStack(8) if mesh == "tensor-parallel" else Nested()
     if mesh == "process-groups":
         model = model.double()  # as a rank without a row is to make its part in the dtype of the others'
-    options = _spread(rank, mesh)
+    options = spread(rank, mesh)
     source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", **options) for number in (2, 1))
     report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
     for name in ("no options", "cpu", "full", "first rank", "full trainable", "flattened"):
