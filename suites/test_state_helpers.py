@@ -57,7 +57,7 @@ from shardproof.suites.state_twins import (
     works,
 )
 from shardproof.testing import Capability, Rank, contract, needs, world
-from shardproof.testing.compare import local_of
+from shardproof.testing.compare import local_of, map_tensors
 from shardproof.testing.make import sharded
 from shardproof.testing.measure import Recorder, private
 from shardproof.testing.refuse import Refusal
@@ -747,10 +747,7 @@ def test_values_of_another_dtype(rank: Rank, dtype: torch.dtype) -> None:
 def test_values_with_other_strides(rank: Rank, form: str) -> None:
     """Full values that are a transpose, as where a checkpoint has a layer's weights turned, load as what they are."""
     source, twins = (build(rank, Nested(), number=number, units=[["deep"]]) for number in (2, 1))
-    entries = model_entries(source.plain)
-    for key, value in entries.items():
-        if isinstance(value, torch.Tensor) and value.ndim == 2:
-            entries[key] = value.t().contiguous().t()
+    entries = map_tensors(lambda one: one.mT.contiguous().mT if one.ndim == 2 else one, model_entries(source.plain))
     set_model_state_dict(twins.module, loadable(rank, LOADS[form], entries, dict), **made(LOADS[form]))
     twins.plain.load_state_dict(entries)
     lines = [*twins.wrong()]
