@@ -4,7 +4,7 @@ A gradient that is right is one factor times the sum of what all ranks computed 
 is another sum of the same parts: without some ranks, of one microbatch alone, with one part twice. So the search works
 on vectors of any length: a flattened tensor, or its sketch (``tensors.fingerprints``), which is linear too.
 
-The table of signatures is ``verdicts.codes``. Those of sums are told from vectors (:func:`diagnose`), those of norms
+The table of signatures is ``judging.codes``. Those of sums are told from vectors (:func:`diagnose`), those of norms
 and of rounding from values (:func:`guess_norm` and :func:`guess_from_values`); of the others there is nothing to
 compare, and the doctor's checks tell them. A signature never decides a verdict.
 """
@@ -36,7 +36,7 @@ class Diagnosis:
     """What a gradient is.
 
     Attributes:
-        signature: its code in ``verdicts.codes``.
+        signature: its code in ``judging.codes``.
         text: a predicate of the gradient: "has the last of 4 microbatches only".
         factor: by what the sum of its parts is multiplied.
         residual: the relative distance to that.
