@@ -54,7 +54,7 @@ def test_no_other_module_types_a_code() -> None:
         f"{path.relative_to(ROOT)}:{line}: {text!r}" for path in paths for line, text in typed(path.read_text())
         if str(path.relative_to(ROOT)) not in (TABLE, OF_A_FORMAT)
     }  # fmt: skip
-    assert len(paths) > 300 and not found, "name a constant of verdicts.codes instead:\n" + "\n".join(sorted(found))
+    assert len(paths) > 300 and not found, "name a constant of judging.codes instead:\n" + "\n".join(sorted(found))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class RollCall:
 class Result:
     """The result of one job or roll call on one rank.
 
-    Contains only built-in types and types of ``verdicts``, so that the controller can always unpickle it.
+    Contains only built-in types and types of ``judging``, so that the controller can always unpickle it.
     """
 
     number: int
