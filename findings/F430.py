@@ -2,8 +2,8 @@
 
 The first rank sends each tensor of a full state dict by `dist.broadcast`, as it is; a tensor that is not contiguous, such as the
 transpose that a converted checkpoint has, goes out over gloo in the order of its memory, and the others read it in the order of
-its elements. Two ranks then train from different weights; those of a sharded parameter are the right ones on the first rank's
-shard alone. Found by STATE-14.
+its elements. The ranks then train from different weights; a sharded parameter is right on the first rank's shard
+alone. Found by STATE-14.
 """
 
 # /// finding

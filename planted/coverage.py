@@ -2,7 +2,7 @@
 
     python -m planted.coverage run FOLDER [options of pytest]    the suites, watched; several runs may fill one folder
     python -m planted.coverage page FOLDER [--onto MAP]          what is made of these runs, in FOLDER
-    python -m planted.coverage time MAP RUN...                   what items of a map take, by run files without it
+    python -m planted.coverage time MAP RUN...                   how long its items run, by run files made without it
 
 ``run`` has two instruments in each rank: :func:`branches`, and ``surface.calls``. Coverage's C tracer begins with the
 first case of a process, after the fork, and each item leaves a line in a file of its process: a rank that is killed
@@ -30,8 +30,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
@@ -57,6 +57,8 @@ MEASURED = (
 )
 #: Those whose functions alone the map has: the reference implementation.
 MAPPED = ("fsdp_impl",)
+
+T = TypeVar("T")
 
 Arc = tuple[int, int]
 
@@ -368,11 +370,7 @@ class Items:
         known = changed.read(path)
         if known.torch != installed():
             raise ValueError(f"{path}: it is of torch {known.torch}, and this is {installed()}")
-        by_item = [
-            {case.replace("[", f"[{name}-", 1): one for name, same in part.items() for case, one in same.items()}
-            for part in (known.items, known.seconds)
-        ]
-        return cls(*by_item)  # type: ignore[arg-type]
+        return cls(_by_item(known.items), _by_item(known.seconds))
 
     def write(self, path: pathlib.Path) -> None:
         """Write a map: names once, by item their numbers, and in the order of the items tenths of seconds, 0 unknown.
@@ -396,6 +394,12 @@ class Items:
         mine = {_implementation(item) for item in self.functions}
         others = {item: one for item, one in earlier.functions.items() if _implementation(item) not in mine}
         return Items({**others, **self.functions}, {**earlier.seconds, **self.seconds})
+
+
+def _by_item(known: Mapping[str, Mapping[str, T]]) -> dict[str, T]:
+    """What a map has by implementation and case, by the ids of items."""
+    found = ((name, case, one) for name, cases in known.items() for case, one in cases.items())
+    return {run.node_id({"id": case, "implementation": name}): one for name, case, one in found}
 
 
 def _implementation(item: str) -> str:
@@ -440,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{options.folder} has no file of a watched run: python -m planted.coverage run {options.folder}"
             )
-        items = Items({**saw.items})
+        items = Items(dict(saw.items))
         if options.onto:
             items = items.onto(Items.read(options.onto))
     except (OSError, ValueError, KeyError) as error:

@@ -110,7 +110,7 @@ class Comm(Protocol):
 
 
 class Buffers(Comm):
-    """Buffers of ours, with which the collectives stay those of :mod:`collectives`."""
+    """Allocates buffers alone; :mod:`collectives` sends them."""
 
 
 class AllGather(Comm, Protocol):

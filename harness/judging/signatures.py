@@ -143,7 +143,7 @@ def _candidates(
 def _of_groups(
     by_rank: Mapping[int, torch.Tensor], everyone: Sequence[int], rank: int, groups: Mapping[str, Sequence[int]]
 ) -> Iterator[_Candidate]:
-    """Yield sums over the ranks that may have reduced: one, those of a group that there is, or of one that may be."""
+    """Yield the sums over one rank, over each of its groups, and over blocks and strides that may be a group."""
     if rank in by_rank and len(by_rank) > 1:
         missing = tuple(one for one in everyone if one != rank)
         yield _Candidate(codes.UNREDUCED, "is this rank's own gradient", by_rank[rank], missing)

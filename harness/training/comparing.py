@@ -163,13 +163,13 @@ class _Passed:
         for one in judged[:stop]:
             self.number += 1
             self.largest = max(self.largest, one.distance)
-            self.before = (what(one.seen.stage, name_of(one.seen)), one.distance)
+            self.before = (what(one.seen.stage, _name(one.seen)), one.distance)
         lines = [missing] if missing else []
         if stop < len(judged) and judged[stop].is_too_far:
             explained = Explained(pair, self.rank)
             cause = explained.cause([one for one in judged[stop:] if one.is_too_far])
             scale = pair.scale(self.rank, cause.seen)
-            found = self._divergent(pair, cause.seen.stage, name_of(cause.seen), cause.distance * scale)
+            found = self._divergent(pair, cause.seen.stage, _name(cause.seen), cause.distance * scale)
             found.n, found.allowed = cause.seen.n, cause.allowed * scale
             found.lines, found.element = explained.lines(cause.seen) + lines, pair.element(self.rank, cause.seen)
         elif missing:
@@ -186,7 +186,7 @@ class _Passed:
         )
 
 
-def name_of(seen: Seen) -> str:
+def _name(seen: Seen) -> str:
     return name_of_seen(seen) or seen.module
 
 

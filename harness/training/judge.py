@@ -19,9 +19,7 @@ from shardproof.harness.judging.elements import numbers_of
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.judging.numerics import SLACK_ULPS, Distance, distance, not_finite, ulp
 from shardproof.harness.judging.observations import Measured
-from shardproof.harness.judging.signatures import (
-    guess_from_values,
-)
+from shardproof.harness.judging.signatures import guess_from_values
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import part_of
@@ -121,14 +119,13 @@ class Judge:
 
     def _of_module(self, rank: OfRank, event: Observed) -> Iterator[Divergent]:
         """Compare what a module returned, or the gradient of that."""
-        key, tensor = event.key, event.value
+        key, tensor, sides = event.key, event.value, self._sides
         if event.stage not in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT):
             return
-        sides = self._sides
         if rank.forwards != sides.counts[rank.data_rank] or sides.oracle.forwards != sides.offsets[-1]:
             self.outcome.note("outputs: the forwards of a step are not one for each microbatch")
             return
-        pair = self._sides.pair(self._sides.there(key, rank))
+        pair = sides.pair(sides.there(key, rank))
         if pair is None or (event.layout is None and pair[0].shape != tensor.shape):
             self.outcome.note("outputs of another shape or place than the reference's")
             return

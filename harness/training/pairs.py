@@ -163,6 +163,7 @@ class Pair:
 
     @functools.cached_property
     def own_names(self) -> list[str]:
+        """The parameters whose own gradients both have, of one shape."""
         of_ref = {name for one in self.ref.evidence.records for name in one.own}
         mine = dict.fromkeys(name for one in self.run.evidence.records for name in one.own)
         return [

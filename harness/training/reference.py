@@ -340,7 +340,7 @@ def _can_be_joined(parts: Sequence[Sequence[torch.Tensor]]) -> bool:
 def _full(seen: StepSeen) -> OfReference:
     made = {**seen.events, **seen.state}
     full = {
-        key: one.value if one.layout is None or key[0] == Stage.OWN_GRADIENT else full_of([one])
+        key: one.value if one.layout is None or key[0] == Stage.OWN_GRADIENT else full_of({0: one})
         for key, one in made.items()
     }
     return OfReference({key: one for key, one in full.items() if one is not None}, seen.forwards)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -135,7 +135,7 @@ class Sides:
     def assembled(self, key: Key, rank: OfRank) -> torch.Tensor | None:
         """Return the sketch of a full gradient, of this rank's part and of those of others that it lacks."""
         near = sorted(self.ranks, key=lambda other: abs(other.rank - rank.rank))
-        parts = _parts(one.events[key] for one in near if key in one.events)
+        parts = _parts({one.rank: one.events[key] for one in near if key in one.events})
         boxes = None if parts is None else distinct(parts)
         if boxes is None:
             return None
@@ -191,18 +191,18 @@ class Sides:
         return float(f"{factor:.6g}"), name_of_factor(factor, sizes, spread=self.near)
 
 
-def _parts(held: Iterable[Observed]) -> list[Held] | None:
+def _parts(held: Mapping[int, Observed]) -> list[Held] | None:
     """What ranks hold of a tensor; None where its place is not known, or a sum is still to be made."""
     found = []
-    for rank, one in enumerate(held):
+    for rank, one in held.items():
         if one.layout is None or one.layout.pending:
             return None
         found.append(Held(rank, one.layout, one.value))
     return found
 
 
-def full_of(held: Iterable[Observed]) -> torch.Tensor | None:
-    """Assemble a full tensor of what ranks hold of it; None where that is not known or leaves elements out."""
+def full_of(held: Mapping[int, Observed]) -> torch.Tensor | None:
+    """Assemble a full tensor of what each rank holds of it; None where that is not known or leaves elements out."""
     parts = _parts(held)
     return None if parts is None else full_tensor(parts)
 
@@ -210,5 +210,5 @@ def full_of(held: Iterable[Observed]) -> torch.Tensor | None:
 def state_of(ranks: Sequence[ByKey]) -> dict[Key, torch.Tensor]:
     """Assemble the state of a run from that of its ranks."""
     keys = dict.fromkeys(key for seen in ranks for key in seen)
-    found = {key: full_of(seen[key] for seen in ranks if key in seen) for key in keys}
+    found = {key: full_of({rank: seen[key] for rank, seen in enumerate(ranks) if key in seen}) for key in keys}
     return {key: full for key, full in found.items() if full is not None}

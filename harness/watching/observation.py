@@ -83,10 +83,10 @@ ByKey = dict[Key, Observed]
 
 
 def of_parameter(
-    stage: Stage, parameter: str, layout: Layout | None, value: Value, *, microbatch: int = 0, state: str = ""
+    stage: Stage, parameter: str, layout: Layout | None, value: Value, *, state: str = ""
 ) -> Observation[Value]:
     """Make the observation of a parameter, its gradient or its state."""
-    return Observation(stage, parameter.rpartition(".")[0], parameter, microbatch, 0, 0, layout, state, value)
+    return Observation(stage, parameter.rpartition(".")[0], parameter, 0, 0, 0, layout, state, value)
 
 
 def key_of(stage: Stage, parameter: str, state: str = "") -> Key:
@@ -117,20 +117,11 @@ class Takes:
 
     @torch.no_grad()
     def emit(
-        self, stage: Stage, tensor: torch.Tensor, layout: Layout | None, *, module: str = "", microbatch: int = 0,
-        call: int = 0, index: int = 0,
+        self, stage: Stage, tensor: torch.Tensor, layout: Layout | None, *, module: str = "", parameter: str = "",
+        microbatch: int = 0, call: int = 0, index: int = 0, state: str = "",
     ) -> None:  # fmt: skip
-        """Hand a tensor to the sink, which keeps nothing of it."""
+        """Hand a tensor to the sink; of a parameter, its gradient or its state, the module is the one that has it."""
         if self.sink is not None:
             value = strided(local_of(tensor).detach())
-            self.sink(Observation(stage, module, "", microbatch, call, index, layout, "", value))
-
-    @torch.no_grad()
-    def emit_parameter(
-        self, stage: Stage, parameter: str, tensor: torch.Tensor, layout: Layout | None, *, microbatch: int = 0,
-        state: str = "",
-    ) -> None:  # fmt: skip
-        """Hand a parameter, its gradient or its state to the sink."""
-        if self.sink is not None:
-            value = strided(local_of(tensor).detach())
-            self.sink(of_parameter(stage, parameter, layout, value, microbatch=microbatch, state=state))
+            module = module or parameter.rpartition(".")[0]
+            self.sink(Observation(stage, module, parameter, microbatch, call, index, layout, state, value))

@@ -324,7 +324,7 @@ class Step:
                 continue
             layout = model.place(name, gradient)
             for one in stages if steps is None or id(parameter) in steps else ():
-                self._takes.emit_parameter(one, name, gradient, layout, microbatch=max(self.backwards.count - 1, 0))
+                self._takes.emit(one, gradient, layout, parameter=name, microbatch=max(self.backwards.count - 1, 0))
             if not self._takes.digests:
                 continue
             if layout is None or (local := model.read(name, gradient, layout)) is None:

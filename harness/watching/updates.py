@@ -157,7 +157,7 @@ class Updates:
             own = states(stepped[name])
             for key, value in own.items() if self._takes.sink is not None else ():
                 place = self._model.place(name, value) if value.ndim else layout_of(value)
-                self._takes.emit_parameter(Stage.OPTIMIZER_STATE, name, value, place, state=key)
+                self._takes.emit(Stage.OPTIMIZER_STATE, value, place, parameter=name, state=key)
             if self._takes.digests:
                 places += [(self.held[name]["state"], key) for key in own]
                 tensors += map(local_of, own.values())
@@ -191,14 +191,14 @@ class Updates:
             if self._takes.digests:
                 bits = bits_of_all([local_of(parameter) for _, parameter in mine])
             for (name, parameter), one in zip(mine, bits, strict=True):
-                self._takes.emit_parameter(stage, name, parameter, self._model.place(name, parameter))
+                self._takes.emit(stage, parameter, self._model.place(name, parameter), parameter=name)
                 yield name, one
             return
         for name, parameter in mine:
             weights = engine.weights(parameter)
             if weights is None:
                 continue
-            self._takes.emit_parameter(stage, name, weights, layout_of(weights))
+            self._takes.emit(stage, weights, layout_of(weights), parameter=name)
             # Of both in one: what the model computes with, and what is moved, perhaps by less than the other shows.
             own, whole = bits_of_all([local_of(parameter), weights])
             yield name, own + 31 * whole

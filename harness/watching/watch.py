@@ -356,7 +356,7 @@ class Watch:
             backwards.unplaced.add(name)
             return
         if not is_given:
-            self._takes.emit_parameter(Stage.OWN_GRADIENT, name, local, layout, microbatch=backwards.count)
+            self._takes.emit(Stage.OWN_GRADIENT, local, layout, parameter=name, microbatch=backwards.count)
         if not self._takes.digests:
             return
         pending = backwards.own.add(name, backwards.count, local, layout, is_given=is_given, is_returned=is_leaf)
