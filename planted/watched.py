@@ -17,7 +17,7 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
-from shardproof.harness.training import doctor
+from shardproof.harness.training import doctor, ranks
 from shardproof.harness.training.exchange import Exchange
 
 #: Seconds that a rank waits for the others at the end of a step.
@@ -67,7 +67,7 @@ class Watched(Adapter):
         if self.optimizer is None or self.config.mesh.size() < dist.get_world_size():
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(doctor, "Exchange", _Unseen)
+            patch.setattr(ranks, "Exchange", _Unseen)
             self._doctor = _Strict(
                 self.module, self.optimizer, mesh=None, groups=None, data=doctor.DATA, steps=range(1000),
                 checks=doctor.CHECKS, ties=(), layout=None, on_finding="raise", report=None, patience=_PATIENCE,

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof import folders
 from shardproof.door import PARTIAL
 from shardproof.harness.judging import codes, numerics
-from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.training import invariants, norms, reduction, report, updates
-from shardproof.harness.training.evidence import Evidence, Start, flat_places, holders_of
-from shardproof.harness.training.exchange import Absent, Exchange
+from shardproof.harness.training import invariants, report
+from shardproof.harness.training.diagnosis import Diagnosis
+from shardproof.harness.training.evidence import Evidence, Start, flat_places
+from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import Finding, next_lines
-from shardproof.harness.training.reduction import Reduced, check_reduction
+from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,
@@ -40,9 +40,6 @@ from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watching
 
 CHECKS = tuple(codes.CHECKS)
-
-#: Findings of these explain that replicas drift apart from the step on.
-_OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.REDUCED_ONCE}
 
 _GONE = "the loop destroyed its process groups before the end of {}: this step and later ones are not watched"
 
@@ -113,32 +110,22 @@ class Doctor(Watching):
         self._models = as_list(model)
         optimizers = as_list(optimizer)
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
-        self._checks, self._ties = frozenset(checks), [tuple(names) for names in ties]
+        self._ties, self._registered = [tuple(names) for names in ties], registered
         self._on_finding, self._report = on_finding, report
-        self._patience, self._registered = patience, registered
         self._watch = Watch(
             self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error,
             passes=self.passes, on_drop=self._skip,
         )  # fmt: skip
-        self._exchange: Exchange | None = None
-        self._rank: int | None = None
-        self._mine: Start | None = None
-        self._starts: list[Start] = []
-        self._holders: dict[str, list[tuple[int, ...]]] = {}
-        self._seen: list[Evidence] = []
-        self._reduced: list[Reduced] = []
-        #: The steps in which ranks that hold the same elements were to be alike, as gradients were reduced.
-        self._of_replicas: list[Evidence] = []
-        self._memory: dict[int, list[int | None]] = {}
-        #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
-        self._doubts: list[tuple[Evidence, list[Finding]]] = []
-        #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
-        self._apart: list[Finding] = []
-        self._are_averaged = False
+        self._ranks = Ranks(patience)
+        self._diagnosis = Diagnosis(checks, waits=on_finding != "raise")
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
-        self.findings: list[Finding] = []
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found, in the order of steps; equal on all ranks."""
+        return self._diagnosis.findings
 
     # The context ----------------------------------------------------------------------------
 
@@ -152,7 +139,7 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._guarded(self._watch.end_step)
-        if self._seen and not self._is_over:
+        if self._diagnosis.seen and not self._is_over:
             self._say_if_not_watched()
         self._finish()
 
@@ -172,28 +159,22 @@ class Doctor(Watching):
         names = [name for model in models for name, _ in _unique(model)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._ranks.rank = dist.get_rank() if dist.is_initialized() else 0
         self._watch.model.flat_places = places_of_flat(models)
         self._mine = self._start(models)
         if self._models:
             self._join()
 
     def _join(self) -> None:
-        """Exchange what ranks are when watching begins.
-
-        Ranks come together where user code makes the doctor, and at the end of a step; not in a forward: the first one
-        may be of one rank alone, or of a stage of a pipeline, for whose output the next stage waits.
-        """
-        self._exchange = Exchange(patience=self._patience)
-        self._rank = self._exchange.rank
-        self._starts = self._exchange.all(self._mine)
-        for problem in _wrong_starts(self._starts):
+        try:
+            found = self._ranks.begin(self._mine)
+        except NotWatchable:
             self._detach()
-            raise NotWatchable(f"doctor: {problem}")
+            raise
         # Now the sizes of all ranks are known; before, what a unit of FSDP1 keeps, which other implementations do not.
-        self._watch.model.flat_places = flat_places([one.flat for one in self._starts], self._rank)
-        self._holders, differ = holders_of(self._starts)
-        self._add(list(invariants.check_start(self._starts, differ)))
+        assert self._ranks.rank is not None
+        self._watch.model.flat_places = flat_places([one.flat for one in self._ranks.starts], self._ranks.rank)
+        self._add(found)
 
     def _start(self, models: Sequence[nn.Module]) -> Start:
         wrappers = wrappers_of(models)
@@ -216,7 +197,7 @@ class Doctor(Watching):
     # Steps ----------------------------------------------------------------------------------
 
     def _on_error(self, error: Exception) -> None:
-        self._add(self._take_waiting(), may_raise=False)
+        self._add(self._diagnosis.take_waiting(), may_raise=False)
         if not isinstance(error, Absent):
             super()._on_error(error)
             return
@@ -243,94 +224,48 @@ class Doctor(Watching):
         self._guarded(lambda: self._judge_joined(seen))
 
     def _judge_joined(self, seen: list[StepRecord | int]) -> None:
-        if self._exchange is None:
+        if self._ranks.is_there is None:
             self._join()
-        assert self._exchange is not None
-        for one in seen:
-            if isinstance(one, StepRecord):
-                one.rank = self._exchange.rank
-        every = self._exchange.all(seen)
-        is_alike = len({len(one) for one in every}) == 1
-        for told in zip(*every, strict=False):
-            records = [one for one in told if isinstance(one, StepRecord)]
-            is_alike = is_alike and len(records) in (0, len(told))  # of a step that is skipped there is none
-            if self._is_over or len(records) not in (0, len(told)):
-                break
-            if records:
+        steps, is_alike = self._ranks.joined(seen)
+        for records in steps:
+            if not self._is_over:
                 self._judge_all(records)
         if not self._is_over and not is_alike:
             self._say("under join() ranks have different numbers of steps: later ones are not watched")
             self._finish()
 
     def _judge_all(self, records: list[StepRecord]) -> None:
-        self._memory[records[0].step] = [one.memory for one in records]
-        evidence = Evidence(records, self._starts, self._holders)
-        self._seen.append(evidence)
-        found = [
-            *invariants.check_finite(evidence),
-            *invariants.check_data(evidence),
-            *invariants.check_tokens(evidence),
-            *invariants.check_collectives(evidence),
-            *invariants.check_contributions(evidence),
-            *updates.check_optimizers(evidence),
-            *invariants.check_ties(evidence, self._expected_ties()),
-        ]
+        evidence = Evidence(records, self._ranks.starts, self._ranks.holders)
+        found = self._diagnosis.judge(evidence, self._expected_ties())
         if any(one.title == invariants.SAME for one in found):
             # All ranks have the same findings, so all come here.
-            assert self._exchange is not None
-            seen = self._exchange.all(samplers())
+            seen = self._ranks.all(samplers())
             found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
-        # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        causes = (invariants.NOT_FINITE, updates.DEAD, invariants.APART)
-        if not any(one.title in causes and not one.is_note for one in found):
-            found += self._check_gradients(evidence)
-        else:
-            self._reduced.insert(0, Reduced(is_skipped=True))
-        found += [
-            *updates.check_updates(evidence),
-            *invariants.check_gathered(evidence),
-            *invariants.check_memory(self._memory),
-        ]
         self._add(found)
-        self._settle()
+        self._add(self._diagnosis.settle())
         if evidence.step >= self._steps[-1]:
             self._finish()
 
     def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
-        """Exchange the records of a step and return them.
-
-        Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
-        neither.
-        """
+        """Exchange the records of a step and return them: none of one that all skip, or that ends the watching."""
         if not self._are_groups_there:
             # What was noted of the model when training began is of groups of ranks that are gone.
             self._say(_GONE.format(f"step {seen.step}" if isinstance(seen, StepRecord) else "a step"))
             self._finish()
             return []
-        if self._exchange is None:
+        if self._ranks.is_there is None:
             self._join()
-        assert self._exchange is not None
-        if isinstance(seen, StepRecord):
-            seen.rank = self._exchange.rank
-        while True:
-            told = self._exchange.all(seen)
-            records = [one for one in told if isinstance(one, StepRecord)]
-            dropped = {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
-            if not records or not dropped:
-                return records
-            if any(one.backwards <= max(dropped.values()) for one in records):
-                self._add([invariants.of_skip(records[0].step, list(dropped), len(told))])
-                self._finish()
-                return []
-            # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
-            if not isinstance(seen, StepRecord):
-                return []
+        records, found = self._ranks.records_of(seen)
+        if found:
+            self._add(found)
+            self._finish()
+        return records
 
     @property
     def _are_groups_there(self) -> bool:
         """Whether the process groups still are that there were when watching began."""
-        if self._exchange is not None:
-            return self._exchange.is_there
+        if self._ranks.is_there is not None:
+            return self._ranks.is_there
         return self._world is None or (dist.is_initialized() and dist.group.WORLD is self._world)
 
     def _skip(self, backwards: int) -> None:
@@ -339,81 +274,14 @@ class Doctor(Watching):
         else:
             self._meet(backwards)
 
-    def _settle(self, *, is_last: bool = False) -> None:
-        """Judge what was dropped: a loop that clears gradients for each microbatch drops as many in each step."""
-        if len({one.drops for one in self._seen}) > 1:
-            self._add([invariants.of_dropped(evidence) for evidence, _ in self._doubts])
-            self._doubts.clear()
-        if len(self._seen) > 1 and invariants.are_averaged(*self._seen[-2:]):
-            self._are_averaged = True
-            is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
-            if not is_told and any(codes.REDUCED_ONCE in one.checks for one in self._apart):
-                self._add([invariants.of_averaged(self._seen[0])])
-            self._apart.clear()
-        if is_last:
-            self._add(self._take_waiting())
-
-    def _take_waiting(self) -> list[Finding]:
-        """Return the findings that a later step might have cleared, and keep them no longer."""
-        found = [*(one for _, found in self._doubts for one in found), *self._apart]
-        self._doubts.clear()
-        self._apart.clear()
-        return found
-
-    def _check_gradients(self, evidence: Evidence) -> list[Finding]:
-        """Check gradients from their cause to its consequences: replicas and norms are wrong where a reduction is."""
-        found, reduced = check_reduction(evidence, self._reduced)
-        if evidence.drops and found:
-            # Gradients that are gone count where the rest is not all that the optimizer has.
-            after = check_reduction(evidence.after_drops, self._reduced)
-            if evidence.are_drops_meant or not any(codes.REDUCED_ONCE in one.checks for one in after[0]):
-                if not evidence.are_drops_meant:
-                    self._doubts.append((evidence, found))
-                found, reduced = after
-        self._reduced.insert(0, reduced)
-        found += invariants.check_leaks(evidence)
-        # What differs when training begins has other gradients too.
-        began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
-        is_wrong = any(
-            codes.REDUCED_ONCE in one.checks and (not one.is_note or one.title == reduction.NOT_REDUCED)
-            for one in found
-        )
-        if not began_apart and not is_wrong:
-            found += invariants.check_replicas(evidence)
-            self._of_replicas.append(evidence)
-        if not any(not one.is_note for one in found):
-            found += norms.check_norm(evidence)
-            if not any(codes.NORM in one.checks for one in (*self.findings, *found)):
-                found += norms.check_limit(self._seen)
-        known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
-        # Replicas whose gradients were not reduced go on drifting apart.
-        if any(_OF_REPLICAS & set(one.checks) and not one.is_note for one in known):
-            found = [one for one in found if codes.EQUAL_PARAMETERS not in one.checks]
-        # What a step does not reduce or zero gets into the gradients of the next one.
-        if any(codes.REDUCED_ONCE in one.checks and one.title != reduction.PARTS for one in known):
-            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != codes.WEIGHTED]
-        # Whoever wants an exception has it at the end of the step.
-        if self._on_finding != "raise":
-            apart = [one for one in found if _is_of_apart(one)]
-            found = [one for one in found if one not in apart]
-            self._apart += [] if self._are_averaged else apart
-        return found
-
-    def _check_states(self) -> list[Finding]:
-        """Check the states of all steps in which replicas were to be alike; those that differ explain theirs."""
-        is_told = any(_OF_REPLICAS & set(one.checks) and not one.is_note for one in self.findings)
-        return [] if is_told or self._are_averaged else list(invariants.check_states_ever(self._of_replicas))
-
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.model.roots) if self._registered is not None else [])]
 
     def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
-        new: list[Finding] = []
-        more = next_lines(len(self._starts))
-        for one in found:
-            if set(one.checks) & self._checks and not any(one.key == known.key for known in (*self.findings, *new)):
-                new.append(dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one)
-        self.findings += new
+        more = next_lines(len(self._ranks.starts))
+        new = self._diagnosis.add(
+            dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in found
+        )
         for one in new:
             if self._on_finding != "collect":
                 self._say(one.render())
@@ -426,17 +294,14 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._is_over = True
-        if not self._seen:
+        if not self._diagnosis.seen:
             why = self._nothing_seen()
             if not self.findings:
                 self._say(why)
             self._write_report(why)
         else:
-            self._settle(is_last=True)
-            for check in (updates.check_optimizers_ever, invariants.check_gradients_ever,
-                          updates.check_rates_ever, invariants.check_gathered_ever):  # fmt: skip
-                self._add(list(check(self._seen)))
-            self._add(self._check_states())
+            for found in self._diagnosis.at_the_end():
+                self._add(found)
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
@@ -444,29 +309,29 @@ class Doctor(Watching):
 
     def _say_if_not_watched(self) -> None:
         """Say why steps that should be watched were not, where the loop has gone on with another model."""
-        last = self._seen[-1].step
+        last = self._diagnosis.seen[-1].step
         others = {kind: is_after for kind, (step, is_after) in self._watch.strangers.items() if step > last}
         if any(others.values()):
             self._say(_GONE.format(f"step {last + 1}"))
         elif others:
-            model = self._starts[0].model
+            model = self._ranks.starts[0].model
             kinds = " and ".join(others)
             self._say(f"steps after {last} are not watched: {kinds} stepped, and has none of the parameters of the "
                       f"{model} that was watched")  # fmt: skip
 
     def _abandon(self, error: BaseException) -> None:
-        self._add(self._take_waiting(), may_raise=False)
+        self._add(self._diagnosis.take_waiting(), may_raise=False)
         self._write_report(f"the training ended with {type(error).__name__}")
 
     def _write_report(self, incomplete: str = "") -> None:
         """Write the run file on rank 0, if one is asked for; a loop that made no process group has the launcher's."""
-        rank = int(os.environ.get("RANK", "0")) if self._rank is None else self._rank
+        rank = int(os.environ.get("RANK", "0")) if self._ranks.rank is None else self._ranks.rank
         if self._report is None or rank != 0:
             return
         # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
         path = os.fspath(self._report) + (PARTIAL if incomplete else "")
         try:
-            report.write(path, self.findings, self._seen, self._checks, incomplete=incomplete)
+            report.write(path, self.findings, self._diagnosis.seen, self._diagnosis.checks, incomplete=incomplete)
         except folders.NotWritten as error:
             self._say_here(f"the report is not written: {error}")
         else:
@@ -475,12 +340,13 @@ class Doctor(Watching):
 
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
-        if not self._seen:
+        judged = self._diagnosis
+        if not judged.seen:
             return "no step was seen"
-        return report.summary(self._starts, self._seen, self._reduced, self.findings)
+        return report.summary(self._ranks.starts, judged.seen, judged.reduced, judged.findings)
 
     def _say(self, text: str) -> None:
-        if not self._rank:
+        if not self._ranks.rank:
             self._say_here(text)
 
     def _detach(self) -> None:
@@ -488,15 +354,8 @@ class Doctor(Watching):
         self._patches.close()
         if self._registered is not None:
             self._registered.close()
-        if self._exchange is not None:
-            with contextlib.suppress(Exception):  # the user may have ended the process groups
-                self._exchange.close()
-
-
-def _is_of_apart(finding: Finding) -> bool:
-    """Whether parameters that are averaged later explain a finding."""
-    is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
-    return not finding.is_note and (is_local or codes.EQUAL_PARAMETERS in finding.checks)
+        with contextlib.suppress(Exception):  # the user may have ended the process groups
+            self._ranks.close()
 
 
 doctor = Doctor
@@ -516,27 +375,3 @@ def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
     plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
     ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
     return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)
-
-
-def _wrong_starts(starts: Sequence[Start]) -> list[str]:
-    """Return what makes ranks impossible to compare, in one line each."""
-    found = []
-    for rank, start in enumerate(starts):
-        for name in start.shapes:
-            without = [other for other, one in enumerate(starts) if name not in one.shapes]
-            if without and _are_of_one_model(start, starts[without[0]]):
-                shape = tuple(start.shapes[name])
-                found.append(
-                    f"rank {rank} has {name!r} {shape}, {ranks_of(without)} do{'es' * (len(without) == 1)} not: "
-                    "the ranks built different models"
-                )
-                return found
-    return found
-
-
-def _are_of_one_model(one: Start, other: Start) -> bool:
-    """Whether ranks have built one model as far as both have it; stages of a pipeline may have the same names."""
-    both = [(one.bits[name], other.bits[name]) for name in one.bits if name in other.bits]
-    if any(mine[1] or theirs[1] for mine, theirs in both) or one.replicated:
-        return bool(both)
-    return bool(both) and all(mine[0] == theirs[0] and mine[2] == theirs[2] for mine, theirs in both)

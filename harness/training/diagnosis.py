@@ -1,0 +1,172 @@
+"""The doctor's judge: which checks a step gets, which findings wait for a later step, and which explain others."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from shardproof.harness.judging import codes
+from shardproof.harness.training import invariants, norms, reduction, updates
+from shardproof.harness.training.evidence import Evidence
+from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.reduction import Reduced, check_reduction
+
+#: Findings of these explain that replicas drift apart from the step on.
+_OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.REDUCED_ONCE}
+
+
+class Diagnosis:
+    """What was found in a training so far, equal on all ranks.
+
+    Args:
+        checks: the findings of which checks count.
+        waits: whether a finding that a later step may clear is told after that step only.
+
+    Attributes:
+        checks: the findings of which count.
+        findings: those that were added, in order.
+        seen: the steps that were judged.
+        reduced: how gradients were reduced in each of them, the latest first.
+    """
+
+    def __init__(self, checks: Collection[str], *, waits: bool) -> None:
+        self.findings: list[Finding] = []
+        self.seen: list[Evidence] = []
+        self.reduced: list[Reduced] = []
+        self.checks, self._waits = frozenset(checks), waits
+        #: The steps in which ranks that hold the same elements were to be alike, as gradients were reduced.
+        self._of_replicas: list[Evidence] = []
+        #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
+        self._doubts: list[tuple[Evidence, list[Finding]]] = []
+        #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
+        self._apart: list[Finding] = []
+        self._are_averaged = False
+
+    def add(self, found: Iterable[Finding]) -> list[Finding]:
+        """Add findings and return the new ones among them."""
+        new: list[Finding] = []
+        for one in found:
+            is_known = any(one.key == other.key for other in (*self.findings, *new))
+            if set(one.checks) & self.checks and not is_known:
+                new.append(one)
+        self.findings += new
+        return new
+
+    def judge(self, evidence: Evidence, ties: Sequence[tuple[str, ...]]) -> list[Finding]:
+        """Return what is wrong in a step; ``ties`` are the names of parameters that should be one."""
+        self.seen.append(evidence)
+        found = [
+            *invariants.check_finite(evidence),
+            *invariants.check_data(evidence),
+            *invariants.check_tokens(evidence),
+            *invariants.check_collectives(evidence),
+            *invariants.check_contributions(evidence),
+            *updates.check_optimizers(evidence),
+            *invariants.check_ties(evidence, ties),
+        ]
+        # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
+        causes = (invariants.NOT_FINITE, updates.DEAD, invariants.APART)
+        if not any(one.title in causes and not one.is_note for one in found):
+            found += self._of_gradients(evidence)
+        else:
+            self.reduced.insert(0, Reduced(is_skipped=True))
+        memory = {one.step: [record.memory for record in one.records] for one in self.seen}
+        return [
+            *found,
+            *updates.check_updates(evidence),
+            *invariants.check_gathered(evidence),
+            *invariants.check_memory(memory),
+        ]
+
+    def settle(self) -> list[Finding]:
+        """Judge what was dropped, and what ranks that train apart have: a later step tells whether each is meant."""
+        found: list[Finding] = []
+        # A loop that clears gradients for each microbatch drops as many in each step.
+        if len({one.drops for one in self.seen}) > 1:
+            found += [invariants.of_dropped(evidence) for evidence, _ in self._doubts]
+            self._doubts.clear()
+        if len(self.seen) > 1 and invariants.are_averaged(*self.seen[-2:]):
+            self._are_averaged = True
+            is_told = any(one.title == reduction.NOT_REDUCED for one in self.findings)
+            if not is_told and any(codes.REDUCED_ONCE in one.checks for one in self._apart):
+                found.append(invariants.of_averaged(self.seen[0]))
+            self._apart.clear()
+        return found
+
+    def take_waiting(self) -> list[Finding]:
+        """Return the findings that a later step might have cleared, and keep them no longer."""
+        found = [*(one for _, found in self._doubts for one in found), *self._apart]
+        self._doubts.clear()
+        self._apart.clear()
+        return found
+
+    def at_the_end(self) -> Iterator[list[Finding]]:
+        """What all steps together show; each is added before the next is asked for."""
+        yield self.settle()
+        yield self.take_waiting()
+        yield list(updates.check_optimizers_ever(self.seen))
+        yield list(invariants.check_gradients_ever(self.seen))
+        yield list(updates.check_rates_ever(self.seen))
+        yield list(invariants.check_gathered_ever(self.seen))
+        # Of all steps in which replicas were to be alike; those that differ explain theirs.
+        if not self._are_averaged and not any(map(_is_of_replicas, self.findings)):
+            yield list(invariants.check_states_ever(self._of_replicas))
+
+    # Gradients, from their cause to its consequences: replicas and norms are wrong where a reduction is -----------
+
+    def _of_gradients(self, evidence: Evidence) -> list[Finding]:
+        found = [*self._of_reduction(evidence), *invariants.check_leaks(evidence)]
+        # What differs when training begins has other gradients too.
+        began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
+        if not began_apart and not any(_is_not_reduced(one) for one in found):
+            found += invariants.check_replicas(evidence)
+            self._of_replicas.append(evidence)
+        if all(one.is_note for one in found):
+            found += norms.check_norm(evidence)
+            if not any(codes.NORM in one.checks for one in (*self.findings, *found)):
+                found += norms.check_limit(self.seen)
+        return self._put_apart(self._without_consequences(found))
+
+    def _of_reduction(self, evidence: Evidence) -> list[Finding]:
+        found, reduced = check_reduction(evidence, self.reduced)
+        if evidence.drops and found:
+            # Gradients that are gone count where the rest is not all that the optimizer has.
+            after = check_reduction(evidence.after_drops, self.reduced)
+            if evidence.are_drops_meant or not any(codes.REDUCED_ONCE in one.checks for one in after[0]):
+                if not evidence.are_drops_meant:
+                    self._doubts.append((evidence, found))
+                found, reduced = after
+        self.reduced.insert(0, reduced)
+        return found
+
+    def _without_consequences(self, found: list[Finding]) -> list[Finding]:
+        """Leave out what an earlier step explains."""
+        known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
+        # Replicas whose gradients were not reduced go on drifting apart.
+        if any(map(_is_of_replicas, known)):
+            found = [one for one in found if codes.EQUAL_PARAMETERS not in one.checks]
+        # What a step does not reduce or zero gets into the gradients of the next one.
+        if any(codes.REDUCED_ONCE in one.checks and one.title != reduction.PARTS for one in known):
+            found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != codes.WEIGHTED]
+        return found
+
+    def _put_apart(self, found: list[Finding]) -> list[Finding]:
+        """Keep what parameters that are averaged later would explain; whoever wants an exception has it now."""
+        if not self._waits:
+            return found
+        apart = [one for one in found if _is_of_apart(one)]
+        self._apart += [] if self._are_averaged else apart
+        return [one for one in found if one not in apart]
+
+
+def _is_of_replicas(finding: Finding) -> bool:
+    return bool(_OF_REPLICAS & set(finding.checks)) and not finding.is_note
+
+
+def _is_not_reduced(finding: Finding) -> bool:
+    """Whether gradients are wrong, so that replicas are."""
+    is_wrong = not finding.is_note or finding.title == reduction.NOT_REDUCED
+    return codes.REDUCED_ONCE in finding.checks and is_wrong
+
+
+def _is_of_apart(finding: Finding) -> bool:
+    """Whether parameters that are averaged later explain a finding."""
+    is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
+    return not finding.is_note and (is_local or codes.EQUAL_PARAMETERS in finding.checks)

@@ -1,0 +1,122 @@
+"""What ranks of a watched training tell each other: what they are when it begins, and what each has seen of a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardproof.harness.judging.texts import ranks_of
+from shardproof.harness.training import invariants
+from shardproof.harness.training.evidence import Start, holders_of
+from shardproof.harness.training.exchange import Exchange
+from shardproof.harness.training.findings import Finding
+from shardproof.harness.watching.records import NotWatchable, StepRecord
+
+
+class Ranks:
+    """Exchanges between all ranks, each of which makes the same calls in the same order.
+
+    Args:
+        patience: seconds to wait for the slowest rank.
+
+    Attributes:
+        rank: the global rank; None before the model is known.
+        starts: what each rank is, in the order of ranks; empty before the first exchange.
+        holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.rank: int | None = None
+        self.starts: list[Start] = []
+        self.holders: dict[str, list[tuple[int, ...]]] = {}
+        self._patience = patience
+        self._exchange: Exchange | None = None
+
+    @property
+    def is_there(self) -> bool | None:
+        """Whether the group of the exchange still exists; None before there is one."""
+        return None if self._exchange is None else self._exchange.is_there
+
+    def begin(self, mine: Start | None) -> list[Finding]:
+        """Exchange what ranks are, and return what is wrong about it.
+
+        Ranks come together where user code makes the doctor, and at the end of a step; not in a forward: the first one
+        may be of one rank alone, or of a stage of a pipeline, for whose output the next stage waits.
+
+        Raises:
+            NotWatchable: ranks have built different models; on all of them.
+        """
+        self._exchange = Exchange(patience=self._patience)
+        self.rank = self._exchange.rank
+        self.starts = self._exchange.all(mine)
+        if problem := _different_models(self.starts):
+            raise NotWatchable(f"doctor: {problem}")
+        self.holders, differ = holders_of(self.starts)
+        return list(invariants.check_start(self.starts, differ))
+
+    def all(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order."""
+        assert self._exchange is not None
+        return self._exchange.all(value)
+
+    def records_of(self, seen: StepRecord | int) -> tuple[list[StepRecord], list[Finding]]:
+        """Exchange the records of a step and return them, and what is wrong if only some ranks have taken it.
+
+        Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
+        neither.
+        """
+        if isinstance(seen, StepRecord):
+            assert self.rank is not None
+            seen.rank = self.rank
+        while True:
+            told = self.all(seen)
+            records = [one for one in told if isinstance(one, StepRecord)]
+            dropped = {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
+            if not records or not dropped:
+                return records, []
+            if any(one.backwards <= max(dropped.values()) for one in records):
+                return [], [invariants.of_skip(records[0].step, list(dropped), len(told))]
+            # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
+            if not isinstance(seen, StepRecord):
+                return [], []
+
+    def joined(self, seen: Sequence[StepRecord | int]) -> tuple[list[list[StepRecord]], bool]:
+        """Exchange what ranks have seen under ``join()``: the records of all by step, and whether all saw as many."""
+        for one in seen:
+            if isinstance(one, StepRecord):
+                assert self.rank is not None
+                one.rank = self.rank
+        every = self.all(seen)
+        steps: list[list[StepRecord]] = []
+        for told in zip(*every, strict=False):
+            records = [one for one in told if isinstance(one, StepRecord)]
+            if len(records) not in (0, len(told)):  # of a step that is skipped there is none
+                return steps, False
+            if records:
+                steps.append(records)
+        return steps, len({len(one) for one in every}) == 1
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+
+def _different_models(starts: Sequence[Start]) -> str:
+    """Return what makes ranks impossible to compare, in one line; nothing if they have built one model."""
+    for rank, start in enumerate(starts):
+        for name in start.shapes:
+            without = [other for other, one in enumerate(starts) if name not in one.shapes]
+            if without and _are_of_one_model(start, starts[without[0]]):
+                shape = tuple(start.shapes[name])
+                return (
+                    f"rank {rank} has {name!r} {shape}, {ranks_of(without)} do{'es' * (len(without) == 1)} not: "
+                    "the ranks built different models"
+                )
+    return ""
+
+
+def _are_of_one_model(one: Start, other: Start) -> bool:
+    """Whether ranks have built one model as far as both have it; stages of a pipeline may have the same names."""
+    both = [(one.bits[name], other.bits[name]) for name in one.bits if name in other.bits]
+    if any(mine[1] or theirs[1] for mine, theirs in both) or one.replicated:
+        return bool(both)
+    return bool(both) and all(mine[0] == theirs[0] and mine[2] == theirs[2] for mine, theirs in both)
