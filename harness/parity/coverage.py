@@ -10,7 +10,7 @@ in their gradients, and in the state of the optimizer. Counting reads and does n
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -123,19 +123,30 @@ def kept_outside(model: nn.Module) -> list[str]:
     ``nn.LSTM`` has: they keep the full ones.
     """
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [
+        *_largest_registered(model),
+        *(line for name, module in model.named_modules() for line in _in_attributes(name, module, known)),
+    ]
+
+
+def _largest_registered(model: nn.Module) -> Iterator[str]:
     registered = [(original_name(name), local_of(one)) for name, one in model.named_parameters()]
     sizes = {name: memory.bytes_of([one]) for name, one in registered if memory.is_allocated(one)}
-    largest = ", ".join(f"{name!r} {sizes[name]}" for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3])
-    found = [f"registered parameters hold {sum(sizes.values())} bytes, the largest {largest}"] if sizes else []
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
-                continue
-            kept = [one for one in trees.tensors_of(value) if id(one) not in known and memory.is_allocated(one)]
-            if nbytes := memory.bytes_of(kept):
-                kind = type(module).__name__
-                found.append(f"{name or 'the model'} ({kind}) keeps {nbytes} bytes of tensors in {attribute!r}")
-    return found
+    if sizes:
+        largest = ", ".join(
+            f"{name!r} {sizes[name]}" for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+        )
+        yield f"registered parameters hold {sum(sizes.values())} bytes, the largest {largest}"
+
+
+def _in_attributes(name: str, module: nn.Module, known: Collection[int]) -> Iterator[str]:
+    for attribute, value in vars(module).items():
+        if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+            continue
+        kept = [one for one in trees.tensors_of(value) if id(one) not in known and memory.is_allocated(one)]
+        if nbytes := memory.bytes_of(kept):
+            kind = type(module).__name__
+            yield f"{name or 'the model'} ({kind}) keeps {nbytes} bytes of tensors in {attribute!r}"
 
 
 def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
@@ -270,16 +281,23 @@ class Evidence:
             if shown.wrong is not None:
                 where, text = shown.wrong
                 raise Divergence(f"a piece is not a part of its tensor: {where}\n  {text}", where)
+        self._check_covered(everyone)
+        self._check_sharded(everyone)
+
+    def _check_covered(self, everyone: Sequence[Shown]) -> None:
+        """Check that the pieces of each group make up each tensor, and that no rank holds more than its share."""
         # Parameters first: a model is better described by them than by its gradients.
         keys = sorted({key for shown in everyone for key in shown.spans}, key=lambda key: (key[0] != _PARAMETER, key))
-        groups = sorted({shown.group for shown in everyone})
-        for group in groups:
+        for group in sorted({shown.group for shown in everyone}):
             members = {rank: everyone[rank] for rank in group}
             # A tensor that some rank of the group does not show is a gradient that it lacks, which a comparison finds.
             divided = [
                 key for key in keys if all(key in one.spans for one in members.values()) and self._divides(key, members)
             ]
             self._check_shares([key for key in divided if key[0] == _PARAMETER], members)
+
+    def _check_sharded(self, everyone: Sequence[Shown]) -> None:
+        """Check that some rank holds less than all of what the implementation claims to shard."""
         for what in sorted(self._traits.shards):
             counts = [shown.counts[what] for shown in everyone if what in shown.counts]
             finding = all_of(what, counts) if len(counts) == len(everyone) else None
