@@ -19,7 +19,15 @@ from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
-from shardproof.harness.tensors.pieces import Piece, Spans, cut_before_sharding, original_name, spans_of, uncut
+from shardproof.harness.tensors.pieces import (
+    Piece,
+    Spans,
+    cut_before_sharding,
+    index_at,
+    original_name,
+    spans_of,
+    uncut,
+)
 from shardproof.harness.tensors.trees import local_of
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
@@ -327,14 +335,14 @@ class Evidence:
         tensor = repr(name) if stage == _PARAMETER else f"the {stage.value} of {name!r}"
         missing, position = _first(found < wanted)
         if missing:
-            element = _element(position, shape)
+            element = index_at(position, shape)
             text = (
                 f"the shards of {tensor} do not cover it: element {list(element)} is on no rank of {who}; "
                 f"{missing} of {int(wanted.sum())} elements are missing"
             )
         else:
             more, position = _first(found > wanted)
-            element = _element(position, shape)
+            element = index_at(position, shape)
             owners = [rank for rank, one in members.items() if any(a <= position < b for a, b in one.spans[key])]
             on = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))} of {who}"
             text = (
@@ -387,7 +395,7 @@ def _wrong_cut(piece: Piece, held: torch.Tensor, positions: torch.Tensor, name: 
         return "its cut of positions has values that are no positions: a cut selects elements and computes none"
     twice = (flat[1:] == flat[:-1]).nonzero()
     if twice.numel():
-        return f"its cut selects element {list(_element(int(flat[twice[0]]), positions.shape))} more than once"
+        return f"its cut selects element {list(index_at(int(flat[twice[0]]), positions.shape))} more than once"
     for dtype in (torch.float32, torch.float64):
         other = protocol.cut(piece, positions.to(dtype), name)
         if other.dtype != dtype or not torch.equal(other.to(positions.device), held.to(dtype)):
@@ -419,8 +427,3 @@ def _first(mask: torch.Tensor) -> tuple[int, int]:
     """Return how many elements of a 1-D mask are set, and the position of the first, or -1."""
     found = mask.nonzero()
     return found.shape[0], int(found[0]) if found.shape[0] else -1
-
-
-def _element(position: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the index in a tensor of ``shape`` of a flat position."""
-    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), shape))
