@@ -40,8 +40,6 @@ ABOVE: dict[str, int] = {
     "training/recording.py:Recording": 18,
     "training/recording.py:Recording._take": 18,
     "training/recording.py:Recording._lines_of": 16,
-    "training/report.py:_facts": 20,
-    "training/report.py:_norms": 23,
     "training/request.py:Request": 25,
     "training/trainee.py:Trainee": 21,
     "training/trainee.py:Trainee._made": 16,
