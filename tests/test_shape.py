@@ -39,8 +39,6 @@ ABOVE: dict[str, int] = {
     "training/recording.py:Recording._take": 18,
     "training/recording.py:Recording._lines_of": 16,
     "training/request.py:Request": 25,
-    "training/trainee.py:Trainee": 21,
-    "training/trainee.py:Trainee._made": 16,
     "training/updates.py:check_optimizers_ever": 19,
     "training/updates.py:check_updates": 30,
     "watching/groups.py:groups_of": 25,
