@@ -38,7 +38,6 @@ ABOVE: dict[str, int] = {
     "training/recording.py:Recording": 18,
     "training/recording.py:Recording._take": 18,
     "training/recording.py:Recording._lines_of": 16,
-    "training/request.py:Request": 25,
     "training/updates.py:check_optimizers_ever": 19,
     "training/updates.py:check_updates": 30,
     "watching/groups.py:groups_of": 25,
