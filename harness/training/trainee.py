@@ -273,8 +273,8 @@ class StepSeen:
     is_fully_sharded: bool
 
 
-class Sight:
-    """What a process sees of the step under way, and keeps of it.
+class Observations:
+    """The observations that a process keeps of the step under way.
 
     Args:
         role: of the training; the reference keeps among which numbers a function chooses as well.
@@ -338,14 +338,14 @@ class Trainee:
         explains: bool = False, baseline: "Trainee | None" = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
-        self._device, self._sight = device, Sight(role, explains=explains)
+        self._device, self._observations = device, Observations(role, explains=explains)
         torch.manual_seed(request.seed)
         self.original = Unsharded.of(functions.subject.build(request.sequence))
         maker = Maker(request, functions, role, mesh, device)
         self._made: Made = maker.make(self.original, None if baseline is None else baseline._made)
         self.watch = Watch(
-            self._sight.records.append, steps=range(request.steps + 1), optimizers=[self.optimizer],
-            sink=self._sight.see, on_error=self._sight.errors.append, modules=True, digests=False,
+            self._observations.records.append, steps=range(request.steps + 1), optimizers=[self.optimizer],
+            sink=self._observations.see, on_error=self._observations.errors.append, modules=True, digests=False,
         )  # fmt: skip
         self.watch.attach(self.model)
         self.flat = sizes_of_flat([self.model])
@@ -369,11 +369,11 @@ class Trainee:
     @property
     def home(self) -> torch.device:
         """Where the gradients that it sees are kept; for the reference its state is too."""
-        return self._sight.home
+        return self._observations.home
 
     @home.setter
     def home(self, home: torch.device) -> None:
-        self._sight.home = home
+        self._observations.home = home
 
     def know(self, flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> None:
         """Take how many elements of flat parameters each rank holds."""
@@ -411,7 +411,7 @@ class Trainee:
 
     def step(self, microbatches: list[Any]) -> StepSeen:
         """Train one step, and return what was seen of it."""
-        self._sight.events = {}
+        self._observations.events = {}
         self.watch.forget()  # calls of torch's functions that it has seen another trainee make
         narrow = Narrowest() if self.role == "baseline" else None
         keeps = self.role == "oracle" and self.request.oracle == "float64"
@@ -421,12 +421,12 @@ class Trainee:
         with mode, Choices(self._choose):
             self._call(self.cast(microbatches))
         self.watch.end_step()
-        if self._sight.errors:
-            raise self._sight.errors[0]
-        if (steps := self.watch.step - before) != 1 or not self._sight.records:
+        if self._observations.errors:
+            raise self._observations.errors[0]
+        if (steps := self.watch.step - before) != 1 or not self._observations.records:
             raise NotCheckable(f"check: step() made {steps} optimizer steps that count: it must make one")
-        record = self._sight.records.pop()
-        events, self._sight.events = self._sight.events, {}
+        record = self._observations.records.pop()
+        events, self._observations.events = self._observations.events, {}
         return StepSeen(
             events, self.state(), record.forwards, [one.norm_type for one in record.norms],
             narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
@@ -471,7 +471,7 @@ class Trainee:
     # What is seen ---------------------------------------------------------------------------
 
     def _choose(self, chosen: torch.Tensor, values: torch.Tensor) -> None:
-        self._sight.note_choice(self.watch.counts[0] - 1, chosen, values)
+        self._observations.note_choice(self.watch.counts[0] - 1, chosen, values)
 
     @torch.no_grad()
     def state(self) -> ByKey:
