@@ -30,22 +30,7 @@ LARGEST: dict[str, tuple[int, int]] = {
 }
 #: What is above LIMIT in the rooms of the engine. An entry may be lowered or removed, and none may be added.
 ABOVE: dict[str, int] = {
-    "judging/explanation.py:Divergent.render": 27,
-    "parity/coverage.py:kept_outside": 16,
-    "parity/coverage.py:Evidence.judge": 19,
-    "parity/run.py:Run": 19,
     "training/alignment.py:Step.__init__": 18,
-    "training/axes.py:of_keywords": 17,
-    "training/bisect.py:bisect": 21,
-    "training/recording.py:EventLine": 19,
-    "training/recording.py:Recording": 18,
-    "training/recording.py:Recording._take": 18,
-    "training/recording.py:Recording._lines_of": 16,
-    "training/report.py:_facts": 20,
-    "training/report.py:_norms": 23,
-    "training/request.py:Request": 25,
-    "training/trainee.py:Trainee": 21,
-    "training/trainee.py:Trainee._made": 16,
     "training/updates.py:check_optimizers_ever": 19,
     "training/updates.py:check_updates": 30,
     "watching/groups.py:groups_of": 25,

@@ -1,7 +1,7 @@
 """What one rank returns of a failed case that ran once more with capture on."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardproof.harness.judging.finding import Guess, Location, Numbers, Stage, step_label
 from shardproof.harness.judging.texts import ranks_of
@@ -37,31 +37,57 @@ class Divergent:
     def render(self, others: Sequence["Divergent"], size: int) -> list[str]:
         """Return the lines that describe the place, with those of the other ranks, of ``size`` in all."""
         at = self.location
-        lines = [f"first divergence: {at.stage.value}{f' of {at.name!r}' if at.name else ''}"]
-        lines += [f"  module {self.module or 'none'}, parameter {self.parameter or 'none'}"]
-        place = [step_label(at.step)] if at.step is not None else []
-        place += [self.where] if self.where else []
-        place += [f"rank {at.rank}"] if at.rank is not None else []
-        if self.numbers is not None:
-            place += [f"offset {self.numbers.offset} in what the rank holds"]
-            place += [f"element {list(at.element)}"] if at.element is not None else []
-        lines += [f"  {', '.join(place)}", *(f"  {line.strip()}" for line in self.text.splitlines())]
         alike = [one for one in others if _same_place(one, self)]
+        lines = [
+            f"module {self.module or 'none'}, parameter {self.parameter or 'none'}",
+            ", ".join(self._place()),
+            *(line.strip() for line in self.text.splitlines()),
+            *self._guesses(alike, size),
+            *self._other_names(),
+            *self._other_ranks(others, alike, size),
+            f"compared with {self.title}",
+        ]
+        return [
+            f"first divergence: {at.stage.value}{f' of {at.name!r}' if at.name else ''}",
+            *(f"  {line}" for line in lines),
+        ]
+
+    def _place(self) -> Iterator[str]:
+        """Yield the step, the microbatch, the rank and the element, as far as they are known."""
+        at = self.location
+        if at.step is not None:
+            yield step_label(at.step)
+        if self.where:
+            yield self.where
+        if at.rank is not None:
+            yield f"rank {at.rank}"
+        if self.numbers is not None:
+            yield f"offset {self.numbers.offset} in what the rank holds"
+            if at.element is not None:
+                yield f"element {list(at.element)}"
+
+    def _guesses(self, alike: Sequence["Divergent"], size: int) -> Iterator[str]:
+        """Yield the guess, which may be shared by all ranks."""
         if self.guess is not None:
             is_shared = len(alike) == size - 1 and {one.guess for one in alike} <= {self.guess}
-            lines.append(f"  {self.guess.render(is_shared=is_shared)}")
-        if more := [name for name in self.also if name != at.name]:
+            yield self.guess.render(is_shared=is_shared)
+
+    def _other_names(self) -> Iterator[str]:
+        """Yield the other tensors that diverge at the stage."""
+        if more := [name for name in self.also if name != self.location.name]:
             listed = ", ".join(map(repr, more[:_MOST_NAMES]))
             rest = f" and {len(more) - _MOST_NAMES} more" if len(more) > _MOST_NAMES else ""
-            lines.append(f"  also diverging at this stage: {listed}{rest}")
+            yield f"also diverging at this stage: {listed}{rest}"
+
+    def _other_ranks(self, others: Sequence["Divergent"], alike: Sequence["Divergent"], size: int) -> Iterator[str]:
+        """Yield which other ranks diverge here, or, where none does, where they diverge."""
+        rank = self.location.rank
         # A check tells all ranks of the first one's.
         ranks = [one.location.rank for one in alike if one.location.rank is not None]
-        if ranks := [rank for rank in ranks if rank != at.rank]:
-            lines.append(f"  the same tensor diverges on {ranks_of(ranks)} too")
-        elif not alike and size > 1 and at.rank is not None:
-            lines.append(f"  no other rank diverges at this tensor first; {_elsewhere(others, size)}")
-        lines.append(f"  compared with {self.title}")
-        return lines
+        if ranks := [one for one in ranks if one != rank]:
+            yield f"the same tensor diverges on {ranks_of(ranks)} too"
+        elif not alike and size > 1 and rank is not None:
+            yield f"no other rank diverges at this tensor first; {_elsewhere(others, size)}"
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from shardproof.harness.judging.signatures import guess_from_values, guess_gradi
 from shardproof.harness.parity.oracle import OracleStep, total_norm
 from shardproof.harness.parity.protocol import cut
 from shardproof.harness.parity.run import Pieces, StepPicture
-from shardproof.harness.tensors.pieces import Piece, whole
+from shardproof.harness.tensors.pieces import Piece, index_in_full, whole
 from shardproof.harness.tensors.trees import tensors_of
 
 #: What is wrong with a pair of a model such as one with dropout.
@@ -191,7 +191,9 @@ class StepComparison:
         runs = {"the sharded run": mine.tensor, "the baseline": baseline, "the oracle": oracle}
         if (text := not_finite(runs)) is not None:
             found = (~mine.tensor.isfinite()).flatten().nonzero()
-            element = _global_index(mine, oracle, int(found[0])) if len(found) else None
+            element = None
+            if len(found):
+                element = index_in_full(mine.cut, oracle.shape, int(found[0]), device=oracle.device)
             if not bool(oracle.isfinite().all()):
                 text += "\n  the model, its data or the loss makes it, sharded or not: such values prove nothing"
             yield self._finding(stage, name, element, text)
@@ -212,7 +214,7 @@ class StepComparison:
                 + (f": {_DRAWS}" if self.context.draws_random_numbers else "")
             )
         if result.is_too_far:
-            element = _global_index(mine, oracle, result.index)
+            element = index_in_full(mine.cut, oracle.shape, result.index, device=oracle.device)
             text, numbers = numbers_of(result, {"sharded": value, "baseline": other, "oracle": expected})
             guess = self._guess(stage, name, mine, value, expected)
             guess = guess or guess_from_values(value, expected, magnitude=magnitude)
@@ -257,14 +259,3 @@ class StepComparison:
         if self.context.draws_random_numbers:
             lines.append(_DRAWS)
         return Finding(location, "\n  ".join(lines), guess)
-
-
-def _global_index(piece: Piece, full: torch.Tensor, index: int) -> tuple[int, ...]:
-    """The index into the full tensor of the local shard's element ``index``.
-
-    The layout of a shard is known only as the function ``piece.cut``, so a full tensor of positions is cut the same
-    way, and the position is read at ``index``.
-    """
-    positions = torch.arange(full.numel(), device=full.device).view(full.shape)
-    position = int(piece.cut(positions).flatten()[index])
-    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), full.shape))

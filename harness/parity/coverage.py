@@ -10,7 +10,7 @@ in their gradients, and in the state of the optimizer. Counting reads and does n
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,7 +19,15 @@ from shardproof.harness.adapters.base import Adapter, Config, Traits
 from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage, raise_first
 from shardproof.harness.parity import protocol
 from shardproof.harness.tensors import memory, trees
-from shardproof.harness.tensors.pieces import Piece, Spans, cut_before_sharding, original_name, spans_of, uncut
+from shardproof.harness.tensors.pieces import (
+    Piece,
+    Spans,
+    cut_before_sharding,
+    index_at,
+    original_name,
+    spans_of,
+    uncut,
+)
 from shardproof.harness.tensors.trees import local_of
 
 #: How many shares of the parameters each member of ``traits.held_from_start`` is; what is gathered is counted apart.
@@ -123,19 +131,30 @@ def kept_outside(model: nn.Module) -> list[str]:
     ``nn.LSTM`` has: they keep the full ones.
     """
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [
+        *_largest_registered(model),
+        *(line for name, module in model.named_modules() for line in _in_attributes(name, module, known)),
+    ]
+
+
+def _largest_registered(model: nn.Module) -> Iterator[str]:
     registered = [(original_name(name), local_of(one)) for name, one in model.named_parameters()]
     sizes = {name: memory.bytes_of([one]) for name, one in registered if memory.is_allocated(one)}
-    largest = ", ".join(f"{name!r} {sizes[name]}" for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3])
-    found = [f"registered parameters hold {sum(sizes.values())} bytes, the largest {largest}"] if sizes else []
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
-                continue
-            kept = [one for one in trees.tensors_of(value) if id(one) not in known and memory.is_allocated(one)]
-            if nbytes := memory.bytes_of(kept):
-                kind = type(module).__name__
-                found.append(f"{name or 'the model'} ({kind}) keeps {nbytes} bytes of tensors in {attribute!r}")
-    return found
+    if sizes:
+        largest = ", ".join(
+            f"{name!r} {sizes[name]}" for name in sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+        )
+        yield f"registered parameters hold {sum(sizes.values())} bytes, the largest {largest}"
+
+
+def _in_attributes(name: str, module: nn.Module, known: Collection[int]) -> Iterator[str]:
+    for attribute, value in vars(module).items():
+        if attribute in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+            continue
+        kept = [one for one in trees.tensors_of(value) if id(one) not in known and memory.is_allocated(one)]
+        if nbytes := memory.bytes_of(kept):
+            kind = type(module).__name__
+            yield f"{name or 'the model'} ({kind}) keeps {nbytes} bytes of tensors in {attribute!r}"
 
 
 def all_of(what: str, counts: Sequence[Counts]) -> Finding | None:
@@ -270,16 +289,23 @@ class Evidence:
             if shown.wrong is not None:
                 where, text = shown.wrong
                 raise Divergence(f"a piece is not a part of its tensor: {where}\n  {text}", where)
+        self._check_covered(everyone)
+        self._check_sharded(everyone)
+
+    def _check_covered(self, everyone: Sequence[Shown]) -> None:
+        """Check that the pieces of each group make up each tensor, and that no rank holds more than its share."""
         # Parameters first: a model is better described by them than by its gradients.
         keys = sorted({key for shown in everyone for key in shown.spans}, key=lambda key: (key[0] != _PARAMETER, key))
-        groups = sorted({shown.group for shown in everyone})
-        for group in groups:
+        for group in sorted({shown.group for shown in everyone}):
             members = {rank: everyone[rank] for rank in group}
             # A tensor that some rank of the group does not show is a gradient that it lacks, which a comparison finds.
             divided = [
                 key for key in keys if all(key in one.spans for one in members.values()) and self._divides(key, members)
             ]
             self._check_shares([key for key in divided if key[0] == _PARAMETER], members)
+
+    def _check_sharded(self, everyone: Sequence[Shown]) -> None:
+        """Check that some rank holds less than all of what the implementation claims to shard."""
         for what in sorted(self._traits.shards):
             counts = [shown.counts[what] for shown in everyone if what in shown.counts]
             finding = all_of(what, counts) if len(counts) == len(everyone) else None
@@ -309,14 +335,14 @@ class Evidence:
         tensor = repr(name) if stage == _PARAMETER else f"the {stage.value} of {name!r}"
         missing, position = _first(found < wanted)
         if missing:
-            element = _element(position, shape)
+            element = index_at(position, shape)
             text = (
                 f"the shards of {tensor} do not cover it: element {list(element)} is on no rank of {who}; "
                 f"{missing} of {int(wanted.sum())} elements are missing"
             )
         else:
             more, position = _first(found > wanted)
-            element = _element(position, shape)
+            element = index_at(position, shape)
             owners = [rank for rank, one in members.items() if any(a <= position < b for a, b in one.spans[key])]
             on = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))} of {who}"
             text = (
@@ -369,7 +395,7 @@ def _wrong_cut(piece: Piece, held: torch.Tensor, positions: torch.Tensor, name: 
         return "its cut of positions has values that are no positions: a cut selects elements and computes none"
     twice = (flat[1:] == flat[:-1]).nonzero()
     if twice.numel():
-        return f"its cut selects element {list(_element(int(flat[twice[0]]), positions.shape))} more than once"
+        return f"its cut selects element {list(index_at(int(flat[twice[0]]), positions.shape))} more than once"
     for dtype in (torch.float32, torch.float64):
         other = protocol.cut(piece, positions.to(dtype), name)
         if other.dtype != dtype or not torch.equal(other.to(positions.device), held.to(dtype)):
@@ -401,8 +427,3 @@ def _first(mask: torch.Tensor) -> tuple[int, int]:
     """Return how many elements of a 1-D mask are set, and the position of the first, or -1."""
     found = mask.nonzero()
     return found.shape[0], int(found[0]) if found.shape[0] else -1
-
-
-def _element(position: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the index in a tensor of ``shape`` of a flat position."""
-    return tuple(int(part) for part in torch.unravel_index(torch.tensor(position), shape))

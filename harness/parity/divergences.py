@@ -17,6 +17,7 @@ from shardproof.harness.judging.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.judging.numerics import Distance, distance
 from shardproof.harness.parity.comparison import Context, StepComparison
 from shardproof.harness.parity.explainer import Place
+from shardproof.harness.tensors.pieces import index_at
 from shardproof.harness.watching.observation import Key, Observed
 
 _FORWARD = frozenset({Stage.GATHERED, Stage.BUFFER, Stage.MODULE_OUTPUT})
@@ -227,8 +228,7 @@ def _too_far(one: _Aligned, context: Context) -> Finding | None:
         return None
     runs = {"sharded": mine, "baseline": other} | ({} if exact is None else {"oracle": exact})
     text, numbers = numbers_of(found, runs)
-    position = torch.unravel_index(torch.tensor(found.index), other.shape) if other.ndim else ()
-    location = dataclasses.replace(location, element=tuple(int(part) for part in position))
+    location = dataclasses.replace(location, element=index_at(found.index, other.shape))
     return Finding(location, text, numbers=numbers)
 
 

@@ -141,6 +141,74 @@ class StepPicture:
         return self.evidence.show(stages, step=step)
 
 
+class Phases:
+    """Records the collectives of a run by phase, injects its delays, and notes the calls that issue them.
+
+    Attributes:
+        recorder: records the collectives.
+        perturbation: injects the delays.
+        course: the calls of the training so far, for the text of an exception.
+    """
+
+    def __init__(
+        self, member: Member, units: Sequence[UnitSize], *, name: str, device_type: str, options: RunOptions
+    ) -> None:
+        self._lookup, self._announcer, self._is_traced = UnitLookup(units), member.announcer, options.is_traced
+        self.recorder = Recorder(self._lookup, announcer=member.announcer)
+        self.perturbation = Perturbation(options.delays, rank=member.index, device_type=device_type)
+        self.perturbation.install(self.recorder)
+        self.course = Course(name)
+        self.course.look = self._gathered
+        self._step_starts: list[int] = []
+
+    def begin_step(self) -> None:
+        """Note that the collectives from here on are those of a further step."""
+        self._step_starts.append(len(self.recorder.trace))
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Record the collectives of a phase, by whichever means the options allow."""
+        # The recorder is a dispatch mode, under which torch.compile compiles nothing.
+        traced = self._is_traced
+        recorded = self.recorder.during(phase) if traced else self._announcer.heard_by(self._hear, phase=phase)
+        with self.course.during(phase), recorded:
+            yield
+
+    def _hear(self, collective: Collective) -> None:
+        unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
+        self.recorder.trace.append(dataclasses.replace(collective, unit=unit))
+        self.perturbation.around("before", collective)
+
+    def _gathered(self) -> str:
+        """Say what the forward of a later step has gathered so far, and what that of the first step did."""
+        starts, trace = self._step_starts, self.recorder.trace
+        if len(starts) < 2:
+            return ""
+        first, this = (gathered_in(trace[start:end]) for start, end in ((0, starts[1]), (starts[-1], None)))
+        if this == first:
+            return ""
+        told = ", ".join(this) or "nothing"
+        return f"gathered in this forward so far: {told}; in that of the first step: {', '.join(first) or 'nothing'}"
+
+
+class StepPeak:
+    """Measures the most memory that a step allocates on a device that counts it, for the record of the case."""
+
+    def __init__(self, member: Member, *, is_measured: bool) -> None:
+        self._device, self._record, self._held = member.device, member.record, 0
+        self._is_measured = is_measured and devices.counts_memory(member.device)
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._is_measured:
+            self._held = memory.begin_step_peak(self._device)
+
+    def end(self) -> None:
+        """Record the peak of the step."""
+        if self._is_measured:
+            self._record.add_peak(memory.step_peak(self._device) - self._held)
+
+
 class Run:
     """Drives an adapter through training steps and records its collectives by phase.
 
@@ -172,10 +240,11 @@ class Run:
         self.units: list[UnitSize] = units_of(
             model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored
         )
-        self._lookup, self._announcer = UnitLookup(self.units), member.announcer
-        self.recorder = Recorder(self._lookup, announcer=member.announcer)
-        self.perturbation = Perturbation(options.delays, rank=member.index, device_type=config.mesh.device_type)
-        self.perturbation.install(self.recorder)
+        self._phases = Phases(
+            member, self.units, name=implementation.name, device_type=config.mesh.device_type, options=options
+        )
+        self.recorder, self.perturbation = self._phases.recorder, self._phases.perturbation
+        self.course = self._phases.course
         self.evidence = Evidence(model, config=config, traits=implementation.traits, rank=member.index)
         self.foreign: Callable[[], set[int]] = set
         prepared = options.prepare(model) if options.prepare else model
@@ -185,17 +254,12 @@ class Run:
         self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
         ties, names = ties_of(prepared), capture.names_of(prepared)
         self.adapter = protocol.make(implementation, prepared, optimizer=options.optimizer, config=config)
-        self.course = Course(implementation.name)
-        self.course.look = self._gathered
         course.follow(self.adapter, self.course)
         member.courses.append(self.course)
-        self._step_starts: list[int] = []
         self.untied: list[Tie] = [tie for tie in ties if not tie.is_kept(self._modules)]
         self.suspicion: Divergence | None = None
         self.capture: Capture | None = None
-        self._measures_peak = devices.counts_memory(member.device) and implementation is member.implementation
-        self._record = member.record
-        self._device = member.device
+        self._peak = StepPeak(member, is_measured=implementation is member.implementation)
         # Hooks of modules would break the graphs of compiled ones, and a case about memory would see the copies.
         if member.explainer is not None and options.is_traced and options.pictures:
             self.capture = Capture(self._modules, names, divides=self._factor)
@@ -239,8 +303,8 @@ class Run:
             ahead: the number of forwards that run before the first backward, as in a pipeline.
         """
         self._snapshots.reserve()
-        self._step_starts.append(len(self.trace))
-        held = memory.begin_step_peak(self._device) if self._measures_peak else 0
+        self._phases.begin_step()
+        self._peak.begin()
         adapter, clip = self.adapter, self.adapter.config.clip
         if ahead:
             outputs, losses = self._interleaved(microbatches, loss=loss, submodule=submodule, ahead=ahead)
@@ -252,11 +316,11 @@ class Run:
         numel = coverage.gradient_numel(adapter)
         norm, clipped = None, None
         if clip is not None and adapter.traits.clips == "call":
-            with self._during("clip"):
+            with self._phases.during("clip"):
                 norm = adapter.clip()
             norm = self._snapshots.copy(Stage.TOTAL_NORM, norm)
             clipped = self._picture(Stage.CLIPPED_GRADIENT)
-        with self._during("step"):
+        with self._phases.during("step"):
             self.perturbation.at("step", "before")
             if self._options.step is None:
                 adapter.step()
@@ -269,8 +333,7 @@ class Run:
         state = self._state_picture()
         adapter.zero_grad(set_to_none=set_to_none)
         captured = capture.taken(self.capture)
-        if self._measures_peak:
-            self._record.add_peak(memory.step_peak(self._device) - held)
+        self._peak.end()
         notes.tell("stepped")
         return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence, captured)
 
@@ -386,7 +449,7 @@ class Run:
         """
         inputs = as_inputs(arguments)
         context = torch.inference_mode() if mode == "inference_mode" else torch.no_grad()
-        phase = self._during("evaluation")
+        phase = self._phases.during("evaluation")
         with notes.during("evaluation"), phase, context, capture.during(self.capture, "forward", 0):
             output = self._called(inputs, submodule)
             copies: list[torch.Tensor] = self._rounded([tensor.detach().clone() for tensor in tensors_of(output)])
@@ -396,7 +459,7 @@ class Run:
     def _forward(self, arguments: Any, microbatch: int, *, loss: Loss, submodule: str) -> tuple[Any, torch.Tensor]:
         notes.tell("loss", loss=loss)
         inputs = as_inputs(arguments)
-        with self._during("forward"), capture.during(self.capture, "forward", microbatch):
+        with self._phases.during("forward"), capture.during(self.capture, "forward", microbatch):
             output = self._called(inputs, submodule)
             return output, loss(output, *inputs.labels)
 
@@ -410,7 +473,7 @@ class Run:
     def _backward(self, value: torch.Tensor, microbatch: int) -> None:
         self.perturbation.at("loss")
         factor = self._factor
-        with self._during("backward"), capture.during(self.capture, "backward", microbatch):
+        with self._phases.during("backward"), capture.during(self.capture, "backward", microbatch):
             self.adapter.backward(value * factor if factor != 1 else value)
 
     def _output_copies(self, output: Any, microbatch: int) -> list[torch.Tensor]:
@@ -418,30 +481,6 @@ class Run:
             self._snapshots.copy((Stage.OUTPUT, microbatch, index), tensor)
             for index, tensor in enumerate(tensors_of(output))
         ]
-
-    @contextlib.contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
-        # The recorder is a dispatch mode, under which torch.compile compiles nothing.
-        traced = self._options.is_traced
-        recorded = self.recorder.during(phase) if traced else self._announcer.heard_by(self._hear, phase=phase)
-        with self.course.during(phase), recorded:
-            yield
-
-    def _gathered(self) -> str:
-        """Say what the forward of a later step has gathered so far, and what that of the first step did."""
-        starts = self._step_starts
-        if len(starts) < 2:
-            return ""
-        first, this = (gathered_in(self.trace[start:end]) for start, end in ((0, starts[1]), (starts[-1], None)))
-        if this == first:
-            return ""
-        told = ", ".join(this) or "nothing"
-        return f"gathered in this forward so far: {told}; in that of the first step: {', '.join(first) or 'nothing'}"
-
-    def _hear(self, collective: Collective) -> None:
-        unit = self._lookup(collective.kind, collective.dtype, collective.nbytes)
-        self.recorder.trace.append(dataclasses.replace(collective, unit=unit))
-        self.perturbation.around("before", collective)
 
 
 def sharded_run(

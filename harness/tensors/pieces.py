@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +54,23 @@ def uncut(full: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> Piece:
     """Return the piece of a rank that holds the full tensor."""
     return Piece(tensor, uncut)
+
+
+def index_at(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index in a tensor of ``shape`` of a flat position; that of a tensor without dimensions is empty."""
+    return tuple(map(int, torch.unravel_index(torch.tensor(position), tuple(shape)))) if shape else ()
+
+
+def index_in_full(
+    cut: Cut, shape: Sequence[int], offset: int, *, device: torch.device | None = None
+) -> tuple[int, ...]:
+    """Return the index in a full tensor of ``shape`` of the element at an offset in what a rank holds of it.
+
+    The layout of a shard may be known only as the function ``cut``, so a tensor of positions is cut as the full one is,
+    on ``device``, and the position is read at the offset.
+    """
+    positions = torch.arange(math.prod(shape), device=device).view(tuple(shape))
+    return index_at(int(cut(positions).flatten()[offset]), shape)
 
 
 def cut_like(full: torch.Tensor, *, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:

@@ -181,13 +181,7 @@ def of_keywords(function: Callable[..., Any] | None, given: Mapping[str, str]) -
     """
     parameters = inspect.signature(function).parameters.values() if function is not None else ()
     known = {one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY}
-    off = {}
-    for name, one in known.items():
-        text = one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)
-        kinds = [part.strip() for part in text.split("|")]
-        value = next((value for kind, value in _OFF.items() if kind in kinds), one.empty)
-        if one.default is True or (value is not one.empty and one.default not in (one.empty, value)):
-            off[name] = False if one.default is True else value
+    off = {name: value for name, one in known.items() if (value := _value_when_off(one)) is not one.empty}
     for name, text in given.items():
         if name not in known:
             raise ValueError(f"--off-as {name}={text}: parallelize has no keyword-only argument of this name; "
@@ -200,3 +194,14 @@ def of_keywords(function: Callable[..., Any] | None, given: Mapping[str, str]) -
 
 
 _OFF: dict[str, Any] = {"None": None, "bool": False, "int": 0}
+
+
+def _value_when_off(argument: inspect.Parameter) -> Any:
+    """Return the value with which an argument is off; ``argument.empty`` if it has none, or is off by default."""
+    if argument.default is True:
+        return False
+    annotation = argument.annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    kinds = [part.strip() for part in text.split("|")]
+    value = next((value for kind, value in _OFF.items() if kind in kinds), argument.empty)
+    return argument.empty if value is argument.empty or argument.default in (argument.empty, value) else value

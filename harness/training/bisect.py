@@ -92,6 +92,53 @@ class _Spent(Exception):
     """The trials are used up."""
 
 
+class _Search:
+    """The trials of a search, each of one plan, and what they have found so far."""
+
+    def __init__(self, axes: Sequence[Axis], trial: Trial, most: int) -> None:
+        self._axes, self._full, self._trial, self._most = axes, frozenset(axes), trial, most
+        self.outcomes: dict[Plan, Outcome] = {}
+        self.first = self._of(self._full)
+        self.smallest = list(axes)
+        self.cures: list[tuple[Axis, ...]] = []
+
+    def _of(self, plan: Plan) -> Outcome:
+        if plan not in self.outcomes:
+            if len(self.outcomes) >= self._most:
+                raise _Spent
+            self.outcomes[plan] = self._trial(plan)
+        return self.outcomes[plan]
+
+    def _cure(self, off: tuple[Axis, ...]) -> None:
+        """Note axes without which the training passes."""
+        self.cures += [off] if self._of(self._full - frozenset(off)).passes else []
+
+    def run(self) -> None:
+        """Try axes alone, then the smallest plan, then pairs; _Spent where the trials do not suffice."""
+        # What neither passes nor fails alike without an axis needs the axis, and is not cured by turning it off.
+        for one in self._axes:
+            self._cure((one,))
+        self._shrink()
+        if not self.cures:
+            rest = [one for one in self._axes if one not in self.smallest]
+            for pair in itertools.product(self.smallest, rest):
+                self._cure(pair)
+
+    def _shrink(self) -> None:
+        """Find the smallest plan: with the axes without which it does not fail alike, and as few others as it takes."""
+        alike = [one for one in self._axes if self._of(self._full - {one}) == self.first]
+        needed = self._full - frozenset(alike)
+        for kept in _shrinking(alike, lambda kept: self._of(needed | frozenset(kept)) == self.first):
+            self.smallest = [one for one in self._axes if one in needed or one in kept]
+
+    def others(self) -> Iterator[str]:
+        """Yield the failures that are not the first one's, each with the axes that were off."""
+        for plan, outcome in self.outcomes.items():
+            if not outcome.passes and outcome != self.first:
+                names = ", ".join(sorted(one.name for one in self._full - plan))
+                yield f"without {names}: {outcome.verdict}{outcome.text and ': '}{outcome.text}"
+
+
 def bisect(axes: Sequence[Axis], trial: Trial, *, most: int = MOST) -> Bisected:
     """Turn axes off until as few are on as still make the training fail alike.
 
@@ -104,40 +151,17 @@ def bisect(axes: Sequence[Axis], trial: Trial, *, most: int = MOST) -> Bisected:
         trial: runs the training with these axes on; it is called once for a plan, with all axes first.
         most: how many times it may be called.
     """
-    outcomes, full = dict[Plan, Outcome](), frozenset(axes)
-
-    def of(plan: Plan) -> Outcome:
-        if plan not in outcomes:
-            if len(outcomes) >= most:
-                raise _Spent
-            outcomes[plan] = trial(plan)
-        return outcomes[plan]
-
-    first = of(full)
-    plan, cures, is_complete = list(axes), list[tuple[Axis, ...]](), first.passes
-    try:
-        if not first.passes:
-            # What neither passes nor fails alike without an axis needs the axis, and is not cured by turning it off.
-            for one in axes:
-                cures += [(one,)] if of(full - {one}).passes else []
-            alike = [one for one in axes if of(full - {one}) == first]
-            needed = full - frozenset(alike)
-            for kept in _shrinking(alike, lambda kept: of(needed | frozenset(kept)) == first):
-                plan = [one for one in axes if one in needed or one in kept]
-            if not cures:
-                rest = [one for one in axes if one not in plan]
-                for pair in itertools.product(plan, rest):
-                    cures += [pair] if of(full - frozenset(pair)).passes else []
-            is_complete = True
-    except _Spent:
-        pass
-    others = [
-        f"without {', '.join(sorted(one.name for one in full - some))}: {outcome.verdict}{outcome.text and ': '}"
-        f"{outcome.text}"
-        for some, outcome in outcomes.items()
-        if not outcome.passes and outcome != first
-    ]
-    return Bisected(first, tuple(axes), tuple(plan), tuple(cures), tuple(others), len(outcomes), is_complete)
+    search = _Search(axes, trial, most)
+    is_complete = True
+    if not search.first.passes:
+        try:
+            search.run()
+        except _Spent:
+            is_complete = False
+    return Bisected(
+        search.first, tuple(axes), tuple(search.smallest), tuple(search.cures), tuple(search.others()),
+        len(search.outcomes), is_complete,
+    )  # fmt: skip
 
 
 def _shrinking(rest: list[Axis], fails: Callable[[Sequence[Axis]], bool]) -> Iterator[Sequence[Axis]]:

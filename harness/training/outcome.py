@@ -1,14 +1,13 @@
 """What is said of one step of a check: the tensors of the first stage that diverges, and what they look like."""
 
 import dataclasses
-import math
-
-import torch
+import functools
 
 from shardproof.harness.judging.finding import Location, Stage
 from shardproof.harness.judging.observations import Measured
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import part_of
+from shardproof.harness.tensors.pieces import index_in_full
 from shardproof.harness.watching.observation import Observed
 
 
@@ -63,6 +62,5 @@ def location_of(
     box = box or (event.layout.box if event.layout is not None else None)
     element = None
     if box is not None and index >= 0 and box.shape:
-        position = part_of(torch.arange(math.prod(box.shape)).view(box.shape), box).flatten()[index]
-        element = tuple(int(one) for one in torch.unravel_index(position, box.shape))
+        element = index_in_full(functools.partial(part_of, box=box), box.shape, index)
     return Location(stage=stage, step=step, rank=rank, name=name or event.parameter or None, element=element)

@@ -18,6 +18,7 @@ import torch
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.judging.signatures import fit
+from shardproof.harness.tensors.pieces import index_at
 from shardproof.harness.training.alignment import (
     FIELDS,
     OF_DATA,
@@ -402,8 +403,7 @@ class Pair:
         if mine is None or other is None or mine.shape != other.shape or not mine.numel():
             return None
         at = int((mine - other).abs().nan_to_num(nan=math.inf).argmax())
-        index = tuple(int(one) for one in torch.unravel_index(torch.tensor(at), mine.shape))
-        return index, float(other.flatten()[at]), float(mine.flatten()[at])
+        return index_at(at, mine.shape), float(other.flatten()[at]), float(mine.flatten()[at])
 
 
 def _outputs(side: Step, key: Key, parts: Sequence[Part]) -> list[tuple[Seen, int]] | None:

@@ -128,28 +128,47 @@ class LayoutLine:
 
 
 @described()
-class EventLine:
-    """A tensor."""
+class Named:
+    """Which tensor of a step it is: what of an observation is no value and no layout."""
 
-    n: Count = says("the number of the event on this rank, in execution order")
-    step: Count = says("the step")
     stage: Stage = says("the stage of the step")
-    dtype: Name = says("its dtype")
     parameter: Name = says("the name of its parameter", default="")
     module: Name = says("the name of its module, of outputs and their gradients", default="")
     key: Name = says("the key of optimizer state", default="")
     microbatch: Count = says("the number of the forward or the backward in the step", default=0)
     call: Count = says("the number of the module's call in the microbatch, or of the norm in the step", default=0)
     index: Count = says("the number of the tensor", default=0)
-    layout: Count | None = says("the number of its layout; missing of a plain tensor", default=None)
-    shape: Shape = says("of a plain tensor", default=())
+
+
+@described()
+class Digested:
+    """What stands for the elements of a tensor."""
+
     squares: Number = says("the sum of the squares of its elements", default=0.0)
     sketch: Sequence[Number] = says("its sketch; empty if some elements are not finite", default=())
     bits: Sequence[int] = says("what its bits add to; the last of three, if the others are 0")
     by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
+    noise: Count = says("of a gradient of one dimension, the elements that are not 0 and rounding noise", default=0)
+
+    def fingerprint(self, numel: int) -> Fingerprint:
+        """Return the sketch and the bits of a tensor of ``numel`` elements; a wrong length is a RecordError."""
+        if len(self.sketch) not in (0, K) or len(self.bits) not in (1, 3):
+            raise RecordError(f"a sketch has {K} numbers or none, and bits are 1 or 3")
+        bits = tuple(self.bits) if len(self.bits) == 3 else (0, 0, *self.bits)
+        return Fingerprint(tuple(self.sketch) or (math.nan,) * K, self.squares, bits, numel)
+
+
+@described()
+class EventLine(Digested, Named):
+    """A tensor."""
+
+    n: Count = says("the number of the event on this rank, in execution order")
+    step: Count = says("the step")
+    dtype: Name = says("its dtype")
+    layout: Count | None = says("the number of its layout; missing of a plain tensor", default=None)
+    shape: Shape = says("of a plain tensor", default=())
     rows: Sequence[int] = says("of the first input, a hash of each row", default=())
     value: bool = says("whether step<step>.safetensors has it", default=False)
-    noise: Count = says("of a gradient of one dimension, the elements that are not 0 and rounding noise", default=0)
 
 
 @described()
@@ -182,6 +201,227 @@ class _Taken:
     def box(self) -> Box:
         """Which elements of the full tensor it has; a plain tensor is taken for a full one."""
         return self.event.layout.box if self.event.layout is not None else Box(self.shape)
+
+
+class _Digests:
+    """Makes the digests of the tensors of a step, those of small ones together."""
+
+    def __init__(self) -> None:
+        self._small: list[_Taken] = []
+        self._waiting = 0
+        #: Those whose bits a later tensor may have again, by the stage and the parameter of that one.
+        self._known: dict[tuple[Stage, str], _Taken] = {}
+        #: The hashes of the rows of each microbatch, and how many tokens a row has.
+        self._rows: dict[int, torch.Tensor] = {}
+        self._length = 1
+
+    def take(self, own: _Taken, tensor: torch.Tensor) -> None:
+        """Make the digest of an event, or note that it is to be made."""
+        if own.event.stage is Stage.INPUT:
+            self._take_input(own, tensor)
+        elif own.event.stage in _OF_MODULES:
+            self._take_output(own, tensor)
+        elif is_small(tensor):
+            # Small ones are read together; until then they are kept, whatever becomes of them.
+            own.tensor = tensor.clone()
+            self._small.append(own)
+            self._waiting += tensor.numel()
+            if self._waiting > _MOST_WAITING:
+                self.read_small()
+        else:
+            own.digest = self._known_digest(own, tensor) or digests([tensor], [own.box])[0]
+            self._keep(own)
+
+    def _take_input(self, own: _Taken, tensor: torch.Tensor) -> None:
+        own.digest = Digest(torch.zeros(K + 1, dtype=torch.float64, device=tensor.device), bits_of(tensor), 0)
+        # Of a forward in which it attaches itself, it sees what the first module gets: the first tensor alone.
+        if tensor.ndim and not own.event.index:
+            own.rows = self._rows[own.event.microbatch] = row_hashes(tensor)
+            self._length = tensor.shape[1] if tensor.ndim > 1 else 1
+
+    def _take_output(self, own: _Taken, tensor: torch.Tensor) -> None:
+        rows = self._rows.get(own.event.microbatch)
+        # A row for each of the input, or for each token of it; others may be of some tokens only, as an expert's are.
+        count = tensor.shape[0] if tensor.ndim and tensor.numel() and own.event.layout is None else -1
+        if rows is None or count not in (len(rows), len(rows) * self._length):
+            own.digest = digests([tensor], [own.box])[0]
+            return
+        parts = tensor.reshape(len(rows), count // len(rows), *tensor.shape[1:])
+        each = torch.stack(
+            [one.numbers for one in digests(list(parts.unbind()), [Box(tuple(parts.shape[1:]))] * len(rows))]
+        )
+        mixed = (rows ^ (rows >> 29)) * 0x5851F42D4C957F2D
+        bits = (mixed[:, None] >> torch.arange(31, 31 + K, device=rows.device)) & 1
+        numbers = torch.cat([(each[:, :K] * (2 * bits - 1)).sum(0), each[:, K:].sum(0)])
+        own.digest, own.by_rows = Digest(numbers, bits_of(tensor), tensor.numel()), True
+
+    def _known_digest(self, own: _Taken, tensor: torch.Tensor) -> Digest | None:
+        """Return the digest of the same bits, as of gradients that are not clipped and of parameters between steps.
+
+        On an accelerator the host would wait for the answer.
+        """
+        known = self._known.get((own.event.stage, own.event.parameter))
+        if known is None or known.event.layout != own.event.layout or tensor.device.type != "cpu":
+            return None
+        return known.digest if known.digest is not None and torch.equal(known.digest.bits, bits_of(tensor)) else None
+
+    def _keep(self, own: _Taken) -> None:
+        again = {Stage.GRADIENT: Stage.CLIPPED_GRADIENT, Stage.PARAMETER: Stage.INITIAL}.get(own.event.stage)
+        if again is not None:
+            self._known[again, own.event.parameter] = own
+
+    def read_small(self) -> None:
+        """Make the digests that are still to be made."""
+        made = digests([one.tensor for one in self._small if one.tensor is not None], [one.box for one in self._small])
+        for own, digest in zip(self._small, made, strict=True):
+            own.digest, own.tensor = digest, None
+        self._small, self._waiting = [], 0
+
+    def end_step(self) -> None:
+        """Forget what the next step does not have again: all but its parameters at the start."""
+        self._known = {key: own for key, own in self._known.items() if key[0] is Stage.INITIAL}
+        self._rows = {}
+
+    def clear(self) -> None:
+        """Forget all tensors."""
+        self._small, self._waiting, self._known, self._rows = [], 0, {}, {}
+
+
+def _noise_of(event: Observation[None], tensor: torch.Tensor) -> torch.Tensor | None:
+    """Count the elements of a gradient of one dimension at the step that are not 0 and rounding noise."""
+    if event.stage is not Stage.CLIPPED_GRADIENT or tensor.ndim != 1 or not tensor.numel():
+        return None
+    # Of a bias that several projections share, those of the keys cancel, and Adam makes updates of their rest.
+    sizes = tensor.abs()
+    noise = numerics.NOISE_OF_LARGEST_EPS * torch.finfo(tensor.dtype).eps
+    return ((sizes > 0) & (sizes <= noise * sizes.max())).sum()
+
+
+class _Room:
+    """What fits into the files of a rank.
+
+    Args:
+        patterns: of the names of parameters and modules whose values are written; without any, no values are.
+        most: the bytes of the files.
+
+    Attributes:
+        nbytes: what is written, or is kept to be.
+        left_out: how many values and how many events did not fit.
+    """
+
+    def __init__(self, patterns: Collection[str], most: int) -> None:
+        self._patterns, self._most = patterns, most
+        self.nbytes = 0
+        self.left_out = {"values": 0, "events": 0}
+
+    def value_of(self, event: Observation[None], tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of a tensor whose values are written; None of another one."""
+        if not self._patterns or not self._is_wanted(event, tensor):
+            return None
+        value = tensor.clone()
+        self.nbytes += value.numel() * value.element_size()
+        return value
+
+    def _is_wanted(self, event: Observation[None], tensor: torch.Tensor) -> bool:
+        names = {event.parameter, event.module}
+        if event.stage is not Stage.INPUT and not any(
+            fnmatch.fnmatchcase(name, one) for name in names for one in self._patterns
+        ):
+            return False
+        room = self._most * (_NEARLY if event.stage in _OF_MODULES else 1)
+        fits = self.nbytes + tensor.numel() * tensor.element_size() <= room
+        self.left_out["values"] += not fits
+        return fits
+
+    def give_back(self, value: torch.Tensor | None) -> None:
+        """Count a value no longer, which is not written after all."""
+        self.nbytes -= value.numel() * value.element_size() if value is not None else 0
+
+    def has_event(self, event: Observation[None]) -> bool:
+        """Whether an event is written: one of a module is not, if the files are full."""
+        fits = event.stage not in _OF_MODULES or self.nbytes <= self._most
+        self.left_out["events"] += not fits
+        return fits
+
+
+class _Files:
+    """The folder of one rank, which it makes.
+
+    Raises:
+        NotWatchable: it exists, or cannot be made.
+    """
+
+    def __init__(self, folder: Path, room: _Room) -> None:
+        self.folder, self._room = folder, room
+        self._layouts: dict[Layout, int] = {}
+        if folder.exists():
+            raise NotWatchable(f"record: {folder} exists: name another folder, or remove it")
+        try:
+            folders.make_new(folder)
+        except OSError as error:
+            raise NotWatchable(f"record: {folder}: {error.strerror}") from error
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append lines to events.jsonl."""
+        text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines)
+        self._room.nbytes += len(text)
+        folders.append(self.folder / "events.jsonl", text)
+
+    def write_values(self, step: int, values: Mapping[str, torch.Tensor]) -> None:
+        """Write the values of a step, if there are any."""
+        if values:
+            from safetensors.torch import save_file
+
+            on_cpu = {key: one.contiguous() for key, one in values_on_host(values).items()}
+            # Copies of one storage are refused.
+            save_file({key: one.clone() for key, one in on_cpu.items()}, self.folder / f"step{step:03}.safetensors")
+
+    def write_done(self, events: int) -> None:
+        """Mark the recording of the rank as complete."""
+        left_out = {name: count for name, count in self._room.left_out.items() if count}
+        folders.write(self.folder, {"done": json.dumps({"events": events, "left_out": left_out}) + "\n"})
+
+    def lines_of(self, own: _Taken, mark: Fingerprint, step: int) -> list[dict[str, Any]]:
+        """Return the line of an event, after that of its layout if that is new."""
+        event = own.event
+        lines = []
+        line: dict[str, Any] = {"n": own.number, "step": step, "stage": event.stage.value, "dtype": own.dtype}
+        named = {"parameter": event.parameter, "key": event.state, "microbatch": event.microbatch, "call": event.call,
+                 "index": event.index, "by_rows": own.by_rows, "value": own.value is not None}  # fmt: skip
+        if own.noise is not None:
+            named["noise"] = int(own.noise)
+        line |= {name: value for name, value in named.items() if value}
+        if not event.parameter and event.module:
+            line["module"] = event.module
+        if event.layout is None:
+            line["shape"] = own.shape
+        else:
+            if event.layout not in self._layouts:
+                self._layouts[event.layout] = len(self._layouts)
+                lines.append(_line_of_layout(event.layout, self._layouts[event.layout]))
+            line["layout"] = self._layouts[event.layout]
+        if own.rows is not None:
+            line["rows"] = own.rows.tolist()
+        return [*lines, line | _digest_in_line(own, mark)]
+
+
+def _digest_in_line(own: _Taken, mark: Fingerprint) -> dict[str, Any]:
+    line: dict[str, Any] = {}
+    if own.event.stage is not Stage.INPUT:
+        digits = 17 if own.dtype in ("float64", "complex128") else 9
+        finite = mark.is_finite and all(map(math.isfinite, mark.sketch))
+        line["squares"] = float(f"{mark.squares:.9g}") if math.isfinite(mark.squares) else repr(mark.squares)
+        line["sketch"] = [float(f"{one:.{digits}g}") for one in mark.sketch] if finite else []
+    line["bits"] = mark.bits if any(mark.bits[:2]) else mark.bits[2:]
+    return line
+
+
+def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
+    line = LayoutLine(
+        layout=number, shape=layout.box.shape, dims=layout.box.dims, flat=layout.box.flat, pending=layout.pending,
+        mesh=layout.mesh,
+    )  # fmt: skip
+    return dict(encode(line))
 
 
 class Recording(Watching):
@@ -237,20 +477,16 @@ class Recording(Watching):
         if detail == "tensors" and importlib.util.find_spec("safetensors") is None:
             raise NotWatchable(f"record: values need safetensors: {extras.command('own')}")
         self._out, self._mesh, self._names = Path(out), mesh, names
-        self._has_values, self._patterns, self._max_bytes = detail == "tensors", tuple(tensors) or ("*",), max_bytes
+        patterns = tuple(tensors) or ("*",)
+        self._room = _Room(patterns if detail == "tensors" else (), max_bytes)
         self._watch = Watch(
             self._end, steps=steps, optimizers=as_list(optimizer), layout=layout, on_error=self._on_error,
             sink=self._take, modules="modules" in stages, digests=False,
         )  # fmt: skip
-        self._folder: Path | None = None
-        self._number = self._bytes = self._waiting = 0
-        self._layouts: dict[Layout, int] = {}
+        self._files: _Files | None = None
+        self._digests = _Digests()
+        self._number = 0
         self._taken: dict[Any, _Taken] = {}
-        self._small: list[_Taken] = []
-        self._known: dict[tuple[Stage, str], _Taken] = {}
-        self._rows: dict[int, torch.Tensor] = {}
-        self._length = 1
-        self._left_out = {"values": 0, "events": 0}
         self._attach(as_list(model))
 
     def close(self) -> None:
@@ -285,19 +521,12 @@ class Recording(Watching):
             groups = groups_of(models, wrappers_of(models), mesh=self._mesh, groups={}, data=DATA)
         except NotWatchable as error:
             raise NotWatchable(f"record: mesh: no data-parallel dimension, such as {', '.join(DATA[:4])}") from error
-        if self._folder is not None:  # of a module that was called before the model
-            shutil.rmtree(self._folder)
-            self._small.clear()
-            for seen in (self._taken, self._known, self._rows, self._layouts):
-                seen.clear()
-            self._number = self._bytes = self._waiting = 0
-        self._folder = self._out / f"rank{rank:05}"
-        if self._folder.exists():
-            raise NotWatchable(f"record: {self._folder} exists: name another folder, or remove it")
-        try:
-            folders.make_new(self._folder)
-        except OSError as error:
-            raise NotWatchable(f"record: {self._folder}: {error.strerror}") from error
+        if self._files is not None:  # of a module that was called before the model
+            shutil.rmtree(self._files.folder)
+            self._digests.clear()
+            self._taken.clear()
+            self._number = self._room.nbytes = 0
+        self._files = _Files(self._out / f"rank{rank:05}", self._room)
         for model in models:
             self._watch.attach(model)
         if rank == 0:
@@ -307,7 +536,7 @@ class Recording(Watching):
                 model=type(unwrapped(models[0])).__name__, parameters=shapes, ties=ties,
             )  # fmt: skip
             folders.write(self._out, {"recording.json": json.dumps(encode(head), indent=1) + "\n"})
-        self._write([encode(RankLine(rank=rank, groups=groups.named, source=groups.source, data=groups.data))])
+        self._files.write([encode(RankLine(rank=rank, groups=groups.named, source=groups.source, data=groups.data))])
 
     def _name(self, name: str) -> str:
         return name if self._names is None or not name else self._names(name)
@@ -326,177 +555,57 @@ class Recording(Watching):
         # Of the gradients after each backward the last counts.
         last = event.stage is Stage.GRADIENT
         if (replaced := self._taken.pop((event.stage, event.parameter), None)) is not None:
-            self._bytes -= replaced.value.numel() * replaced.value.element_size() if replaced.value is not None else 0
+            self._room.give_back(replaced.value)
         self._taken[(event.stage, event.parameter) if last else own.number] = own
-        if event.stage is Stage.INPUT:
-            self._take_input(own, tensor)
-        elif event.stage in _OF_MODULES:
-            self._take_output(own, tensor)
-        elif is_small(tensor):
-            # Small ones are read together; until then they are kept, whatever becomes of them.
-            own.tensor = tensor.clone()
-            self._small.append(own)
-            self._waiting += tensor.numel()
-            if self._waiting > _MOST_WAITING:
-                self._read_small()
-        else:
-            own.digest = self._known_digest(own, tensor) or digests([tensor], [own.box])[0]
-            self._keep(own)
-        if event.stage is Stage.CLIPPED_GRADIENT and tensor.ndim == 1 and tensor.numel():
-            # Of a bias that several projections share, those of the keys cancel, and Adam makes updates of their rest.
-            sizes = tensor.abs()
-            noise = numerics.NOISE_OF_LARGEST_EPS * torch.finfo(tensor.dtype).eps
-            own.noise = ((sizes > 0) & (sizes <= noise * sizes.max())).sum()
-        if self._has_values and self._is_wanted(own, tensor):
-            own.value = tensor.clone()
-            self._bytes += tensor.numel() * tensor.element_size()
-
-    def _take_input(self, own: _Taken, tensor: torch.Tensor) -> None:
-        own.digest = Digest(torch.zeros(K + 1, dtype=torch.float64, device=tensor.device), bits_of(tensor), 0)
-        # Of a forward in which it attaches itself, it sees what the first module gets: the first tensor alone.
-        if tensor.ndim and not own.event.index:
-            own.rows = self._rows[own.event.microbatch] = row_hashes(tensor)
-            self._length = tensor.shape[1] if tensor.ndim > 1 else 1
-
-    def _take_output(self, own: _Taken, tensor: torch.Tensor) -> None:
-        rows = self._rows.get(own.event.microbatch)
-        # A row for each of the input, or for each token of it; others may be of some tokens only, as an expert's are.
-        count = tensor.shape[0] if tensor.ndim and tensor.numel() and own.event.layout is None else -1
-        if rows is None or count not in (len(rows), len(rows) * self._length):
-            own.digest = digests([tensor], [own.box])[0]
-            return
-        parts = tensor.reshape(len(rows), count // len(rows), *tensor.shape[1:])
-        each = torch.stack(
-            [one.numbers for one in digests(list(parts.unbind()), [Box(tuple(parts.shape[1:]))] * len(rows))]
-        )
-        mixed = (rows ^ (rows >> 29)) * 0x5851F42D4C957F2D
-        bits = (mixed[:, None] >> torch.arange(31, 31 + K, device=rows.device)) & 1
-        numbers = torch.cat([(each[:, :K] * (2 * bits - 1)).sum(0), each[:, K:].sum(0)])
-        own.digest, own.by_rows = Digest(numbers, bits_of(tensor), tensor.numel()), True
-
-    def _known_digest(self, own: _Taken, tensor: torch.Tensor) -> Digest | None:
-        """Return the digest of the same bits, as of gradients that are not clipped and of parameters between steps.
-
-        On an accelerator the host would wait for the answer.
-        """
-        known = self._known.get((own.event.stage, own.event.parameter))
-        if known is None or known.event.layout != own.event.layout or tensor.device.type != "cpu":
-            return None
-        return known.digest if known.digest is not None and torch.equal(known.digest.bits, bits_of(tensor)) else None
-
-    def _keep(self, own: _Taken) -> None:
-        again = {Stage.GRADIENT: Stage.CLIPPED_GRADIENT, Stage.PARAMETER: Stage.INITIAL}.get(own.event.stage)
-        if again is not None:
-            self._known[again, own.event.parameter] = own
-
-    def _is_wanted(self, own: _Taken, tensor: torch.Tensor) -> bool:
-        names = {own.event.parameter, own.event.module}
-        if own.event.stage is not Stage.INPUT and not any(
-            fnmatch.fnmatchcase(name, one) for name in names for one in self._patterns
-        ):
-            return False
-        room = self._max_bytes * (_NEARLY if own.event.stage in _OF_MODULES else 1)
-        fits = self._bytes + tensor.numel() * tensor.element_size() <= room
-        self._left_out["values"] += not fits
-        return fits
-
-    def _read_small(self) -> None:
-        made = digests([one.tensor for one in self._small if one.tensor is not None], [one.box for one in self._small])
-        for own, digest in zip(self._small, made, strict=True):
-            own.digest, own.tensor = digest, None
-        self._small, self._waiting = [], 0
+        self._digests.take(own, tensor)
+        own.noise = _noise_of(event, tensor)
+        own.value = self._room.value_of(event, tensor)
 
     # Writing
 
     def _end(self, record: StepRecord) -> None:
-        self._read_small()
+        assert self._files is not None
+        self._digests.read_small()
         taken = sorted(self._taken.values(), key=lambda one: one.number)
         marks = on_host([one.digest for one in taken if one.digest is not None])
         values: dict[str, torch.Tensor] = {}
         lines: list[dict[str, Any]] = []
         for own, mark in zip(taken, marks, strict=True):
-            if own.event.stage in _OF_MODULES and self._bytes > self._max_bytes:
-                self._left_out["events"] += 1
+            if not self._room.has_event(own.event):
                 continue
             if own.value is not None:
                 key = f"batch.{own.event.microbatch}.{own.event.index}"
                 values[key if own.event.stage is Stage.INPUT else str(own.number)] = own.value
-            lines += self._lines_of(own, mark, record.step)
-        if values:
-            from safetensors.torch import save_file
-
-            assert self._folder is not None
-            on_cpu = {key: one.contiguous() for key, one in values_on_host(values).items()}
-            # Copies of one storage are refused.
-            save_file(
-                {key: one.clone() for key, one in on_cpu.items()}, self._folder / f"step{record.step:03}.safetensors"
-            )
-        self._write([*lines, encode(EndLine(end=record.step, autocast=record.autocast))])
-        self._known = {key: own for key, own in self._known.items() if key[0] is Stage.INITIAL}
-        self._taken, self._rows = {}, {}
+            lines += self._files.lines_of(own, mark, record.step)
+        self._files.write_values(record.step, values)
+        self._files.write([*lines, encode(EndLine(end=record.step, autocast=record.autocast))])
+        self._digests.end_step()
+        self._taken = {}
         if record.step >= self._steps[-1]:
             self._finish()
 
-    def _lines_of(self, own: _Taken, mark: Fingerprint, step: int) -> list[dict[str, Any]]:
-        event = own.event
-        lines = []
-        line: dict[str, Any] = {"n": own.number, "step": step, "stage": event.stage.value, "dtype": own.dtype}
-        named = {"parameter": event.parameter, "key": event.state, "microbatch": event.microbatch, "call": event.call,
-                 "index": event.index, "by_rows": own.by_rows, "value": own.value is not None}  # fmt: skip
-        if own.noise is not None:
-            named["noise"] = int(own.noise)
-        line |= {name: value for name, value in named.items() if value}
-        if not event.parameter and event.module:
-            line["module"] = event.module
-        if event.layout is None:
-            line["shape"] = own.shape
-        else:
-            if event.layout not in self._layouts:
-                self._layouts[event.layout] = len(self._layouts)
-                lines.append(_line_of_layout(event.layout, self._layouts[event.layout]))
-            line["layout"] = self._layouts[event.layout]
-        if own.rows is not None:
-            line["rows"] = own.rows.tolist()
-        if event.stage is not Stage.INPUT:
-            digits = 17 if own.dtype in ("float64", "complex128") else 9
-            finite = mark.is_finite and all(map(math.isfinite, mark.sketch))
-            line["squares"] = float(f"{mark.squares:.9g}") if math.isfinite(mark.squares) else repr(mark.squares)
-            line["sketch"] = [float(f"{one:.{digits}g}") for one in mark.sketch] if finite else []
-        line["bits"] = mark.bits if any(mark.bits[:2]) else mark.bits[2:]
-        return [*lines, line]
-
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        assert self._folder is not None
-        text = "".join(json.dumps(one, separators=(",", ":")) + "\n" for one in lines)
-        self._bytes += len(text)
-        folders.append(self._folder / "events.jsonl", text)
-
     def _finish(self) -> None:
-        assert self._folder is not None
-        left_out = {name: count for name, count in self._left_out.items() if count}
-        folders.write(self._folder, {"done": json.dumps({"events": self._number, "left_out": left_out}) + "\n"})
+        assert self._files is not None
+        self._files.write_done(self._number)
         self._detach()
 
     def _on_error(self, error: Exception) -> None:
         if not isinstance(error, (OSError, folders.NotWritten)):
             super()._on_error(error)
             return
-        why = error if isinstance(error, folders.NotWritten) else f"{self._folder}: {error.strerror or error}"
+        why = (
+            error
+            if isinstance(error, folders.NotWritten)
+            else f"{self._files and self._files.folder}: {error.strerror or error}"
+        )
         self._say_here(f"{why}; this rank's recording ends, and the training goes on")
         self._detach()
 
     def _detach(self) -> None:
         super()._detach()
-        self._taken, self._known, self._small, self._rows = {}, {}, [], {}
+        self._taken = {}
+        self._digests.clear()
         forget()
-
-
-def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
-    line = LayoutLine(
-        layout=number, shape=layout.box.shape, dims=layout.box.dims, flat=layout.box.flat, pending=layout.pending,
-        mesh=layout.mesh,
-    )  # fmt: skip
-    return dict(encode(line))
 
 
 record = Recording
@@ -662,7 +771,7 @@ class _Reading:
             [flat] = _spans([line.flat], math.prod(shape))
         return Layout(Box(shape, dims, flat), self._ranks(line.pending, "pending"), self._ranks(line.mesh, "mesh"))
 
-    def _seen(self, line: "EventLine") -> Seen:
+    def _seen(self, line: EventLine) -> Seen:
         self._taken += 1
         if line.stage not in RECORDED:
             raise RecordError(f"stage: {line.stage.value!r} is in no recording")
@@ -674,13 +783,10 @@ class _Reading:
         if line.microbatch >= self._taken:
             # A list has a place for each: a number alone must not make it long.
             raise RecordError(f"microbatch: {line.microbatch}, after {self._taken - 1} tensors")
-        if len(line.sketch) not in (0, K) or len(line.bits) not in (1, 3):
-            raise RecordError(f"a sketch has {K} numbers or none, and bits are 1 or 3")
+        mark = line.fingerprint(box.numel)
         if line.by_rows and not shape:
             raise RecordError("by_rows: a tensor without dimensions has no rows")
         name = self._first_names.get(line.parameter, line.parameter)
-        bits = tuple(line.bits) if len(line.bits) == 3 else (0, 0, *line.bits)
-        mark = Fingerprint(tuple(line.sketch) or (math.nan,) * K, line.squares, bits, box.numel)
         return Seen(
             line.stage, line.module or name.rpartition(".")[0], name, line.microbatch, line.call, line.index, layout,
             line.key, mark, line.n, line.step, shape, line.dtype, line.by_rows, tuple(line.rows), line.value,

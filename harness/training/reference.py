@@ -123,17 +123,19 @@ class Worker:
         functions = functions_of(request) if switches is None else switches.over(functions_of(request))
         with self._users("parallelize()", 0):
             self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
-        home = home_of(request, sum(one.numel() for one in self._baseline.built.model.parameters()), _free(device),
-                       device)  # fmt: skip
+        numel = sum(one.numel() for one in self._baseline.original.built.model.parameters())
+        home = home_of(request, numel, _free(device), device)
         self._baseline.home = home
         self._expected = self._baseline.state()
         self._earlier: list[dict[str, torch.Tensor]] = []
         self._oracle: Trainee | None = None
+        self._notes: list[str] = []
         if request.oracle != "none":
             self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
                                    baseline=self._baseline)  # fmt: skip
             self._oracle.home = home
-        self._notes = [] if self._oracle is None or self._oracle.is_deferred else list(self._changes(self._oracle))
+            if not self._oracle.original.is_deferred:
+                self._notes += self._changes(self._oracle)
 
     def _changes(self, oracle: Trainee) -> Iterator[str]:
         """Say what parallelize() changes on one rank too: the reference begins each step with what the run has."""
@@ -154,7 +156,7 @@ class Worker:
         request = self._request
         before = [read(self._file(rank, number - 1))[0] for rank in range(request.size)]
         outcome = Outcome(number)
-        if number == 0 and not self._baseline.is_deferred:
+        if number == 0 and not self._baseline.original.is_deferred:
             outcome = compare_initial(before, self._expected)
             outcome.notes |= dict.fromkeys(self._notes, 1)
         if not outcome.found:

@@ -54,29 +54,34 @@ def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence
 
 
 def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[tuple[str, str]]:
-    last, groups = seen[-1], starts[0].groups
+    groups = starts[0].groups
     named = [f"{name} {_range(members)}" for name, members in groups.named.items()]
     text = f"{', '.join(named)} (from {groups.source})" if named else "none known"
-    batches = {batch for record in last.records for batch in record.batches}
-    forwards = max(record.forwards for record in last.records)
-    inferred = "" if last.are_readers_known else ", inferred from what ranks read"
-    backwards = max(record.backwards for record in last.records)
-    # Of each backward pass the gradients are one part, whatever forwards are in it.
-    inside = f" in {count_of(backwards, 'backward pass', 'backward passes')}" if backwards not in (0, forwards) else ""
-    count = f"{len(batches)} different microbatches, {forwards} a step on a rank{inside}{inferred}"
-    # A root that is called within torch.func's transforms, or by other means than a forward, shows no inputs.
-    yield "groups", f"{text}; data: {count if batches else 'inputs of the model are not seen'}"
-    factors = reduced[0].factors
-    if factors and len(factors[0].names) == len(last.trained):
-        yield "reduced", f"every gradient is {factors[0].render()}"
-    elif factors:
-        yield "reduced", f"{_share(factors[0].names, last)} {factors[0].render()}"
+    yield "groups", f"{text}; data: {_data(seen[-1])}"
+    if factors := reduced[0].factors:
+        are_all = len(factors[0].names) == len(seen[-1].trained)
+        share = "every gradient is" if are_all else _share(factors[0].names, seen[-1])
+        yield "reduced", f"{share} {factors[0].render()}"
     yield "norm", _norms(seen)
     memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
         yield "memory", f"{memory[-1] - memory[0]:+,} B from step {seen[1].step} to step {seen[-1].step}"
     for text in _unseen(seen, reduced):
         yield "not seen", text
+
+
+def _data(last: Evidence) -> str:
+    """Return how many microbatches ranks read in a step."""
+    batches = {batch for record in last.records for batch in record.batches}
+    if not batches:
+        # A root that is called within torch.func's transforms, or by other means than a forward, shows none.
+        return "inputs of the model are not seen"
+    forwards = max(record.forwards for record in last.records)
+    inferred = "" if last.are_readers_known else ", inferred from what ranks read"
+    backwards = max(record.backwards for record in last.records)
+    # Of each backward pass the gradients are one part, whatever forwards are in it.
+    inside = f" in {count_of(backwards, 'backward pass', 'backward passes')}" if backwards not in (0, forwards) else ""
+    return f"{len(batches)} different microbatches, {forwards} a step on a rank{inside}{inferred}"
 
 
 def _share(names: Sequence[str], evidence: Evidence) -> str:
@@ -94,16 +99,21 @@ def _norms(seen: Sequence[Evidence]) -> str:
     if not any(applied):
         has_some = any(one.records[0].at_step for one in seen)
         return f"{at_step}: all gradients are zero" if has_some else "no gradient was seen"
-    if any(b and not a for a, b in zip(norms, applied, strict=True)):
+    pairs = [*zip(norms, applied, strict=True)]
+    if any(b and not a for a, b in pairs):
         return f"{at_step}; not seen before it, so whether they were scaled is not known"
     if any(a and scale_of(one, 0) is None for one, a in zip(seen, norms, strict=True)):
         return f"{at_step}; from backward to the step they change by more than one factor"
-    text = f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients"
-    scales = [f"{b / a:.4g}" for a, b in zip(norms, applied, strict=True) if a and abs(b / a - 1) > numerics.CLIPPED]
+    return f"{' '.join(f'{one:.4g}' for one in norms)}, recomputed from all gradients; {_scaling(pairs)}"
+
+
+def _scaling(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return by what gradients are scaled before the step, from their norms after backward and at the step."""
+    scales = [f"{b / a:.4g}" for a, b in pairs if a and abs(b / a - 1) > numerics.CLIPPED]
     if not scales:
-        return f"{text}; not scaled before the step"
-    text += f"; scaled by {' '.join(scales)} before the step"
-    limits = [b for a, b in zip(norms, applied, strict=True) if a and b < a * (1 - numerics.CLIPPED)]
+        return "not scaled before the step"
+    text = f"scaled by {' '.join(scales)} before the step"
+    limits = [b for a, b in pairs if a and b < a * (1 - numerics.CLIPPED)]
     if len(limits) > 1 and max(limits) - min(limits) < numerics.SAME_NORM * max(limits):
         text += f", that is to a norm of {limits[0]:.4g}"
     return text

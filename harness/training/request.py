@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.capability import Capability
@@ -32,20 +34,101 @@ class NotCheckable(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """A training that is to be checked, in plain values.
+class ModelOnMesh:
+    """The model that trains, and the ranks on which it does.
 
     Attributes:
         model: a known shape, or ``module:function``.
         mesh: the names and the sizes of its dimensions.
         layers: to which a known shape is cut down, as to ``dim``.
+    """
+
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    layers: int | None = None
+    dim: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as an option takes it: "dp=2,tp=2"."""
+        return ",".join(f"{name}={size}" for name, size in self.mesh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserCode:
+    """The names of the user's functions, ``module:function`` each, and of what stands for them.
+
+    Attributes:
         implementation: the name of an adapter, or "own" for ``parallelize``.
-        parallelize: ``module:function``, as are ``optimizer``, ``data``, ``step`` and ``plain``; empty for none. An
-            optimizer may also be "adamw" or "sgd".
-        plain: a function that gives the model of the reference methods that its wrapper would have.
-        data_dims: the dimensions over which ranks read different data.
+        parallelize: shards the model; empty for none, as are ``data``, ``step`` and ``plain``.
+        optimizer: makes the optimizer; or "adamw" or "sgd".
+        plain: gives the model of the reference methods that its wrapper would have.
+    """
+
+    implementation: str = OWN
+    parallelize: str = ""
+    optimizer: str = "adamw"
+    data: str = ""
+    step: str = ""
+    plain: str = ""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the user's function parallelizes the model."""
+        return self.implementation == OWN
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The steps, and the data of each.
+
+    Attributes:
+        data_dims: the dimensions of the mesh over which ranks read different data.
+        microbatches: of a step on a rank, of the default data.
         batch: sequences of a microbatch of the default data, of ``sequence`` tokens.
+    """
+
+    data_dims: tuple[str, ...] = ()
+    steps: int = 3
+    microbatches: int = 2
+    batch: int = 2
+    sequence: int = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """The dtypes of the run and of the reference, by the names that options take.
+
+    Attributes:
+        dtype: of parameters.
         param_dtype: of gathered parameters and activations; empty for that of the parameters.
+        reduce_dtype: in which gradients are reduced; empty for the default.
+        oracle: of the reference without sharding; "none" for no such reference.
+    """
+
+    dtype: str = "float32"
+    param_dtype: str = ""
+    reduce_dtype: str = ""
+    oracle: str = "float64"
+
+    @property
+    def given_dtypes(self) -> dict[str, torch.dtype]:
+        """Those besides that of the parameters which are not left to the default, by their names."""
+        names = ("param_dtype", "reduce_dtype")
+        return {name: DTYPES[value] for name in names if (value := getattr(self, name))}
+
+
+# Options are listed in the order of the fields, those of the last base first.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request(Dtypes, Steps, UserCode, ModelOnMesh):
+    """A training that is to be checked, in plain values.
+
+    Attributes:
         max_norm: to which the default step clips; 0 for no clipping.
         axes: keyword arguments of ``parallelize``.
         off: what of the training is turned off, by its names in :data:`axes.OWN`.
@@ -53,25 +136,6 @@ class Request:
         keep: a folder in which all that was compared stays; empty for none.
     """
 
-    model: str
-    mesh: tuple[tuple[str, int], ...]
-    layers: int | None = None
-    dim: int | None = None
-    implementation: str = OWN
-    parallelize: str = ""
-    optimizer: str = "adamw"
-    data: str = ""
-    step: str = ""
-    plain: str = ""
-    data_dims: tuple[str, ...] = ()
-    steps: int = 3
-    microbatches: int = 2
-    batch: int = 2
-    sequence: int = 32
-    dtype: str = "float32"
-    param_dtype: str = ""
-    reduce_dtype: str = ""
-    oracle: str = "float64"
     max_norm: float = 1.0
     axes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     off: tuple[str, ...] = ()
@@ -80,24 +144,9 @@ class Request:
     keep: str = ""
 
     @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return math.prod(size for _, size in self.mesh)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the user's function parallelizes the model."""
-        return self.implementation == OWN
-
-    @property
     def data_size(self) -> int:
         """The number of ranks that read different data."""
         return math.prod(size for name, size in self.mesh if name in self.data_dims)
-
-    @property
-    def mesh_text(self) -> str:
-        """The mesh as an option takes it: "dp=2,tp=2"."""
-        return ",".join(f"{name}={size}" for name, size in self.mesh)
 
     def data_rank(self, rank: int) -> int:
         """Return which data a global rank reads; the mesh has the ranks in order, the last dimension first."""
@@ -250,7 +299,7 @@ def functions_of(request: Request) -> Functions:
         if found["parallelize"] is None:
             raise NotCheckable("check: --impl own needs --parallelize module:function")
         takes = _keywords(found["parallelize"])
-        given = {*request.axes, *(name for name in ("param_dtype", "reduce_dtype") if getattr(request, name))}
+        given = request.axes.keys() | request.given_dtypes.keys()
         if takes is not None and (unknown := sorted(given - takes)):
             known = f"it has {', '.join(sorted(takes))}" if takes else "it has none"
             raise NotCheckable(f"check: parallelize() has no keyword argument {unknown[0]!r}; {known}")
@@ -259,8 +308,7 @@ def functions_of(request: Request) -> Functions:
 
 def axes_of(request: Request) -> dict[str, Any]:
     """Return the keyword arguments with which ``parallelize`` is called."""
-    dtypes = {name: DTYPES[value] for name in ("param_dtype", "reduce_dtype") if (value := getattr(request, name))}
-    return dict(request.axes) | dtypes
+    return dict(request.axes) | request.given_dtypes
 
 
 def _keywords(function: Callable[..., Any]) -> set[str] | None:

@@ -24,7 +24,7 @@ from shardproof.harness.judging import codes
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.planning.anatomy import choose_units
 from shardproof.harness.planning.request import DTYPES
-from shardproof.harness.planning.subject import microbatch
+from shardproof.harness.planning.subject import Built, microbatch
 from shardproof.harness.planning.tensor_parallel import split
 from shardproof.harness.tensors.fingerprints import Box, K, digest
 from shardproof.harness.tensors.layouts import Layout, layout_of, part_of
@@ -124,6 +124,143 @@ def plain_root(model: nn.Module) -> None:
         vars(module).update({name: value for name, value in own.items() if not hasattr(module, name)})
 
 
+@dataclasses.dataclass(frozen=True)
+class Unsharded:
+    """The model as user code makes it, before anything shards or moves it.
+
+    Attributes:
+        built: the model, with its loss and its data.
+        is_deferred: whether parameters are on the meta device, so that what shards the model initializes them.
+        shapes: those of its parameters in full, by name.
+    """
+
+    built: Built
+    is_deferred: bool
+    shapes: Mapping[str, torch.Size]
+
+    @classmethod
+    def of(cls, built: Built) -> "Unsharded":
+        """Note what sharding changes."""
+        is_deferred = any(one.is_meta for one in built.model.parameters())
+        return cls(built, is_deferred, {name: one.shape for name, one in parameters_of(built.model)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A model as it trains, with its optimizer.
+
+    Attributes:
+        adapter: drives both; None of those that user code makes.
+        has_own_optimizer: whether ``parallelize`` has made the optimizer.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    adapter: Adapter | None = None
+    has_own_optimizer: bool = False
+
+
+class Maker:
+    """Makes the model and the optimizer of a role from the model before sharding.
+
+    Args:
+        mesh: of the run's ranks, or of one rank with the same names.
+    """
+
+    def __init__(
+        self, request: Request, functions: Functions, role: Role, mesh: DeviceMesh, device: torch.device
+    ) -> None:  # fmt: skip
+        self._request, self._functions, self._role, self._mesh = request, functions, role, mesh
+        self._device = device
+
+    def make(self, original: Unsharded, baseline: Made | None) -> Made:
+        """Shard the model by ``parallelize`` or an adapter; for the oracle, leave it as it is, in its dtype.
+
+        Args:
+            baseline: for the oracle, that of the baseline.
+
+        Raises:
+            NotCheckable: what user code returns cannot be trained, or nothing of it can be seen.
+        """
+        model = original.built.model
+        if not original.is_deferred:
+            model.to(self._device, dtype=DTYPES[self._request.dtype])
+        if self._role == "oracle":
+            if original.is_deferred:
+                model.to_empty(device=self._device)
+            return self._plain(model.to(DTYPES[self._request.oracle]), baseline)
+        if self._functions.adapter is not None:
+            return self._adapted(self._functions.adapter, model)
+        return self._parallelized(model)
+
+    def _plain(self, model: nn.Module, baseline: Made | None) -> Made:
+        plain_root(model)
+        if self._functions.plain is not None:
+            self._functions.plain(model)
+        if baseline is not None and baseline.has_own_optimizer:
+            return Made(model, _optimizer_like(baseline, model))
+        return Made(model, self._optimizer(model))
+
+    def _parallelized(self, model: nn.Module) -> Made:
+        assert self._functions.parallelize is not None
+        made = self._functions.parallelize(model, self._mesh, **axes_of(self._request))
+        root, own = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(root, nn.Module):
+            raise NotCheckable(f"check: parallelize() returned {type(root).__name__}: return the model, or the model "
+                               "and its optimizer")  # fmt: skip
+        optimizer = own or self._optimizer(root)
+        mine = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        if not set(mine) & {id(one) for _, one in parameters_of(root)}:
+            kind = type(optimizer).__name__
+            raise NotCheckable(f"check: none of the {len(mine)} parameters of {kind} is the model's: "
+                               f"it was made before sharding, or from another model [{codes.UNMOVED}]")  # fmt: skip
+        return Made(root, optimizer, has_own_optimizer=own is not None)
+
+    def _adapted(self, kind: type[Adapter], model: nn.Module) -> Made:
+        request, own = self._request, self._functions.optimizer
+        count = request.microbatches * (1 if self._role == "run" else request.data_size)
+        others = [name for name, _ in request.mesh if name not in request.data_dims]
+        if others:
+            model = split(model, self._mesh[others[0]])
+        config = Config(
+            mesh=self._mesh[request.data_dims] if others else self._mesh, microbatches=count,
+            units=tuple((name,) for name in choose_units(model)),
+            precision=Precision(compute=DTYPES.get(request.param_dtype), reduce=DTYPES.get(request.reduce_dtype)),
+            clip=Clip(request.max_norm) if request.max_norm else None,
+        )  # fmt: skip
+        adapter = kind(model, optimizer=None if own else self._by_name, config=config)
+        if own is not None:
+            adapter.optimizer = own(adapter.module)
+        if adapter.optimizer is None:
+            raise NotCheckable(f"check: {kind.name} hides its optimizer, so that nothing of its step can be seen")
+        return Made(adapter.module, adapter.optimizer, adapter)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self._functions.optimizer is None:
+            return self._by_name(model.parameters())
+        made = self._functions.optimizer(model)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise NotCheckable(f"check: optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
+        return made
+
+    def _by_name(self, parameters: Any) -> torch.optim.Optimizer:
+        if self._request.optimizer == "sgd":
+            return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+        return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _optimizer_like(other: Made, model: nn.Module) -> torch.optim.Optimizer:
+    """Make for a model the optimizer that ``parallelize`` has returned for another one."""
+    kind, options = class_and_options(other.optimizer)
+    names = {id(one): name for name, one in parameters_of(other.model)}
+    mine = dict(parameters_of(model))
+    groups = [
+        group | {"params": [mine[names[id(one)]] for one in group["params"] if id(one) in names]}
+        for group in other.optimizer.param_groups
+    ]
+    return kind(groups, **options)
+
+
 @dataclasses.dataclass
 class StepSeen:
     """One step as this process saw it: events, the state after it, and what else its judge needs."""
@@ -134,6 +271,57 @@ class StepSeen:
     norm_types: list[float]
     narrowest: torch.dtype
     is_fully_sharded: bool
+
+
+class Observations:
+    """The observations that a process keeps of the step under way.
+
+    Args:
+        role: of the training; the reference keeps among which numbers a function chooses as well.
+        explains: whether the outputs of all modules and their gradients are kept too.
+
+    Attributes:
+        home: where gradients are kept; all else is kept on the host.
+        events: the tensors of the step so far.
+        records: those of steps that have ended and were not taken yet.
+        errors: those of watching.
+    """
+
+    def __init__(self, role: Role, *, explains: bool) -> None:
+        self._role, self._explains = role, explains
+        self.home = torch.device("cpu")
+        self.events: ByKey = {}
+        self.records: list[StepRecord] = []
+        self.errors: list[Exception] = []
+
+    def see(self, seen: Observed) -> None:
+        """Keep a tensor, as the sink of a watch."""
+        stage = seen.stage
+        if stage in (Stage.INPUT, Stage.INITIAL, Stage.PARAMETER, Stage.OPTIMIZER_STATE):
+            return  # read between steps
+        if stage in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT) and not self._explains and (
+            seen.module or seen.call or stage == Stage.OUTPUT_GRADIENT
+        ):  # fmt: skip
+            return
+        if stage == Stage.OWN_GRADIENT:
+            # Eight numbers stand for it, because it is not sharded.
+            box = seen.layout.box if seen.layout is not None else Box(tuple(seen.value.shape))
+            self._add(dataclasses.replace(seen, value=digest(seen.value, box).numbers[:K]))
+        elif stage in (Stage.GRADIENT, Stage.CLIPPED_GRADIENT):
+            # Those after the last backward count.
+            self._add(dataclasses.replace(seen, microbatch=0), self.home)
+        else:
+            self._add(seen)
+
+    def note_choice(self, forward: int, chosen: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep which elements a function has chosen in a forward, and from what."""
+        call = sum(key[0] == Stage.ROUTING and key[3] == forward and not key[6] for key in self.events)
+        self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "", chosen))
+        if self._role != "run":
+            self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "values", values))
+
+    def _add(self, seen: Observed, home: torch.device | str = "cpu") -> None:
+        self.events[seen.key] = dataclasses.replace(seen, value=seen.value.detach().to(home, copy=True))
 
 
 class Trainee:
@@ -150,22 +338,14 @@ class Trainee:
         explains: bool = False, baseline: "Trainee | None" = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
-        #: Where the gradients that it sees are kept; for the reference its state is too.
-        self.home = torch.device("cpu")
-        self._device, self._explains = device, explains
-        self._adapter: Adapter | None = None
-        self._baseline, self._has_own_optimizer = baseline, False
+        self._device, self._observations = device, Observations(role, explains=explains)
         torch.manual_seed(request.seed)
-        self.built = functions.subject.build(request.sequence)
-        self.is_deferred = any(one.is_meta for one in self.built.model.parameters())
-        self._shapes = {name: one.shape for name, one in parameters_of(self.built.model)}
-        self.model, self.optimizer = self._made(self.built.model)
-        self._events: ByKey = {}
-        self._records: list[StepRecord] = []
-        self._errors: list[Exception] = []
+        self.original = Unsharded.of(functions.subject.build(request.sequence))
+        maker = Maker(request, functions, role, mesh, device)
+        self._made: Made = maker.make(self.original, None if baseline is None else baseline._made)
         self.watch = Watch(
-            self._records.append, steps=range(request.steps + 1), optimizers=[self.optimizer], sink=self._see,
-            on_error=self._errors.append, modules=True, digests=False,
+            self._observations.records.append, steps=range(request.steps + 1), optimizers=[self.optimizer],
+            sink=self._observations.see, on_error=self._observations.errors.append, modules=True, digests=False,
         )  # fmt: skip
         self.watch.attach(self.model)
         self.flat = sizes_of_flat([self.model])
@@ -176,91 +356,34 @@ class Trainee:
         if role != "run":
             self.optimizer.register_step_pre_hook(self._give)
 
-    # Making it ------------------------------------------------------------------------------
+    @property
+    def model(self) -> nn.Module:
+        """The model that trains."""
+        return self._made.model
 
-    def _made(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        request, functions = self.request, self.functions
-        if not self.is_deferred:
-            model.to(self._device, dtype=DTYPES[request.dtype])
-        if self.role == "oracle":
-            if self.is_deferred:
-                model.to_empty(device=self._device)
-            model = model.to(DTYPES[request.oracle])
-            plain_root(model)
-            if functions.plain is not None:
-                functions.plain(model)
-            if self._baseline is not None and self._baseline._has_own_optimizer:
-                return model, self._like(self._baseline, model)
-            return model, self._optimizer(model)
-        if functions.adapter is not None:
-            return self._adapted(functions.adapter, model)
-        assert functions.parallelize is not None
-        made = functions.parallelize(model, self.mesh, **axes_of(request))
-        root, optimizer = made if isinstance(made, tuple) else (made, None)
-        if not isinstance(root, nn.Module):
-            raise NotCheckable(f"check: parallelize() returned {type(root).__name__}: return the model, or the model "
-                               "and its optimizer")  # fmt: skip
-        self._has_own_optimizer = optimizer is not None
-        made_by = optimizer or self._optimizer(root)
-        mine = [id(one) for group in made_by.param_groups for one in group["params"]]
-        if not set(mine) & {id(one) for _, one in parameters_of(root)}:
-            raise NotCheckable(f"check: none of the {len(mine)} parameters of {type(made_by).__name__} is the model's: "
-                               f"it was made before sharding, or from another model [{codes.UNMOVED}]")  # fmt: skip
-        return root, made_by
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that steps."""
+        return self._made.optimizer
 
-    def _adapted(self, kind: type[Adapter], model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
-        request, own = self.request, self.functions.optimizer
-        count = request.microbatches * (1 if self.role == "run" else request.data_size)
-        others = [name for name, _ in request.mesh if name not in request.data_dims]
-        if others:
-            model = split(model, self.mesh[others[0]])
-        config = Config(
-            mesh=self.mesh[request.data_dims] if others else self.mesh, microbatches=count,
-            units=tuple((name,) for name in choose_units(model)),
-            precision=Precision(compute=DTYPES.get(request.param_dtype), reduce=DTYPES.get(request.reduce_dtype)),
-            clip=Clip(request.max_norm) if request.max_norm else None,
-        )  # fmt: skip
-        adapter = kind(model, optimizer=None if own else self._by_name, config=config)
-        if own is not None:
-            adapter.optimizer = own(adapter.module)
-        if adapter.optimizer is None:
-            raise NotCheckable(f"check: {kind.name} hides its optimizer, so that nothing of its step can be seen")
-        self._adapter = adapter
-        return adapter.module, adapter.optimizer
+    @property
+    def home(self) -> torch.device:
+        """Where the gradients that it sees are kept; for the reference its state is too."""
+        return self._observations.home
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        if self.functions.optimizer is None:
-            return self._by_name(model.parameters())
-        made = self.functions.optimizer(model)
-        if not isinstance(made, torch.optim.Optimizer):
-            raise NotCheckable(f"check: optimizer() returned {type(made).__name__}, not a torch.optim.Optimizer")
-        return made
-
-    def _by_name(self, parameters: Any) -> torch.optim.Optimizer:
-        if self.request.optimizer == "sgd":
-            return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
-        return torch.optim.AdamW(parameters, lr=1e-3)
-
-    def _like(self, other: "Trainee", model: nn.Module) -> torch.optim.Optimizer:
-        """Make the optimizer that another trainee's ``parallelize`` has returned, for this model."""
-        kind, options = class_and_options(other.optimizer)
-        names = {id(one): name for name, one in parameters_of(other.model)}
-        mine = dict(parameters_of(model))
-        groups = [
-            group | {"params": [mine[names[id(one)]] for one in group["params"] if id(one) in names]}
-            for group in other.optimizer.param_groups
-        ]
-        return kind(groups, **options)
+    @home.setter
+    def home(self, home: torch.device) -> None:
+        self._observations.home = home
 
     def know(self, flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank: int) -> None:
         """Take how many elements of flat parameters each rank holds."""
-        self.watch.model.know(self._shapes, flat_places(flat, rank))
+        self.watch.model.know(self.original.shapes, flat_places(flat, rank))
 
     def close(self) -> None:
         """Remove all hooks, and tear down what an adapter keeps."""
         self.watch.detach()
-        if self._adapter is not None:
-            self._adapter.teardown()
+        if self._made.adapter is not None:
+            self._made.adapter.teardown()
 
     # Data -----------------------------------------------------------------------------------
 
@@ -272,7 +395,7 @@ class Trainee:
                 raise NotCheckable("check: data(step, rank) did not return a list of microbatches")
         else:
             options = {"step": step, "rank": rank, "batch": self.request.batch, "sequence": self.request.sequence}
-            made = [microbatch(self.built, index=one, **options) for one in range(self.request.microbatches)]
+            made = [microbatch(self.original.built, index=one, **options) for one in range(self.request.microbatches)]
         return [map_tensors(lambda one: one.to(self._device), arguments) for arguments in made]
 
     def cast(self, microbatches: list[Any]) -> list[Any]:
@@ -288,7 +411,7 @@ class Trainee:
 
     def step(self, microbatches: list[Any]) -> StepSeen:
         """Train one step, and return what was seen of it."""
-        self._events = {}
+        self._observations.events = {}
         self.watch.forget()  # calls of torch's functions that it has seen another trainee make
         narrow = Narrowest() if self.role == "baseline" else None
         keeps = self.role == "oracle" and self.request.oracle == "float64"
@@ -298,12 +421,12 @@ class Trainee:
         with mode, Choices(self._choose):
             self._call(self.cast(microbatches))
         self.watch.end_step()
-        if self._errors:
-            raise self._errors[0]
-        if (steps := self.watch.step - before) != 1 or not self._records:
+        if self._observations.errors:
+            raise self._observations.errors[0]
+        if (steps := self.watch.step - before) != 1 or not self._observations.records:
             raise NotCheckable(f"check: step() made {steps} optimizer steps that count: it must make one")
-        record = self._records.pop()
-        events, self._events = self._events, {}
+        record = self._observations.records.pop()
+        events, self._observations.events = self._observations.events, {}
         return StepSeen(
             events, self.state(), record.forwards, [one.norm_type for one in record.norms],
             narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
@@ -312,8 +435,8 @@ class Trainee:
     def _call(self, microbatches: list[Any]) -> None:
         if self.functions.step is not None:
             self.functions.step(self.model, self.optimizer, microbatches, self.mesh)
-        elif self._adapter is not None:
-            self._driven(self._adapter, microbatches)
+        elif self._made.adapter is not None:
+            self._driven(self._made.adapter, microbatches)
         else:
             for arguments in microbatches:
                 (self._loss(self.model, arguments) / len(microbatches)).backward()
@@ -343,37 +466,12 @@ class Trainee:
             loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             return loss  # type: ignore[no-any-return]
         given = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
-        return self.built.loss(forward(*given), *given)
+        return self.original.built.loss(forward(*given), *given)
 
     # What is seen ---------------------------------------------------------------------------
 
-    def _see(self, seen: Observed) -> None:
-        stage = seen.stage
-        if stage in (Stage.INPUT, Stage.INITIAL, Stage.PARAMETER, Stage.OPTIMIZER_STATE):
-            return  # read between steps
-        if stage in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT) and not self._explains and (
-            seen.module or seen.call or stage == Stage.OUTPUT_GRADIENT
-        ):  # fmt: skip
-            return
-        if stage == Stage.OWN_GRADIENT:
-            # Eight numbers stand for it, because it is not sharded.
-            box = seen.layout.box if seen.layout is not None else Box(tuple(seen.value.shape))
-            self._add(dataclasses.replace(seen, value=digest(seen.value, box).numbers[:K]))
-        elif stage in (Stage.GRADIENT, Stage.CLIPPED_GRADIENT):
-            # Those after the last backward count.
-            self._add(dataclasses.replace(seen, microbatch=0), self.home)
-        else:
-            self._add(seen)
-
     def _choose(self, chosen: torch.Tensor, values: torch.Tensor) -> None:
-        forward = self.watch.counts[0] - 1
-        call = sum(key[0] == Stage.ROUTING and key[3] == forward and not key[6] for key in self._events)
-        self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "", chosen))
-        if self.role != "run":
-            self._add(Observation(Stage.ROUTING, "", "", forward, call, 0, None, "values", values))
-
-    def _add(self, seen: Observed, home: torch.device | str = "cpu") -> None:
-        self._events[seen.key] = dataclasses.replace(seen, value=seen.value.detach().to(home, copy=True))
+        self._observations.note_choice(self.watch.counts[0] - 1, chosen, values)
 
     @torch.no_grad()
     def state(self) -> ByKey:
