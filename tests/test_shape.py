@@ -34,7 +34,6 @@ ABOVE: dict[str, int] = {
     "parity/coverage.py:kept_outside": 16,
     "parity/coverage.py:Evidence.judge": 19,
     "parity/run.py:Run": 19,
-    "training/alignment.py:Step.__init__": 18,
     "training/axes.py:of_keywords": 17,
     "training/bisect.py:bisect": 21,
     "training/doctor.py:Doctor": 27,
@@ -49,12 +48,6 @@ ABOVE: dict[str, int] = {
     "training/request.py:Request": 25,
     "training/trainee.py:Trainee": 21,
     "training/trainee.py:Trainee._made": 16,
-    "training/updates.py:check_optimizers_ever": 19,
-    "training/updates.py:check_updates": 30,
-    "watching/groups.py:groups_of": 25,
-    "watching/optimizers.py:seen_of": 17,
-    "watching/records.py:StepRecord": 38,
-    "watching/step.py:Step.gradients": 16,
 }
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

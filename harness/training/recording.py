@@ -431,7 +431,7 @@ class Recording(Watching):
             save_file(
                 {key: one.clone() for key, one in on_cpu.items()}, self._folder / f"step{record.step:03}.safetensors"
             )
-        self._write([*lines, encode(EndLine(end=record.step, autocast=record.autocast))])
+        self._write([*lines, encode(EndLine(end=record.step, autocast=record.forwards.autocast))])
         self._known = {key: own for key, own in self._known.items() if key[0] is Stage.INITIAL}
         self._taken, self._rows = {}, {}
         if record.step >= self._steps[-1]:

@@ -57,8 +57,8 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
     last, groups = seen[-1], starts[0].groups
     named = [f"{name} {_range(members)}" for name, members in groups.named.items()]
     text = f"{', '.join(named)} (from {groups.source})" if named else "none known"
-    batches = {batch for record in last.records for batch in record.batches}
-    forwards = max(record.forwards for record in last.records)
+    batches = {batch for record in last.records for batch in record.forwards.batches}
+    forwards = max(record.forwards.count for record in last.records)
     inferred = "" if last.are_readers_known else ", inferred from what ranks read"
     backwards = max(record.backwards for record in last.records)
     # Of each backward pass the gradients are one part, whatever forwards are in it.
@@ -92,7 +92,7 @@ def _norms(seen: Sequence[Evidence]) -> str:
     applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
     at_step = f"{' '.join(f'{one:.4g}' for one in applied)}, recomputed from all gradients at the optimizer's step"
     if not any(applied):
-        has_some = any(one.records[0].at_step for one in seen)
+        has_some = any(one.gradients[0].at_step for one in seen)
         return f"{at_step}: all gradients are zero" if has_some else "no gradient was seen"
     if any(b and not a for a, b in zip(norms, applied, strict=True)):
         return f"{at_step}; not seen before it, so whether they were scaled is not known"

@@ -305,7 +305,7 @@ class Trainee:
         record = self._records.pop()
         events, self._events = self._events, {}
         return StepSeen(
-            events, self.state(), record.forwards, [one.norm_type for one in record.norms],
+            events, self.state(), record.forwards.count, [one.norm_type for one in record.norms.calls],
             narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
         )  # fmt: skip
 
