@@ -30,13 +30,6 @@ LARGEST: dict[str, tuple[int, int]] = {
 }
 #: What is above LIMIT in the rooms of the engine. An entry may be lowered or removed, and none may be added.
 ABOVE: dict[str, int] = {
-    "training/alignment.py:Step.__init__": 18,
-    "training/updates.py:check_optimizers_ever": 19,
-    "training/updates.py:check_updates": 30,
-    "watching/groups.py:groups_of": 25,
-    "watching/optimizers.py:seen_of": 17,
-    "watching/records.py:StepRecord": 38,
-    "watching/step.py:Step.gradients": 16,
 }
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -14,7 +14,7 @@ from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.recording import Recorded, Seen
 from shardproof.harness.watching.assembly import Held, full_tensor
-from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
+from shardproof.harness.watching.records import ForwardRecord, Gradient, GradientRecord, Inputs, Parameter, StepRecord
 
 #: Where a record has what was assembled from several ranks, by stage.
 FIELDS = {
@@ -32,7 +32,9 @@ Key = tuple[Stage, str, str, int]
 
 
 @dataclasses.dataclass
-class _Record(StepRecord):
+class Tensors(GradientRecord):
+    """The tensors of a step that ranks have parts of: gradients, parameters before and after it, and states."""
+
     initial: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     after: dict[str, Gradient] = dataclasses.field(default_factory=dict)
     state: dict[str, Gradient] = dataclasses.field(default_factory=dict)
@@ -43,9 +45,11 @@ class _Record(StepRecord):
 _MOST_PLACES = 1 << 22
 
 
-def _places(records: Sequence[_Record]) -> int:
-    names = {name for one in records for name in one.own}
-    return max(1, len(names)) * len(records) * max(max(one.backwards, one.forwards) for one in records)
+def _are_few(gradients: Sequence[Tensors], records: Sequence[StepRecord]) -> bool:
+    """Whether there are far fewer own gradients than places for them."""
+    names = {name for one in gradients for name in one.own}
+    places = max(1, len(names)) * len(records) * max(max(one.backwards, one.forwards.count) for one in records)
+    return places > _MOST_PLACES + 64 * sum(len(parts) for one in gradients for parts in one.own.values())
 
 
 class Step:
@@ -55,23 +59,18 @@ class Step:
         self.recorded = recorded
         # What the step begins with comes first: parameters are read when the optimizer steps.
         self.seen = [sorted(one.events[step], key=lambda e: e.stage is not Stage.INITIAL) for one in recorded.ranks]
-        self.rows = {
-            (rank, one.microbatch): one.rows for rank, seen in enumerate(self.seen) for one in seen if one.rows
-        }
+        every = [(rank, one) for rank, seen in enumerate(self.seen) for one in seen]
+        self.rows = {(rank, one.microbatch): one.rows for rank, one in every if one.rows}
+        self.gradients = [_tensors_of(seen) for seen in self.seen]
+        records = [_record(rank, step, seen, self.gradients[rank]) for rank, seen in enumerate(self.seen)]
         starts = [Start(one.groups, {}, (), recorded.head.model, {}, {}) for one in recorded.ranks]
-        self.records = [_record(rank, step, seen) for rank, seen in enumerate(self.seen)]
-        self.evidence = Evidence(self.records, starts, {})
-        gradients = sum(len(parts) for one in self.records for parts in one.own.values())
-        if _places(self.records) > _MOST_PLACES + 64 * gradients:
+        self.evidence = Evidence(records, starts, {})
+        if _are_few(self.gradients, records):
             raise BadFile(f"{recorded.path}: step {step} has few gradients for the numbers of its microbatches")
         self.readers = {rank: ranks[0] for ranks in self.evidence.readers for rank in ranks}
         #: Parameters of whose gradients some elements are rounding noise.
-        self.noisy = {one.parameter for seen in self.seen for one in seen if one.noise}
-        self.by_key: dict[Key, dict[Part, Seen]] = {}
-        for rank, seen in enumerate(self.seen):
-            for one in seen:
-                if one.stage in OF_DATA:
-                    self.by_key.setdefault(key_of(one), {})[rank, one.microbatch] = one
+        self.noisy = {one.parameter for _, one in every if one.noise}
+        self.by_key = _by_key(every)
 
     @functools.cached_property
     def eps(self) -> float:
@@ -85,7 +84,7 @@ class Step:
     @property
     def parts(self) -> list[Part]:
         """All microbatches."""
-        counts = [max(one.backwards, one.forwards) for one in self.evidence.records]
+        counts = [max(one.backwards, one.forwards.count) for one in self.evidence.records]
         return [(rank, m) for rank, count in enumerate(counts) for m in range(count)]
 
     def vector(self, rank: int, field: str, name: str) -> torch.Tensor | None:
@@ -94,16 +93,16 @@ class Step:
 
     def shape(self, field: str, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor."""
-        found = (getattr(one, field).get(name) for one in self.evidence.records)
+        found = (getattr(one, field).get(name) for one in self.gradients)
         return next((one.box.shape for one in found if one is not None), ())
 
     @functools.cached_property
     def first(self) -> dict[tuple[str, str], torch.Tensor | None]:
         """By field and name, each tensor as the first rank that has it."""
         found: dict[tuple[str, str], torch.Tensor | None] = {}
-        for rank, record in enumerate(self.evidence.records):
+        for rank, own in enumerate(self.gradients):
             for field in FIELDS.values():
-                for name in getattr(record, field):
+                for name in getattr(own, field):
                     if found.get((field, name)) is None:
                         found[field, name] = self.vector(rank, field, name)
         return found
@@ -153,25 +152,40 @@ def key_of(seen: Seen) -> Key:
     return seen.stage, seen.parameter or seen.module, seen.state, number
 
 
-def _record(rank: int, step: int, seen: Sequence[Seen]) -> _Record:
-    made = _Record(rank, step)
-    inputs: dict[int, list[tuple[int, ...]]] = {}
+def _by_key(every: Iterable[tuple[int, Seen]]) -> dict[Key, dict[Part, Seen]]:
+    """Return what ranks have recorded of single microbatches."""
+    found: dict[Key, dict[Part, Seen]] = {}
+    for rank, one in every:
+        if one.stage in OF_DATA:
+            found.setdefault(key_of(one), {})[rank, one.microbatch] = one
+    return found
+
+
+def _tensors_of(seen: Sequence[Seen]) -> Tensors:
+    """Return the parts of tensors that a rank has recorded."""
+    made = Tensors()
     for one in seen:
-        if one.stage is Stage.INPUT:
-            inputs.setdefault(one.microbatch, []).append(one.value.bits)
-            continue
         if one.layout is None:
             continue
         gradient = Gradient(one.box, one.layout.pending, one.value, one.dtype)
         if one.stage is Stage.OWN_GRADIENT:
             made.own.setdefault(one.parameter, []).append((one.microbatch, gradient))
-            made.backwards = max(made.backwards, one.microbatch + 1)
         elif one.stage in FIELDS:
             getattr(made, FIELDS[one.stage])[name_of_seen(one)] = gradient
-            made.parameters.setdefault(name_of_seen(one), Parameter(one.box, one.layout.mesh, True, one.dtype))
-    made.batches = [hash(tuple(own)) for own in inputs.values()]
-    made.forwards = len(inputs)
     return made
+
+
+def _record(rank: int, step: int, seen: Sequence[Seen], tensors: Tensors) -> StepRecord:
+    inputs: dict[int, list[tuple[int, ...]]] = {}
+    parameters: dict[str, Parameter] = {}
+    for one in seen:
+        if one.stage is Stage.INPUT:
+            inputs.setdefault(one.microbatch, []).append(one.value.bits)
+        elif one.layout is not None and one.stage in FIELDS:
+            parameters.setdefault(name_of_seen(one), Parameter(one.box, one.layout.mesh, True, one.dtype))
+    batches = [Inputs(hash(tuple(own))) for own in inputs.values()]
+    backwards = max((number + 1 for parts in tensors.own.values() for number, _ in parts), default=0)
+    return StepRecord(rank, step, backwards, ForwardRecord(len(inputs), batches), tensors, parameters)
 
 
 def components_of(ref: Step, run: Step) -> list[tuple[list[Part], list[Part]]]:

@@ -13,7 +13,7 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
-from shardproof.harness.watching.records import Bits, Gradient, Groups, StepRecord
+from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, StepRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Evidence:
         return self.records[0].step
 
     @functools.cached_property
+    def gradients(self) -> list[GradientRecord]:
+        """What each rank has seen of gradients."""
+        return [record.gradients for record in self.records]
+
+    @functools.cached_property
     def names(self) -> list[str]:
         """All parameters, in the order of the model."""
         return list(dict.fromkeys(name for record in self.records for name in record.parameters))
@@ -106,7 +111,7 @@ class Evidence:
         """The sets of ranks that read the same; each by itself where all do."""
         seen: dict[tuple[int, ...], list[int]] = {}
         for record in self.records:
-            seen.setdefault(tuple(record.batches), []).append(record.rank)
+            seen.setdefault(record.forwards.batches, []).append(record.rank)
         if len(seen) == 1:
             return [(record.rank,) for record in self.records]
         return sorted(tuple(ranks) for ranks in seen.values())
@@ -118,18 +123,19 @@ class Evidence:
 
     @functools.cached_property
     def drops(self) -> int:
-        """How often ranks dropped gradients in the step; see :attr:`StepRecord.drops`."""
-        return max(len(record.drops) for record in self.records)
+        """How often ranks dropped gradients in the step; see :class:`records.Drop`."""
+        return max(len(one.drops) for one in self.gradients)
 
     @functools.cached_property
     def are_drops_meant(self) -> bool:
         """Whether what was dropped was no microbatch on any rank."""
-        return all(one.is_meant for record in self.records for one in record.drops)
+        return all(one.is_meant for mine in self.gradients for one in mine.drops)
 
     @functools.cached_property
     def after_drops(self) -> "Evidence":
         """The same without the backward passes whose gradients were dropped."""
-        return Evidence([_after_drops(record) for record in self.records], self.starts, self.holders)
+        kept = [one.since(drops[-1].backwards) if (drops := one.gradients.drops) else one for one in self.records]
+        return Evidence(kept, self.starts, self.holders)
 
     @functools.cached_property
     def hooks(self) -> tuple[str, ...]:
@@ -203,7 +209,7 @@ class Evidence:
         taken: dict[tuple[int, Box], list[Gradient]] = {}
         most = max((record.backwards for record in self.records), default=0)
         for record in self.records:
-            parts = record.own.get(name, [])
+            parts = record.gradients.own.get(name, [])
             if not parts:
                 continue
             key = (self.reader_of(record.rank), parts[0][1].box)
@@ -221,8 +227,8 @@ class Evidence:
     def hooked(self, name: str) -> float:
         """Return by what hooks of user code on a parameter multiply its gradient on all ranks; 1 if by no factor."""
         factors = []
-        for record in self.records:
-            given, own = record.given.get(name, []), record.own.get(name, [])
+        for mine in self.gradients:
+            given, own = mine.given.get(name, []), mine.own.get(name, [])
             if len(given) != len(own):
                 return 1.0
             for (_, before), (_, after) in zip(given, own, strict=True):
@@ -245,8 +251,8 @@ class Evidence:
         As vectors; None where one of them is not known.
         """
         peers = self.data_peers(rank)
-        parts = [vector_of(one) for peer in peers for _, one in self.records[peer].own.get(name, [])]
-        seen = self._assembled(name, rank, "at_step", peers) if name in self.records[rank].at_step else None
+        parts = [vector_of(one) for peer in peers for _, one in self.gradients[peer].own.get(name, [])]
+        seen = self._assembled(name, rank, "at_step", peers) if name in self.gradients[rank].at_step else None
         return None if seen is None or not parts else (seen, torch.stack(parts).sum(0))
 
     def assembled(self, name: str, rank: int, stage: str) -> torch.Tensor | None:
@@ -257,7 +263,7 @@ class Evidence:
         Args:
             stage: "after_backward" or "at_step".
         """
-        mine = getattr(self.records[rank], stage).get(name)
+        mine = getattr(self.gradients[rank], stage).get(name)
         if mine is None:
             return None
         if mine.box.is_full and not mine.pending:
@@ -276,14 +282,14 @@ class Evidence:
         """Whether peers that have a gradient assemble the same: parts of the same elements are equal, and no sums."""
         key = ("shared", name, stage, peers)
         if key not in self._known:
-            gradients = [one for peer in peers if (one := getattr(self.records[peer], stage).get(name)) is not None]
+            gradients = [one for peer in peers if (one := getattr(self.gradients[peer], stage).get(name)) is not None]
             marks = {one.box: one.fingerprint for one in gradients}
             self._known[key] = not any(one.pending or marks[one.box] != one.fingerprint for one in gradients)
         return bool(self._known[key])
 
     def _assembled(self, name: str, rank: int, stage: str, peers: Sequence[int]) -> torch.Tensor | None:
         order = [rank, *(one for one in peers if one != rank)]
-        held = ((peer, getattr(self.records[peer], stage).get(name)) for peer in order)
+        held = ((peer, getattr(self.gradients[peer], stage).get(name)) for peer in order)
         return full_sketch(
             Held(peer, Layout(one.box, one.pending), vector_of(one)) for peer, one in held if one is not None
         )
@@ -291,7 +297,7 @@ class Evidence:
     def squares(self, rank: int, stage: str, *, local: bool) -> float:
         """Return the sum of the squares of all gradients: of what a rank holds, or of each element once."""
         if local:
-            return float(sum(one.fingerprint.squares for one in getattr(self.records[rank], stage).values()))
+            return float(sum(one.fingerprint.squares for one in getattr(self.gradients[rank], stage).values()))
         found = 0.0
         for name in self.names:
             peers = tuple(self._peers(name, rank))
@@ -306,7 +312,7 @@ class Evidence:
     def _squares(self, name: str, stage: str, peers: Sequence[int]) -> float:
         parts: dict[Box, float] = {}
         for peer in peers:
-            gradient = getattr(self.records[peer], stage).get(name)
+            gradient = getattr(self.gradients[peer], stage).get(name)
             if gradient is not None:
                 parts.setdefault(gradient.box, gradient.fingerprint.squares)
             if gradient is not None and gradient.box.is_full:
@@ -323,8 +329,8 @@ class Evidence:
         An ulp of the narrowest dtype that the gradients have had, for each of the sums, of the largest part: where
         parts nearly cancel, what is left of them is small, and their rounding is not.
         """
-        own = [gradient for record in self.records for _, gradient in record.own.get(name, [])]
-        seen = [record.at_step.get(name) or record.after_backward.get(name) for record in self.records]
+        own = [gradient for mine in self.gradients for _, gradient in mine.own.get(name, [])]
+        seen = [one.at_step.get(name) or one.after_backward.get(name) for one in self.gradients]
         dtypes = {gradient.dtype for gradient in [*own, *(one for one in seen if one is not None)]}
         eps = max((numerics.EPS.get(dtype, 2.0**-7) for dtype in dtypes), default=2.0**-23)
         eps = max(eps, self.reduced_eps)
@@ -345,22 +351,6 @@ def _reduced_bytes(record: StepRecord, phases: Sequence[str]) -> dict[str, int]:
         if one.phase in phases and one.kind in ("all_reduce", "reduce_scatter", "reduce", "all_to_all"):
             found[one.dtype] = found.get(one.dtype, 0) + one.nbytes
     return found
-
-
-def _after_drops(record: StepRecord) -> StepRecord:
-    if not record.drops:
-        return record
-    first = record.drops[-1].backwards
-    kept = [number for number, read in enumerate(record.read) if read >= first]
-    own, given = ({name: mine for name, parts in each.items()
-                   if (mine := [(number - first, one) for number, one in parts if number >= first])}
-                  for each in (record.own, record.given))  # fmt: skip
-    return dataclasses.replace(
-        record, own=own, given=given, drops=[],
-        forwards=record.forwards - len(record.read) + len(kept), backwards=record.backwards - first,
-        batches=[record.batches[number] for number in kept], rows=[record.rows[number] for number in kept],
-        read=[record.read[number] - first for number in kept],
-    )  # fmt: skip
 
 
 def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], dict[str, list[tuple[int, ...]]]]:

@@ -30,8 +30,8 @@ class Explained:
 
     def cause(self, far: Sequence[Judged]) -> Judged:
         """Return the first that is too far; of gradients at the step, what is not only scaled, as by a wrong norm."""
-        records, others = self._pair.run.records, self._pair.ref.records
-        held, expected = records[self._rank].at_step, others[self._pair.peer(self._rank)].at_step
+        own, others = self._pair.run.gradients, self._pair.ref.gradients
+        held, expected = own[self._rank].at_step, others[self._pair.peer(self._rank)].at_step
         for one in far if far[0].seen.stage is Stage.CLIPPED_GRADIENT else ():
             mine, other = held.get(one.seen.parameter), expected.get(one.seen.parameter)
             if one.seen.stage is not Stage.CLIPPED_GRADIENT or mine is None or other is None:
@@ -172,7 +172,7 @@ class Explained:
 
         None if ranks hold the same elements of it, if one rank holds all, or if its gradient is noise.
         """
-        held = [(record.initial.get(name), record.after.get(name)) for record in self._pair.run.records]
+        held = [(one.initial.get(name), one.after.get(name)) for one in self._pair.run.gradients]
         begin, goal = (self._pair.expected(0, field, name) for field in ("initial", "after"))
         boxes = [end.box for _, end in held if end is not None]
         if begin is None or goal is None or len({*boxes}) < len(boxes) or len(boxes) < 2 or self._pair.is_noise(name):
@@ -250,9 +250,10 @@ class Explained:
 
     def _parts(self, field: str, name: str) -> list[str]:
         """Say what is told from the parts that ranks hold."""
-        parts = {one.rank: getattr(one, field)[name] for one in self._pair.run.records if name in getattr(one, field)}
+        held = [getattr(one, field) for one in self._pair.run.gradients]
+        parts = {rank: own[name] for rank, own in enumerate(held) if name in own}
         if len(self._pair.ref.seen) == len(self._pair.run.seen):
-            expected = {one.rank: getattr(one, field).get(name) for one in self._pair.ref.records}
+            expected = {rank: getattr(one, field).get(name) for rank, one in enumerate(self._pair.ref.gradients)}
             if found := self._misplaced(parts[self._rank], expected) or self._scaled_by_rank(parts, expected):
                 return found
         mine = parts[self._rank]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.watching.groups import ITERABLE
-from shardproof.harness.watching.records import Gradient, Parameter, StepRecord
+from shardproof.harness.watching.records import Parameter, StepRecord
 
 #: The title of the finding of a NaN or an infinity.
 NOT_FINITE = "a tensor is not finite"
@@ -85,7 +85,7 @@ class _Apart:
             self.after.setdefault(name, []).append(members)
         if evidence.reduces_in_step:
             return
-        present = [one for rank in members if (one := evidence.records[rank].at_step.get(name)) is not None]
+        present = [one for rank in members if (one := evidence.gradients[rank].at_step.get(name)) is not None]
         if present and len(present) < len(members):
             self.partly.setdefault(name, []).append(members)
         elif len({one.fingerprint.identity for one in present if not one.pending}) > 1:
@@ -119,7 +119,7 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_partly(evidence: Evidence, members: Sequence[int], names: list[str]) -> Finding:
     """Make the finding of replicas of which some have no gradient."""
-    without = [rank for rank in members if names[0] not in evidence.records[rank].at_step]
+    without = [rank for rank in members if names[0] not in evidence.gradients[rank].at_step]
     have = "has" if len(without) == 1 else "have"
     line = f"{listed(names)}: {ranks_of(members)} hold the same elements, and {ranks_of(without)} {have} no gradient"
     title = "replicas differ: some have no gradient"
@@ -130,7 +130,7 @@ def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: 
     """Make the finding of replicas that differ after the step, and whose gradients do not."""
     of = _sets(evidence, alike)
     lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
-    has_gradient = names[0] in evidence.records[alike[0][0]].at_step
+    has_gradient = names[0] in evidence.gradients[alike[0][0]].at_step
     states = [_states(evidence, name, sets) for name in names for sets in alike]
     # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
     is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
@@ -260,13 +260,13 @@ class _Likeness:
 
     def take(self, evidence: Evidence, name: str, rank: int, other: int) -> None:
         """Compare a gradient on one rank with that of another, and with what ranks computed."""
-        vector = vector_of(evidence.records[rank].at_step[name])
-        factor, rest = fit(vector, vector_of(evidence.records[other].at_step[name]))
+        vector = vector_of(evidence.gradients[rank].at_step[name])
+        factor, rest = fit(vector, vector_of(evidence.gradients[other].at_step[name]))
         self.ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
         both = evidence.computed(name, rank)
         self.are_seen &= both is not None
         self.are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
-        alone = [vector_of(one) for _, one in evidence.records[rank].own.get(name, [])]
+        alone = [vector_of(one) for _, one in evidence.gradients[rank].own.get(name, [])]
         self.are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
 
 
@@ -294,7 +294,7 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
     is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
     itself = f"what it computed itself{', reduced over its data-parallel ranks' if is_reduced else ''}"
     lines = [f"each rank has {itself}: if ranks compute parts of it, the sum over {over} is missing"]
-    if evidence.records[members[0]].has_dropout:
+    if evidence.records[members[0]].modules.has_dropout:
         lines.append(f"dropout is on: if ranks compute the same, their random numbers must be equal over {over}")
     return lines
 
@@ -320,7 +320,7 @@ def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
 
 def check_data(evidence: Evidence) -> Iterator[Finding]:
     """D9: data ranks read different microbatches, ranks of one data rank the same, and none one twice."""
-    batches = [tuple(record.batches) for record in evidence.records]
+    batches = [record.forwards.batches for record in evidence.records]
     if not any(batches):
         return
     apart = [ranks for ranks in evidence.readers if _read_apart(evidence, ranks)]
@@ -338,7 +338,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
 
 def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
     """Whether ranks of one data rank read different microbatches, and no parts of one."""
-    batches = [tuple(evidence.records[rank].batches) for rank in ranks]
+    batches = [evidence.records[rank].forwards.batches for rank in ranks]
     return len(set(batches)) > 1 and all(batches) and not _divide_inputs(evidence, ranks)
 
 
@@ -359,7 +359,7 @@ def _of_same(evidence: Evidence, readers: Sequence[int]) -> Finding:
             'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
         )
     if _compute_apart(evidence, readers):
-        has_dropout = any(evidence.records[rank].has_dropout for rank in readers)
+        has_dropout = any(evidence.records[rank].modules.has_dropout for rank in readers)
         is_note |= not has_dropout
         lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
     return Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
@@ -369,7 +369,7 @@ def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
     """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
     distance = size = 0.0
     for name in evidence.trained:
-        own = [[one for _, one in evidence.records[rank].own.get(name, [])] for rank in readers]
+        own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in readers]
         if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
             continue
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
@@ -384,9 +384,9 @@ def _read_twice(evidence: Evidence) -> Iterator[Finding]:
     most = 0
     for record in evidence.records:
         read: dict[int, set[int]] = {}
-        for batch, number in zip(record.batches, record.read, strict=True):
-            if number < record.backwards:  # else nothing was computed from it
-                read.setdefault(batch, set()).add(number)
+        for one in record.forwards.inputs:
+            if one.backwards < record.backwards:  # else nothing was computed from it
+                read.setdefault(one.batch, set()).add(one.backwards)
         times, numbers = max(((len(own), tuple(sorted(own))) for own in read.values()), default=(0, ()))
         if times > 1:
             again[record.rank], most = numbers, max(most, times)
@@ -415,7 +415,7 @@ def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
 
 def check_leaks(evidence: Evidence) -> Iterator[Finding]:
     """D11: what was computed for the step of another model's optimizer is dropped before this model's."""
-    if ranks := [record.rank for record in evidence.records if record.leaks]:
+    if ranks := [rank for rank, own in enumerate(evidence.gradients) if own.leaks]:
         lines = (
             f"on {ranks_of(ranks)} they contain what was computed for the step of an optimizer that has none of these "
             "parameters",
@@ -457,7 +457,8 @@ def of_averaged(evidence: Evidence) -> Finding:
 
 def of_dropped(evidence: Evidence) -> Finding:
     """Make the note of gradients that all ranks have dropped in one of the steps and not in others."""
-    count = evidence.records[0].drops[-1].backwards if evidence.records[0].drops else 0
+    drops = evidence.gradients[0].drops
+    count = drops[-1].backwards if drops else 0
     lines = (
         f"all ranks dropped the gradients of {count} backward{'s' * (count != 1)}, and stepped by those that followed",
         "meant, as where a step is skipped for its norm? else zero_grad() is called between microbatches",
@@ -505,7 +506,7 @@ def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
 
 def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
     """Whether ranks read parts of one input: their modules compute with DTensors that ranks divide, or all have."""
-    marks = [tuple(map(str, evidence.records[rank].divided)) for rank in ranks]
+    marks = [tuple(map(str, evidence.records[rank].forwards.divided)) for rank in ranks]
     return all(marks) and len(set(marks)) == 1
 
 
@@ -525,7 +526,7 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
 
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
     """D8: parameters that were one are one still."""
-    kept = [set(names) for names in evidence.records[0].ties]
+    kept = [set(names) for names in evidence.records[0].modules.ties]
     known = {name for record in evidence.records for name in record.parameters} | {n for s in kept for n in s}
     for names in ties:
         mine = [name for name in names if name in known]
@@ -539,14 +540,14 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Fi
 
 def check_tokens(evidence: Evidence) -> Iterator[Finding]:
     """D17: a token counts as much as any other, whichever rank and microbatch it is in."""
-    calls = [record.tokens for record in evidence.records]
+    calls = [record.losses.tokens for record in evidence.records]
     ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
     for who, parts in (("microbatch", list(itertools.chain(*calls))), ("rank", ranks)):
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
         if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + numerics.ALIKE):
             fewest, most = min(counts), max(counts)
             seen = f"the loss of each {who} is divided by its own tokens"
-            if all(record.are_means for record in evidence.records):
+            if all(record.losses.are_means for record in evidence.records):
                 seen = "seen: cross_entropy divides by its own tokens (reduction='mean')"
             more = f"a token of the {who} with {fewest} counts {most / fewest:.4g} x one of that with {most}"
             lines = (
@@ -574,16 +575,12 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         lines = [f"first: {what} on rank {rank}"]
         lines += [f"{what} on rank {rank}" for what, rank in found[1:3]]
         # An output that has no part in any gradient is a mask, or of a batch that the loop leaves out.
-        gradients = [one for record in evidence.records for one in _gradients(record)]
+        gradients = [one for own in evidence.gradients for one in own.every()]
         is_note = all(one.fingerprint.is_finite for one in gradients)
         if is_note:
             lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
         yield Finding((codes.FINITE,), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
-
-
-def _gradients(record: StepRecord) -> list[Gradient]:
-    return [*record.at_step.values(), *(one for parts in record.own.values() for _, one in parts)]
 
 
 #: How parameters that stay gathered are resharded.
@@ -595,7 +592,7 @@ _RESHARD = (
 
 def check_gathered(evidence: Evidence) -> Iterator[Finding]:
     """D14: forwards compute with the values that the shards have."""
-    if names := list(dict.fromkeys(name for record in evidence.records for name in record.outdated)):
+    if names := _names(record.modules.outdated for record in evidence.records):
         lines = (
             f"{listed(names)}: {len(names)} of {len(evidence.names)} parameters stay gathered over the optimizer's "
             "step, and the forward after it computes with their values from before: the loss is not of the new values",
@@ -604,11 +601,15 @@ def check_gathered(evidence: Evidence) -> Iterator[Finding]:
         yield Finding((codes.RESHARDED,), "", evidence.step, "forwards compute with outdated parameters", lines)
 
 
+def _names(lists: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
+
+
 def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D14, after the last step: no unit stays gathered after the optimizer's step; outdated values are worse."""
-    left = [(one, list(dict.fromkeys(name for record in one.records for name in record.gathered))) for one in records]
+    left = [(one, _names(record.modules.gathered for record in one.records)) for one in records]
     evidence, names = next(((one, names) for one, names in left if names), (None, []))
-    if evidence is None or any(record.outdated for one in records for record in one.records):
+    if evidence is None or any(record.modules.outdated for one in records for record in one.records):
         return
     are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
     lines = (
@@ -638,13 +639,13 @@ def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding
 
 def check_contributions(evidence: Evidence) -> Iterator[Finding]:
     """D5: each rank contributes to some gradient."""
-    own = [[gradient for parts in record.own.values() for _, gradient in parts] for record in evidence.records]
+    own = [[one for parts in mine.own.values() for _, one in parts] for mine in evidence.gradients]
     if not any(gradient.fingerprint.squares for mine in own for gradient in mine):
         return
     silent = [rank for rank, mine in enumerate(own) if mine and not any(one.fingerprint.squares for one in mine)]
     if silent:
         line = f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not"
-        lines = [line, *_why_silent([evidence.records[rank].tokens for rank in silent])]
+        lines = [line, *_why_silent([evidence.records[rank].losses.tokens for rank in silent])]
         title = "a rank contributes nothing"
         yield Finding((codes.HAS_GRADIENT,), codes.MISSING, evidence.step, title, tuple(lines), is_open=len(lines) == 1)
 
@@ -664,7 +665,7 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
     never = [name for name in records[0].names if _trains(records, name) and not _had_gradient(records, name)]
     steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
-    idle = [name for name in never if all(name in one.idle for seen in records for one in seen.records)]
+    idle = [name for name in never if all(name in one.modules.idle for seen in records for one in seen.records)]
     if idle:
         lines = (
             f"{listed(idle)}: no forward on any rank calls the module in {steps}",
@@ -690,9 +691,9 @@ def _trains(records: Sequence[Evidence], name: str) -> bool:
 def _had_gradient(records: Sequence[Evidence], name: str) -> bool:
     """Whether a rank had a gradient of a parameter in some step."""
     return any(
-        record.own.get(name) or name in record.unplaced or has_gradient(record.at_step.get(name))
+        own.own.get(name) or name in own.unplaced or has_gradient(own.at_step.get(name))
         for one in records
-        for record in one.records
+        for own in one.gradients
     )
 
 
@@ -701,7 +702,7 @@ def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
     every = [record for one in seen for record in one.records]
     if any(text.endswith("it is compiled") for record in every for text in record.unseen):
         return
-    detached = [name for name in names if all(name in one.detached or name in one.idle for one in every)]
+    detached = [name for name in names if all(name in (*one.modules.detached, *one.modules.idle) for one in every)]
     if detached:
         yield (f"seen: the forward of {_those(detached, names)} runs with gradients disabled: under no_grad(), or in a "
                "reentrant checkpoint of inputs that require none")  # fmt: skip

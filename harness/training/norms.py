@@ -21,7 +21,7 @@ _NUMBER = 8
 def check_norm(evidence: Evidence) -> Iterator[Finding]:
     """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
     count = len(evidence.records)
-    if any(record.clipped_scaled for record in evidence.records):
+    if any(record.norms.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
         yield Finding(
             (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
@@ -34,7 +34,7 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
         yield _of_scales(evidence, known, local, true[0])
         return
     for rank, record in enumerate(evidence.records):
-        for call in record.norms:
+        for call in record.norms.calls:
             if what := _other_norm(evidence, call, rank, local[rank], true[rank]):
                 told = (
                     f"gradients are clipped by the norm {call.value:.4g} on rank {rank}; that of all gradients is "
@@ -79,7 +79,7 @@ def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, tru
 
 def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
     """Say by what ranks scale gradients differently, if it is what they count in the loss."""
-    counts = [sum(count for count, _ in record.tokens) for record in evidence.records]
+    counts = [sum(count for count, _ in record.losses.tokens) for record in evidence.records]
     products = [scale * count for scale, count in zip(scales, counts, strict=True)]
     if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
         told = ", ".join(map(str, counts[:8]))
@@ -159,9 +159,9 @@ def _is_round(value: float) -> bool:
 
 def scale_of(evidence: Evidence, rank: int) -> float | None:
     """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
-    record, found = evidence.records[rank], []
-    for name, gradient in record.at_step.items():
-        before = record.after_backward.get(name)
+    own, found = evidence.gradients[rank], []
+    for name, gradient in own.at_step.items():
+        before = own.after_backward.get(name)
         if before is None or not before.fingerprint.squares:
             continue
         if not math.isfinite(before.fingerprint.squares) or not math.isfinite(gradient.fingerprint.squares):

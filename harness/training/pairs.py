@@ -165,8 +165,8 @@ class Pair:
     @functools.cached_property
     def own_names(self) -> list[str]:
         """The parameters whose own gradients both have, of one shape."""
-        of_ref = {name for one in self.ref.evidence.records for name in one.own}
-        mine = dict.fromkeys(name for one in self.run.evidence.records for name in one.own)
+        of_ref = {name for one in self.ref.gradients for name in one.own}
+        mine = dict.fromkeys(name for one in self.run.gradients for name in one.own)
         return [
             name
             for name in mine
@@ -174,7 +174,7 @@ class Pair:
         ]
 
     def _own_shape(self, step: Step, name: str) -> tuple[int, ...]:
-        return next(one.own[name][0][1].box.shape for one in step.evidence.records if name in one.own)
+        return next(one.own[name][0][1].box.shape for one in step.gradients if name in one.own)
 
     def judge(self, rank: int) -> list[Judged]:
         """Return what was compared of a rank, in execution order."""
@@ -299,9 +299,9 @@ class Pair:
         return None
 
     def _held(self, field: str, name: str) -> Iterator[Gradient]:
-        for record in self.run.evidence.records:
-            if name in getattr(record, field):
-                yield getattr(record, field)[name]
+        for one in self.run.gradients:
+            if name in getattr(one, field):
+                yield getattr(one, field)[name]
 
     def _note(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, set()).add(name)
@@ -370,7 +370,7 @@ class Pair:
 
     def without_gradient(self, rank: int) -> list[str]:
         """Return the parameters with a gradient in the reference when the optimizer steps, and none on this rank."""
-        mine, other = self.run.records[rank], self.ref.records[self.peer(rank)]
+        mine, other = self.run.gradients[rank], self.ref.gradients[self.peer(rank)]
         known = mine.own.keys() | mine.after_backward.keys() | mine.initial.keys()
         return [name for name in other.at_step if name in known and name not in mine.at_step]
 
@@ -379,7 +379,7 @@ class Pair:
         names = self.without_gradient(rank)
         if not names:
             return ""
-        if not set(names) & self.run.records[rank].initial.keys():
+        if not set(names) & self.run.gradients[rank].initial.keys():
             return f"no optimizer steps {listed(names)} [{codes.UNMOVED}]"
         have = "has" if len(names) == 1 else "have"
         return f"{listed(names)} {have} no gradient when the optimizer steps [{codes.MISSING}]"

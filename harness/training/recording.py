@@ -578,7 +578,7 @@ class Recording(Watching):
                 values[key if own.event.stage is Stage.INPUT else str(own.number)] = own.value
             lines += self._files.lines_of(own, mark, record.step)
         self._files.write_values(record.step, values)
-        self._files.write([*lines, encode(EndLine(end=record.step, autocast=record.autocast))])
+        self._files.write([*lines, encode(EndLine(end=record.step, autocast=record.forwards.autocast))])
         self._digests.end_step()
         self._taken = {}
         if record.step >= self._steps[-1]:

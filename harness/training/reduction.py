@@ -238,7 +238,7 @@ class _Sorting:
         if _MADE not in self.reduced.unseen.values():
             return
         readers = len(self.evidence.readers)
-        for name in {name for record in self.evidence.records for name in record.returned}:
+        for name in {name for own in self.evidence.gradients for name in own.returned}:
             factors = [each[name][0] for each in self.scales.values() if name in each]
             if factors and not _is_usual(factors[0], readers):
                 self.reduced.unseen[name] = _MADE
@@ -273,8 +273,8 @@ class _Sorting:
 
 
 def _is_in(evidence: Evidence, name: str, *fields: str) -> bool:
-    """Whether some rank's record has a parameter in one of these fields."""
-    return any(name in getattr(record, field) for record in evidence.records for field in fields)
+    """Whether some rank's record has a parameter in one of these fields of its gradients."""
+    return any(name in getattr(own, field) for own in evidence.gradients for field in fields)
 
 
 def _is_usual(factor: float, readers: int) -> bool:
@@ -311,8 +311,8 @@ def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
-    ties = next((names for names in record.ties if name in names), ())
-    if others := [one for one in ties if one != name and one in record.own]:
+    ties = next((names for names in record.modules.ties if name in names), ())
+    if others := [one for one in ties if one != name and one in record.gradients.own]:
         return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
     if any(text.endswith("it is compiled") for text in record.unseen):
         return "not judged, as its own gradient is computed inside of a compiled module"
@@ -356,7 +356,8 @@ def _diagnosed(gradient: _Gradient, rank: int, fitted: _Fit, earlier: Sequence[R
 
 def is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> bool:
     """Whether a gradient at the optimizer's step is what backward left, by a factor."""
-    before, after = (getattr(evidence.records[rank], stage).get(name) for stage in ("after_backward", "at_step"))
+    own = evidence.gradients[rank]
+    before, after = own.after_backward.get(name), own.at_step.get(name)
     if before is None or after is None:
         return before is None
     factor, residual = fit(vector_of(after), vector_of(before))
@@ -526,7 +527,7 @@ def _seen_in_groups(evidence: Evidence) -> Iterator[str]:
 
 
 def _seen_under_no_sync(record: StepRecord) -> Iterator[str]:
-    off = [set(one) for one in record.off]
+    off = [set(one) for one in record.forwards.off]
     always, last = set.intersection(*off) if off else set(), off[-1] if off else set()
     if name := next(iter(always & last), ""):
         yield f"seen: each backward of the step ran under {name}; the last one must not"
@@ -536,7 +537,7 @@ def _seen_under_no_sync(record: StepRecord) -> Iterator[str]:
 
 
 def _seen_zeroed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
-    if any(evidence.records[0].zeroed):
+    if any(evidence.gradients[0].zeroed):
         yield "seen: zero_grad() was called after a backward of the step and before the optimizer's step"
 
 
@@ -555,7 +556,7 @@ def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 
 def _seen_of_copies(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
     parts = [name for name in evidence.parts if name not in evidence.starts[0].constant]
-    if parts and len({tuple(one.batches) for one in evidence.records}) == 1:
+    if parts and len({one.forwards.batches for one in evidence.records}) == 1:
         yield (f"ranks that read the same and compute parts of one model ({listed(parts)} differ from the start) have "
                "other gradients of their copies:")  # fmt: skip
         yield "random numbers, as of dropout, must be equal on them, and gradients of a part of the sequence be summed"
@@ -570,7 +571,7 @@ def _seen_no_wrapper(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 def _why_last(evidence: Evidence) -> str:
     """Say why gradients have the last microbatch only, by the calls of ``zero_grad()`` that were seen."""
     record = evidence.records[0]
-    if between := sum(0 < one < record.backwards for one in record.zeroed):
+    if between := sum(0 < one < record.backwards for one in record.gradients.zeroed):
         often = "once" if between == 1 else f"{between} times"
         return (
             f"seen: zero_grad() was called {often} between the backward passes of the step: call it after the step only"
@@ -583,7 +584,7 @@ def _why_last(evidence: Evidence) -> str:
 
 def _why_never_zeroed(evidence: Evidence) -> str:
     """Say why gradients of earlier steps are still there, by the calls of ``zero_grad()`` that were seen."""
-    if not any(record.zeroed for record in evidence.records):
+    if not any(own.zeroed for own in evidence.gradients):
         return "no call of zero_grad() was seen since the step before: call it once a step"
     return "zero_grad() was called, of an optimizer or a module without these parameters: zero these as well"
 

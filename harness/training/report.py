@@ -72,11 +72,11 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
 
 def _data(last: Evidence) -> str:
     """Return how many microbatches ranks read in a step."""
-    batches = {batch for record in last.records for batch in record.batches}
+    batches = {batch for record in last.records for batch in record.forwards.batches}
     if not batches:
         # A root that is called within torch.func's transforms, or by other means than a forward, shows none.
         return "inputs of the model are not seen"
-    forwards = max(record.forwards for record in last.records)
+    forwards = max(record.forwards.count for record in last.records)
     inferred = "" if last.are_readers_known else ", inferred from what ranks read"
     backwards = max(record.backwards for record in last.records)
     # Of each backward pass the gradients are one part, whatever forwards are in it.
@@ -97,7 +97,7 @@ def _norms(seen: Sequence[Evidence]) -> str:
     applied = [math.sqrt(one.squares(0, "at_step", local=False)) for one in seen]
     at_step = f"{' '.join(f'{one:.4g}' for one in applied)}, recomputed from all gradients at the optimizer's step"
     if not any(applied):
-        has_some = any(one.records[0].at_step for one in seen)
+        has_some = any(one.gradients[0].at_step for one in seen)
         return f"{at_step}: all gradients are zero" if has_some else "no gradient was seen"
     pairs = [*zip(norms, applied, strict=True)]
     if any(b and not a for a, b in pairs):

@@ -428,7 +428,7 @@ class Trainee:
         record = self._observations.records.pop()
         events, self._observations.events = self._observations.events, {}
         return StepSeen(
-            events, self.state(), record.forwards, [one.norm_type for one in record.norms],
+            events, self.state(), record.forwards.count, [one.norm_type for one in record.norms.calls],
             narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
         )  # fmt: skip
 

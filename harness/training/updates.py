@@ -1,7 +1,7 @@
 """Is what trains in an optimizer, and does its step move it? (D4, D6, D7)"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -51,67 +51,113 @@ def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
     One that has stepped in none of the steps may have its turn in a later one. What is made to train later is not in
     any while it has no gradient.
     """
-    last = records[-1]
-    trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
-    trains += [name for name in last.trained if name not in trains and last.own(name)]
+    trains = _trained_ever(records)
     left = [name for name in trains if all(name in one.left for one in records)]
-    resting = {name: kind for seen in records for one in seen.records for name, kind in one.resting.items()}
+    resting = _resting_ever(records)
     if rest := [name for name in left if name in resting]:
-        kinds = " and ".join(dict.fromkeys(resting[name] for name in rest))
-        of = f"{len(rest)} of {len(trains)} parameters that require a gradient are"
-        lines = (
-            f"{listed(rest)}: {of} in {kinds}, which does not step in the watched steps {_steps(records)}",
-            "meant, as where optimizers take turns, or one begins later? then watch a step of it with --steps; else it "
-            "is never called",
-        )
-        title = "an optimizer does not step in the watched steps"
-        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, last.step, title, lines, is_note=True)
+        yield _of_resting(records, {name: resting[name] for name in rest}, len(trains))
     if left := [name for name in left if name not in resting]:
         line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
         yield Finding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, "parameters are in no optimizer", (line,))
+
+
+def _trained_ever(records: Sequence[Evidence]) -> list[str]:
+    """Return what trains in the first step, and what has a gradient in the last."""
+    last = records[-1]
+    trains = [name for name, one in records[0].records[0].parameters.items() if one.trains]
+    return trains + [name for name in last.trained if name not in trains and last.own(name)]
+
+
+def _resting_ever(records: Sequence[Evidence]) -> dict[str, str]:
+    """Return the parameters that are in an optimizer which has not stepped in some step, and its class."""
+    held = (one for seen in records for record in seen.records for one in record.parameters.items())
+    return {name: one.resting for name, one in held if one.resting}
+
+
+def _of_resting(records: Sequence[Evidence], resting: Mapping[str, str], count: int) -> Finding:
+    """Make the note of parameters in optimizers that do not step, by name the class of each; ``count`` train."""
+    kinds = " and ".join(dict.fromkeys(resting.values()))
+    of = f"{len(resting)} of {count} parameters that require a gradient are"
+    lines = (
+        f"{listed(list(resting))}: {of} in {kinds}, which does not step in the watched steps {_steps(records)}",
+        "meant, as where optimizers take turns, or one begins later? then watch a step of it with --steps; else it "
+        "is never called",
+    )
+    title = "an optimizer does not step in the watched steps"
+    return Finding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, title, lines, is_note=True)
 
 
 def _steps(seen: Sequence[Evidence]) -> str:
     return f"{seen[0].step}-{seen[-1].step}" if len(seen) > 1 else str(seen[0].step)
 
 
+_Held = list[tuple[Parameter, Gradient | None]]
+"""What ranks hold of a parameter that an optimizer steps, each with its gradient when it does."""
+
+
 def check_updates(evidence: Evidence) -> Iterator[Finding]:
     """D6 and D7: what has a gradient moves in the step, and gets state where others do."""
-    still: list[str] = []
-    lost: list[str] = []
-    stateless: list[str] = []
-    count = 0
-    with_state = {one.optimizer for one in evidence.records[0].parameters.values() if one.state}
+    stepped = _stepped(evidence)
+    # Of what moves it does not matter which state its optimizer keeps, and where.
+    still = {name: held for name, held in stepped.items() if all(one.before == one.after for one, _ in held)}
+    yield from _check_moves(evidence, still, len(stepped))
+    yield from _check_states(evidence, still)
+
+
+def _stepped(evidence: Evidence) -> dict[str, _Held]:
+    """Return what ranks hold of the parameters that optimizers step, and that have a gradient on some rank."""
+    found: dict[str, _Held] = {}
     for name in evidence.names:
-        held = [(record, record.parameters.get(name)) for record in evidence.records]
-        mine = [(record, one) for record, one in held if one is not None and one.optimizer is not None]
-        if not mine or not any(has_gradient(record.at_step.get(name)) for record, _ in mine):
-            continue
-        count += 1
-        if any(one.before != one.after for _, one in mine):
-            continue  # whatever state its optimizer keeps, and where
-        if all(one.lr is None or one.lr > 0 for _, one in mine):
-            must_move = any(_must_move(one, record.at_step.get(name)) for record, one in mine)
-            (still if must_move else lost).append(name)
-        if not any(one.state for _, one in mine) and mine[0][1].optimizer in with_state:
-            stateless.append(name)
-    if still:
-        line = f"{listed(still)}: the gradient is not zero, and no bit changes in the step"
-        lines = [line, *_too_small(evidence, still)]
-        yield Finding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", tuple(lines))
+        every = [(record.parameters.get(name), record.gradients.at_step.get(name)) for record in evidence.records]
+        held = [(one, gradient) for one, gradient in every if one is not None and one.optimizer is not None]
+        if any(has_gradient(gradient) for _, gradient in held):
+            found[name] = held
+    return found
+
+
+def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> Iterator[Finding]:
+    """D6: an update moves a parameter, or is below the spacing of its values.
+
+    Args:
+        still: the parameters of which no bit changes.
+        count: how many have a gradient.
+    """
+    must_move: list[str] = []
+    lost: list[str] = []
+    for name, held in still.items():
+        if all(one.lr is None or one.lr > 0 for one, _ in held):
+            (must_move if any(_must_move(*one) for one in held) else lost).append(name)
+    if must_move:
+        line = f"{listed(must_move)}: the gradient is not zero, and no bit changes in the step"
+        lines = (line, *_too_small(evidence, must_move))
+        yield Finding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", lines)
     dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
     if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
-        more = "keep parameters in float32, or round stochastically"
-        lines = [
-            f"{listed(narrow)}: the gradient is not zero, and the update is below half of the spacing of "
-            f"{dtypes[narrow[0]]} at the parameter's values, so no bit changes in the step",
-            "meant, as at the start of a warm-up? else "
-            + (more if dtypes[narrow[0]] in NARROW else "the learning rate is too small"),
-        ]
-        yield Finding(
-            (codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", tuple(lines), is_note=True
-        )
+        yield _of_rounded(evidence, narrow, dtypes[narrow[0]])
+
+
+def _of_rounded(evidence: Evidence, names: list[str], dtype: str) -> Finding:
+    """Make the note of updates that are below the spacing of the values of parameters."""
+    mend = (
+        "keep parameters in float32, or round stochastically" if dtype in NARROW else "the learning rate is too small"
+    )
+    lines = (
+        f"{listed(names)}: the gradient is not zero, and the update is below half of the spacing of "
+        f"{dtype} at the parameter's values, so no bit changes in the step",
+        f"meant, as at the start of a warm-up? else {mend}",
+    )
+    return Finding((codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", lines, is_note=True)
+
+
+def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[Finding]:
+    """D7: what does not move has optimizer state where other parameters of its optimizer do."""
+    with_state = {one.optimizer for one in evidence.records[0].parameters.values() if one.state}
+    stateless = [
+        name
+        for name, held in still.items()
+        if not any(one.state for one, _ in held) and held[0][0].optimizer in with_state
+    ]
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
         yield Finding((codes.HAS_STATE,), codes.UNMOVED, evidence.step, "parameters have no optimizer state", (line,))

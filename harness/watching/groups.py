@@ -1,5 +1,6 @@
 """Which groups of ranks does a model tell of? Its DTensors, the user's mesh, and the wrappers that reduce."""
 
+import dataclasses
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -98,37 +99,83 @@ def groups_of(
         NotWatchable: ``data`` names none of the dimensions of the user's own mesh or groups, or is the user's own and
             names none that are known.
     """
-    named: dict[str, tuple[int, ...]] = {}
-    over_data: list[str] = []
-    sources = []
-    units, divided = _used(models)
-    for one in [mesh] if mesh is not None else list(_meshes(models)):
-        sources.append("mesh" if mesh is not None else "DTensors")
-        for number, name in enumerate(_dimensions(one)):
-            members = tuple(dist.get_process_group_ranks(one.get_group(number)))
-            named.setdefault(name, members)
-            is_named = name in data or (name.startswith("dp") and "dp" in data)
-            # A name that says nothing is judged by what the dimension is for: FSDP's units, or parts of one model.
-            is_of_units = tuple(data) == DATA and any(set(members) <= unit for unit in units)
-            is_of_copies = tuple(data) == DATA and members not in divided and not name.startswith(_OF_MODELS)
-            if is_named or is_of_units or is_of_copies:
-                over_data.append(name)
+    found, used = _Naming(tuple(data)), _used(models)
+    for one in [mesh] if mesh is not None else _meshes(models):
+        found.take_mesh(one, "mesh" if mesh is not None else "DTensors", used)
     for name, group in groups.items():
-        sources.append("groups")
-        named[name] = tuple(dist.get_process_group_ranks(group))
-        if name in data:
-            over_data.append(name)
-    if (mesh is not None or groups or (named and tuple(data) != DATA)) and not over_data:
-        known = ", ".join(named)
+        found.take_group(name, group)
+    if (mesh is not None or groups or (found.named and not found.is_default)) and not found.over_data:
+        known = ", ".join(found.named)
         raise NotWatchable(f"doctor: data={tuple(data)!r}: no mesh dimension of this name; known: {known}")
     for module in (*wrappers.inside, *wrappers.around):
+        found.take_wrapper(module)
+    return Groups(found.named, ", ".join(dict.fromkeys(found.sources)), tuple(dict.fromkeys(found.over_data)))
+
+
+class _Used(NamedTuple):
+    """What groups of ranks are used for by models.
+
+    Attributes:
+        units: the groups over which units of FSDP2 shard or replicate.
+        divided: those over which others divide parameters.
+    """
+
+    units: list[set[int]]
+    divided: set[tuple[int, ...]]
+
+    def is_of_data(self, name: str, members: tuple[int, ...]) -> bool:
+        """Whether FSDP's units shard or replicate over a dimension, or no parts of one model are computed over it."""
+        is_of_units = any(set(members) <= unit for unit in self.units)
+        return is_of_units or (members not in self.divided and not name.startswith(_OF_MODELS))
+
+
+@dataclasses.dataclass
+class _Naming:
+    """The groups of a rank, as one after another is found.
+
+    Attributes:
+        data: the names of those over which ranks have different data, as the user has them.
+        named: by name, the ranks.
+        over_data: the names among them over which ranks have different data.
+        sources: where they come from.
+    """
+
+    data: tuple[str, ...]
+    named: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    over_data: list[str] = dataclasses.field(default_factory=list)
+    sources: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the names of data are not the user's own."""
+        return self.data == DATA
+
+    def take_mesh(self, mesh: DeviceMesh, source: str, used: _Used) -> None:
+        """Take the dimensions of a mesh."""
+        self.sources.append(source)
+        for number, name in enumerate(_dimensions(mesh)):
+            members = tuple(dist.get_process_group_ranks(mesh.get_group(number)))
+            self.named.setdefault(name, members)
+            is_named = name in self.data or (name.startswith("dp") and "dp" in self.data)
+            # A name that says nothing is judged by what the dimension is for.
+            if is_named or (self.is_default and used.is_of_data(name, members)):
+                self.over_data.append(name)
+
+    def take_group(self, name: str, group: dist.ProcessGroup) -> None:
+        """Take a group that the user has named."""
+        self.sources.append("groups")
+        self.named[name] = tuple(dist.get_process_group_ranks(group))
+        if name in self.data:
+            self.over_data.append(name)
+
+    def take_wrapper(self, module: Any) -> None:
+        """Take the group of a wrapper, which reduces over ranks of different data, if no known one has it in it."""
         members = tuple(dist.get_process_group_ranks(module.process_group))
         name = "dp" if isinstance(module, DistributedDataParallel) else "fsdp"
-        if not any(set(members) <= set(named[known]) for known in over_data):
-            sources.append(type(module).__name__)
-            named.setdefault(name, members)
-            over_data.append(name)
-    return Groups(named, ", ".join(dict.fromkeys(sources)), tuple(dict.fromkeys(over_data)))
+        if not any(set(members) <= set(self.named[known]) for known in self.over_data):
+            self.sources.append(type(module).__name__)
+            self.named.setdefault(name, members)
+            self.over_data.append(name)
 
 
 def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> tuple[str, ...]:
@@ -223,8 +270,7 @@ def _meshes(models: Sequence[nn.Module]) -> Iterator[DeviceMesh]:
     yield from sorted(once, key=lambda one: -one.ndim)
 
 
-def _used(models: Sequence[nn.Module]) -> tuple[list[set[int]], set[tuple[int, ...]]]:
-    """Return the groups over which units of FSDP2 shard or replicate, and those over which others divide parameters."""
+def _used(models: Sequence[nn.Module]) -> _Used:
     units: list[set[int]] = []
     divided: set[tuple[int, ...]] = set()
     for model in models:
@@ -238,7 +284,7 @@ def _used(models: Sequence[nn.Module]) -> tuple[list[set[int]], set[tuple[int, .
                 for number, placement in enumerate(parameter.placements):
                     if not placement.is_replicate():
                         divided.add(tuple(dist.get_process_group_ranks(parameter.device_mesh.get_group(number))))
-    return units, divided
+    return _Used(units, divided)
 
 
 def _dimensions(mesh: DeviceMesh) -> list[str]:

@@ -10,8 +10,10 @@ from torch import nn
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
+from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.names import is_compiled, modules_of, parameters_of, tied_in, without_turn
 from shardproof.harness.watching.pending import readable
+from shardproof.harness.watching.records import ModuleRecord
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
@@ -113,10 +115,20 @@ class Model:
             return None
         return found
 
-    def without_turn(self, called: Mapping[int, bool]) -> tuple[list[str], list[str]]:
-        """Return parameters of modules that were not called, and of those that never were with gradients enabled."""
-        return without_turn(self.roots, self._names.keys() - self._uncertain, called)
-
     def tied(self) -> list[tuple[str, ...]]:
         """Return the sets of names that are one parameter."""
         return tied_in(self.roots)
+
+    def record(self, called: Mapping[int, bool], gathered: Gathered) -> ModuleRecord:
+        """Return what a record has of the modules.
+
+        Args:
+            called: by module that was called in the step, whether it was with gradients enabled.
+            gathered: what forwards have found gathered.
+        """
+        idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
+        dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
+        return ModuleRecord(
+            idle, detached, gathered.names, gathered.take_outdated(), self.tied(),
+            has_dropout=any(one.training and one.p > 0 for one in dropouts),
+        )  # fmt: skip

@@ -45,16 +45,29 @@ def seen_of(
 ) -> tuple[Optimizer, set[str]]:
     """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words."""
     mine = [one for group in optimizer.param_groups for one in group["params"]]
-    live = {id(parameter): parameter for parameter in parameters.values()}
+    live = {id(one) for one in parameters.values()}
     others = [one for one in mine if id(one) not in live]
     dead = [one for one in others if one.grad is None]
-    outside, unseen = len(others) - len(dead), set[str]()
-    if outside:
-        which = f"{outside} of the {len(mine)} parameters of {type(optimizer).__name__}"
+    seen = Optimizer(
+        kind=type(optimizer).__name__, size=len(mine), live=len(mine) - len(others),
+        shapes_agree=_have_shapes(dead, parameters.values()), outside=len(others) - len(dead),
+        gathered=_count_gathered(dead, roots),
+    )  # fmt: skip
+    unseen = set[str]()
+    if seen.outside:
+        which = f"{seen.outside} of the {seen.size} parameters of {seen.kind}"
         model = type(unwrapped(roots[0])).__name__
         unseen.add(f"{which}, which get gradients outside of {model}: name the whole model in doctor(model)")
-    shapes = {tuple(one.shape) for one in live.values()} | {tuple(local_of(one).shape) for one in live.values()}
-    agree = bool(dead) and all(tuple(one.shape) in shapes for one in dead)
+    return seen, unseen
+
+
+def _have_shapes(dead: Sequence[torch.Tensor], parameters: Collection[nn.Parameter]) -> bool:
+    """Whether there are dead parameters, and each has the shape of a full or a local parameter of the model."""
+    shapes = {tuple(each.shape) for one in parameters for each in (one, local_of(one))}
+    return bool(dead) and all(tuple(one.shape) in shapes for one in dead)
+
+
+def _count_gathered(dead: Sequence[torch.Tensor], roots: Sequence[nn.Module]) -> int:
+    """Return how many dead parameters are what units of FSDP2 have while they are gathered."""
     known = {key for root in roots for key in sharded_by_gathered(root)} if dead else set()
-    counts = len(mine), len(mine) - len(others), agree, outside, sum(id(one) in known for one in dead)
-    return Optimizer(type(optimizer).__name__, *counts), unseen
+    return sum(id(one) in known for one in dead)

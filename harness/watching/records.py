@@ -40,6 +40,8 @@ class Parameter:
     largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    # The class of an optimizer of the process that has it and has not stepped, of one that trains.
+    resting: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,68 +85,145 @@ class Drop:
     is_meant: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The tensors that a forward of the root was given, or else its first module."""
+
+    batch: int  # stands for them; equal for equal inputs
+    rows: int = 0  # the size of the first dimension of the first of them
+    backwards: int = 0  # how many backward passes of the step there had been before
+
+
+@dataclasses.dataclass
+class ForwardRecord:
+    """The forwards of the root with gradients enabled."""
+
+    count: int = 0
+    inputs: list[Inputs] = dataclasses.field(default_factory=list)  # of those that were given tensors, in order
+    # What stands for the first DTensor that a module of theirs is given: None for one that ranks divide. A forward
+    # without one has no entry, so the numbers are not those of forwards.
+    divided: list[int | None] = dataclasses.field(default_factory=list)
+    # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
+    off: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+    autocast: str = ""  # the dtype of autocast, where there is a sink
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """What stands for the inputs of each forward that was given some."""
+        return tuple(one.batch for one in self.inputs)
+
+    def since(self, backwards: int) -> "ForwardRecord":
+        """Return the same without the forwards whose inputs were read before so many backward passes had been.
+
+        ``off`` and ``divided`` are those of all.
+        """
+        kept = [
+            dataclasses.replace(one, backwards=one.backwards - backwards)
+            for one in self.inputs
+            if one.backwards >= backwards
+        ]
+        return dataclasses.replace(self, count=self.count - len(self.inputs) + len(kept), inputs=kept)
+
+
+_ByBackward = dict[str, list[tuple[int, Gradient]]]
+"""By canonical name, the gradients of backward passes and their numbers, in the order of backward."""
+
+
+@dataclasses.dataclass
+class GradientRecord:
+    """The gradients of a step, by canonical name."""
+
+    own: _ByBackward = dataclasses.field(default_factory=dict)  # before their reduction
+    given: _ByBackward = dataclasses.field(default_factory=dict)  # before hooks of user code, where there are some
+    # Of these names, those whose gradients torch.autograd.grad() returned: user code makes of them what it will.
+    returned: list[str] = dataclasses.field(default_factory=list)
+    # ``.grad`` after the last backward.
+    after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    # ``.grad`` as the optimizer's step finds it.
+    at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
+    # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
+    unplaced: list[str] = dataclasses.field(default_factory=list)
+    # How many backward passes of the step had ended at each call of ``zero_grad()`` since the step before.
+    zeroed: list[int] = dataclasses.field(default_factory=list)
+    drops: list[Drop] = dataclasses.field(default_factory=list)
+    leaks: bool = False  # whether gradients that were computed for another model's optimizer are in those of the step
+
+    def every(self) -> list[Gradient]:
+        """Return those at the optimizer's step, and all before their reduction."""
+        return [*self.at_step.values(), *(one for parts in self.own.values() for _, one in parts)]
+
+    def since(self, backwards: int) -> "GradientRecord":
+        """Return the same without what the first ``backwards`` passes computed, and without drops."""
+        own, given = _since(self.own, backwards), _since(self.given, backwards)
+        return dataclasses.replace(self, own=own, given=given, drops=[])
+
+
+def _since(gradients: _ByBackward, backwards: int) -> _ByBackward:
+    kept = {
+        name: [(number - backwards, one) for number, one in parts if number >= backwards]
+        for name, parts in gradients.items()
+    }
+    return {name: parts for name, parts in kept.items() if parts}
+
+
+@dataclasses.dataclass
+class ModuleRecord:
+    """The modules of the model in a step, by the canonical names of their parameters."""
+
+    idle: list[str] = dataclasses.field(default_factory=list)  # of those that no forward of the step has called
+    detached: list[str] = dataclasses.field(default_factory=list)  # of those called, and never with gradients enabled
+    # Parameters that are still gathered after the optimizer's step.
+    gathered: list[str] = dataclasses.field(default_factory=list)
+    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
+    outdated: list[str] = dataclasses.field(default_factory=list)
+    ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
+    has_dropout: bool = False  # whether one drops elements at random in this step
+
+
+@dataclasses.dataclass
+class NormRecord:
+    """The calls of functions of norms."""
+
+    calls: list[NormCall] = dataclasses.field(default_factory=list)
+    clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
+
+
+@dataclasses.dataclass
+class LossRecord:
+    """The cross-entropies."""
+
+    # Of each the labels that count, and the gradient of the loss with respect to that of one of them.
+    tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    are_means: bool = True  # whether each of them divides by its own labels that count
+
+
 @dataclasses.dataclass
 class StepRecord:
     """What one rank has seen of one step."""
 
     rank: int  # the global rank
     step: int  # counted from 0 at the start of watching
-    forwards: int = 0  # how many forwards of the root had gradients enabled
     backwards: int = 0  # how many backward passes gave a parameter a gradient
-    # For each of these forwards what stands for its inputs; equal for equal inputs.
-    batches: list[int] = dataclasses.field(default_factory=list)
-    # Of each, how many backward passes there had been before.
-    read: list[int] = dataclasses.field(default_factory=list)
-    drops: list[Drop] = dataclasses.field(default_factory=list)
-    leaks: bool = False  # whether gradients that were computed for another model's optimizer are in those of the step
-    # For each of them what stands for the first DTensor that a module is given: None for one that ranks divide. Empty
-    # where there is none.
-    divided: list[int | None] = dataclasses.field(default_factory=list)
-    # The number of rows (the size of the first dimension of the first tensor) of each.
-    rows: list[int] = dataclasses.field(default_factory=list)
+    forwards: ForwardRecord = dataclasses.field(default_factory=ForwardRecord)
+    gradients: GradientRecord = dataclasses.field(default_factory=GradientRecord)
     parameters: dict[str, Parameter] = dataclasses.field(default_factory=dict)  # by canonical name
-    # By canonical name, for each backward the gradient before its reduction, in the order of backward.
-    own: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
-    # The same before hooks of user code on the parameter, where it has some.
-    given: dict[str, list[tuple[int, Gradient]]] = dataclasses.field(default_factory=dict)
-    # Of these names, those whose gradients torch.autograd.grad() returned: user code makes of them what it will.
-    returned: list[str] = dataclasses.field(default_factory=list)
-    # For each forward the calls that keep its backward from reducing gradients: "no_sync()".
-    off: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
-    # How many backward passes of the step had ended at each call of ``zero_grad()`` since the step before.
-    zeroed: list[int] = dataclasses.field(default_factory=list)
-    # By canonical name, ``.grad`` after the last backward.
-    after_backward: dict[str, Gradient] = dataclasses.field(default_factory=dict)
-    # By canonical name, ``.grad`` as the optimizer's step finds it.
-    at_step: dict[str, Gradient] = dataclasses.field(default_factory=dict)
-    # Parameters of modules that no forward of the step has called.
-    idle: list[str] = dataclasses.field(default_factory=list)
-    # Parameters of modules that were called, and never with gradients enabled.
-    detached: list[str] = dataclasses.field(default_factory=list)
-    # Parameters with a gradient of which nobody knows where its elements belong; the two above lack it.
-    unplaced: list[str] = dataclasses.field(default_factory=list)
+    modules: ModuleRecord = dataclasses.field(default_factory=ModuleRecord)
     optimizers: list[Optimizer] = dataclasses.field(default_factory=list)  # those that have stepped, in order
-    # Parameters that train and are in an optimizer of the process that has not stepped: the name of its class.
-    resting: dict[str, str] = dataclasses.field(default_factory=dict)
-    norms: list[NormCall] = dataclasses.field(default_factory=list)  # calls of functions of norms
-    # Of each cross-entropy the labels that count, and the gradient of the loss with respect to that of one of them.
-    tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    are_means: bool = True  # whether each of them divides by its own labels that count
-    has_dropout: bool = False  # whether a module of the model drops elements at random in this step
-    clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
+    norms: NormRecord = dataclasses.field(default_factory=NormRecord)
+    losses: LossRecord = dataclasses.field(default_factory=LossRecord)
     # The first tensors with a NaN or an infinity, in execution order.
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
-    # Parameters that are still gathered after the optimizer's step.
-    gathered: list[str] = dataclasses.field(default_factory=list)
-    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
-    outdated: list[str] = dataclasses.field(default_factory=list)
-    memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     collectives: Trace = dataclasses.field(default_factory=Trace)  # that Python issued, in order
-    ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
-    last: str = ""  # the last event
-    autocast: str = ""  # the dtype of autocast in forwards, where there is a sink
+    memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     seconds: float = 0.0
+
+    def since(self, backwards: int) -> "StepRecord":
+        """Return the same without the first ``backwards`` backward passes, whose gradients were dropped."""
+        return dataclasses.replace(
+            self, backwards=self.backwards - backwards, forwards=self.forwards.since(backwards),
+            gradients=self.gradients.since(backwards),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a watch sees of one step, part by part: each is made when the step begins, and ends with it.
 
-Values stay on their devices until the step has ended; then each part fills in what a record has of it.
+Values stay on their devices until the step has ended; then each part makes its own part of the record.
 """
 
 from __future__ import annotations
@@ -11,29 +11,55 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
 from shardproof.harness.tensors.fingerprints import host_rows, on_host
+from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.left import Left, Seen
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
 from shardproof.harness.watching.observation import Takes
-from shardproof.harness.watching.optimizers import resting_of
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
-from shardproof.harness.watching.records import Drop, Gradient, NormCall, NotFinite, StepRecord
+from shardproof.harness.watching.records import (
+    Drop,
+    ForwardRecord,
+    Gradient,
+    GradientRecord,
+    Inputs,
+    LossRecord,
+    NormCall,
+    NormRecord,
+    NotFinite,
+    StepRecord,
+)
 from shardproof.harness.watching.updates import Updates
 
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
+
+
+class _Batch(NamedTuple):
+    """The inputs of a forward.
+
+    Attributes:
+        hashes: what stands for each tensor among them; on its device.
+        rows: the size of the first dimension of the first.
+        backwards: how many backward passes there were before.
+        asks: whether user code asks for the gradient of one of them.
+    """
+
+    hashes: list[torch.Tensor]
+    rows: int
+    backwards: int
+    asks: bool
 
 
 class Forwards:
@@ -54,10 +80,7 @@ class Forwards:
         self.off: list[tuple[str, ...]] = []
         self.autocast = ""
         self._calls: collections.Counter[str] = collections.Counter()
-        self._batches: list[list[torch.Tensor]] = []
-        self._read: list[int] = []
-        self._rows: list[int] = []
-        self._asks: list[bool] = []
+        self._batches: list[_Batch] = []
         self._divided: list[torch.Tensor | None] = []
 
     def begin(self) -> None:
@@ -79,10 +102,10 @@ class Forwards:
         found = list(readable_of(inputs))
         self.wants_batch = not found
         if found:
-            self._batches.append([fingerprints.position_hash(local_of(tensor.detach())) for tensor in found])
-            self._read.append(backwards)
-            self._asks.append(any(tensor.requires_grad for tensor in found))
-            self._rows.append(found[0].size(0) if found[0].ndim else 0)
+            hashes = [fingerprints.position_hash(local_of(tensor.detach())) for tensor in found]
+            rows = found[0].size(0) if found[0].ndim else 0
+            asks = any(tensor.requires_grad for tensor in found)
+            self._batches.append(_Batch(hashes, rows, backwards, asks))
         return found
 
     def take_divided(self, inputs: Any) -> None:
@@ -95,16 +118,18 @@ class Forwards:
 
     def are_of_input(self, backwards: int) -> bool:
         """Whether user code asks for the gradient of an input of those before a backward pass."""
-        return any(asks for asks, read in zip(self._asks, self._read, strict=True) if read < backwards)
+        return any(one.asks for one in self._batches if one.backwards < backwards)
 
-    def fill(self, record: StepRecord) -> None:
-        """Fill in what a record has of them."""
-        record.forwards, record.off, record.autocast = self.count, self.off, self.autocast
-        record.rows, record.read = self._rows, self._read
-        hashes = iter(host_rows([one for batch in self._batches for one in batch]))
-        record.batches = [sum((number + 1) * next(hashes) for number in range(len(one))) for one in self._batches]
+    def record(self) -> ForwardRecord:
+        """Return what a record has of them."""
+        hashes = iter(host_rows([one for batch in self._batches for one in batch.hashes]))
+        inputs = [
+            Inputs(sum((number + 1) * next(hashes) for number in range(len(one.hashes))), one.rows, one.backwards)
+            for one in self._batches
+        ]
         of_parts = iter(host_rows([one for one in self._divided if one is not None]))
-        record.divided = [None if one is None else next(of_parts) for one in self._divided]
+        divided = [None if one is None else next(of_parts) for one in self._divided]
+        return ForwardRecord(self.count, inputs, divided, self.off, self.autocast)
 
 
 class Backwards:
@@ -151,14 +176,13 @@ class Finite:
         self._output = weakref.ref(tensor), tensor._version
         self._seen += [(what, one) for one in torch.aminmax(ordered(tensor))]
 
-    def fill(self, record: StepRecord, dropped: int) -> bool:
-        """Fill in which are not, without those of the first ``dropped``; whether one of these is not, is returned."""
+    def read(self, dropped: int) -> tuple[list[NotFinite], bool]:
+        """Return which are not, without those of the first ``dropped``, and whether one of these is not."""
         values = host_rows([last_number(one) for _, one in self._seen])
         is_wrong = [not math.isfinite(value) for value in values]
         found = [what for (what, _), bad in zip(self._seen, is_wrong, strict=True) if bad]
         wrong = list(dict.fromkeys(found[sum(is_wrong[:dropped]) :]))[:_MOST_NOT_FINITE]
-        record.not_finite = [NotFinite(order, what) for order, what in enumerate(wrong)]
-        return any(is_wrong[:dropped])
+        return [NotFinite(order, what) for order, what in enumerate(wrong)], any(is_wrong[:dropped])
 
 
 class Norms:
@@ -190,10 +214,10 @@ class Norms:
         """Note that a loss scaler unscales gradients, after the first ``dropped`` calls."""
         self.clipped_scaled = self.clipped_scaled or any(limit is not None for _, _, limit, _ in self._calls[dropped:])
 
-    def fill(self, record: StepRecord, dropped: int) -> None:
-        """Fill in what a record has of them, without the first ``dropped``."""
-        record.clipped_scaled = self.clipped_scaled
-        record.norms = [NormCall(name, number_of(one), limit, kind) for name, one, limit, kind in self._calls[dropped:]]
+    def record(self, dropped: int) -> NormRecord:
+        """Return what a record has of them, without the first ``dropped``."""
+        calls = [NormCall(name, number_of(one), limit, kind) for name, one, limit, kind in self._calls[dropped:]]
+        return NormRecord(calls, self.clipped_scaled)
 
 
 class Losses:
@@ -213,10 +237,10 @@ class Losses:
         divisor = count if self._are_means[-1] else 1
         value.register_hook(lambda gradient: tokens.append((count, gradient.detach() / divisor)))
 
-    def fill(self, record: StepRecord, dropped: int) -> None:
-        """Fill in what a record has of them, without the first ``dropped``."""
-        record.are_means = all(self._are_means)
-        record.tokens = [(int(count), float(weight)) for count, weight in self._tokens[dropped:]]
+    def record(self, dropped: int) -> LossRecord:
+        """Return what a record has of them, without the first ``dropped``."""
+        tokens = [(int(count), float(weight)) for count, weight in self._tokens[dropped:]]
+        return LossRecord(tokens, all(self._are_means))
 
 
 class Drops:
@@ -255,10 +279,14 @@ class Drops:
             self._leaks *= self._leaks > drop.backwards
             yield drop
 
-    def fill(self, record: StepRecord, *, is_skipped: bool) -> None:
-        """Fill in what a record has of them; what was skipped was dropped for that reason, and is no gradient of it."""
-        record.leaks = self._leaks > 0
-        record.drops = [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._all]
+    @property
+    def leaks(self) -> bool:
+        """Whether gradients that were computed for another model's optimizer are in those of the step."""
+        return self._leaks > 0
+
+    def gone(self, *, is_skipped: bool) -> list[Drop]:
+        """Return all that are gone; what was skipped was dropped for that reason, and is no gradient of the step."""
+        return [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._all]
 
 
 class Step:
@@ -317,57 +345,60 @@ class Step:
         """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         model, found = self._model, dict[str, Pending]()
         steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
-        # What an engine does to it is not seen: its step finds what backward has left.
-        stages = (stage,) if model.engine is None else (stage, Stage.CLIPPED_GRADIENT)
         for name, parameter in model.parameters():
             if (gradient := model.gradient(parameter)) is None:
                 continue
             layout = model.place(name, gradient)
-            for one in stages if steps is None or id(parameter) in steps else ():
-                self._takes.emit(one, gradient, layout, parameter=name, microbatch=max(self.backwards.count - 1, 0))
-            if not self._takes.digests:
-                continue
-            if layout is None or (local := model.read(name, gradient, layout)) is None:
-                self.backwards.unplaced.add(name)
-                continue
-            found[name] = Pending(local, layout)
-            if model.engine is not None:  # one whole gradient at a time
-                digest([found[name]])
+            if steps is None or id(parameter) in steps:
+                self._emit_gradient(stage, name, gradient, layout)
+            if self._takes.digests and (pending := self._pending(name, gradient, layout)) is not None:
+                found[name] = pending
         digest([one for one in found.values() if one.digest is None])
         return found
 
-    def record(self, number: int, gathered: Gathered, last: str) -> StepRecord:
+    def _emit_gradient(self, stage: Stage, name: str, gradient: torch.Tensor, layout: Layout | None) -> None:
+        microbatch = max(self.backwards.count - 1, 0)
+        # What an engine does to it is not seen: its step finds what backward has left.
+        for one in (stage,) if self._model.engine is None else (stage, Stage.CLIPPED_GRADIENT):
+            self._takes.emit(one, gradient, layout, parameter=name, microbatch=microbatch)
+
+    def _pending(self, name: str, gradient: torch.Tensor, layout: Layout | None) -> Pending | None:
+        """Return a gradient whose digest is still to be made; None, and note it, where its elements have no place."""
+        if layout is None or (local := self._model.read(name, gradient, layout)) is None:
+            self.backwards.unplaced.add(name)
+            return None
+        pending = Pending(local, layout)
+        if self._model.engine is not None:  # one whole gradient at a time
+            digest([pending])
+        return pending
+
+    def record(self, number: int, gathered: Gathered) -> StepRecord:
         """Make the record of the step: the host reads what was computed on devices.
 
         Args:
             number: of the step.
             gathered: what forwards have found gathered.
-            last: the last event.
         """
         self.backwards.own.digest()  # an optimizer may step in the middle of a backward
+        seconds, dropped = time.monotonic() - self._started, self.drops.seen
+        not_finite, is_skipped = self.finite.read(dropped.finite)
         record = StepRecord(
-            0, number, backwards=self.backwards.count, zeroed=self.zeroed, optimizers=self.updates.stepped,
-            unseen=sorted(self._model.unseen), last=last, seconds=time.monotonic() - self._started,
+            rank=0, step=number, backwards=self.backwards.count, forwards=self.forwards.record(),
+            gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
+            modules=self._model.record(self.forwards.called, gathered), optimizers=self.updates.stepped,
+            norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
+            collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
         )  # fmt: skip
-        self.forwards.fill(record)
-        self._fill_gradients(record)
-        record.idle, record.detached = self._model.without_turn(self.forwards.called)
-        dropped = [one for root in self._model.roots for one in root.modules() if isinstance(one, nn.Dropout)]
-        record.has_dropout = any(one.training and one.p > 0 for one in dropped)
-        record.parameters = self.updates.parameters()
-        self.losses.fill(record, self.drops.seen.tokens)
-        self.norms.fill(record, self.drops.seen.norms)
-        self.drops.fill(record, is_skipped=self.finite.fill(record, self.drops.seen.finite))
-        is_known = self._takes.digests and self._model.engine is None
-        record.resting = resting_of(dict(self._model.parameters()), self.updates.held) if is_known else {}
-        record.gathered, record.outdated = gathered.names, gathered.take_outdated()
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
-        record.ties, record.collectives = self._model.tied(), self.collectives
         return record
 
-    def _fill_gradients(self, record: StepRecord) -> None:
+    def _gradients(self, *, is_skipped: bool) -> GradientRecord:
         own, after, at_step = self.backwards.own, self.backwards.after, self.updates.at_step
+        record = GradientRecord(
+            unplaced=sorted(self.backwards.unplaced), zeroed=self.zeroed,
+            drops=self.drops.gone(is_skipped=is_skipped), leaks=self.drops.leaks,
+        )  # fmt: skip
         pending = [(record.own, *one) for one in own.counted()]
         record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
         pending += [(record.given, *one) for one in own.counted(is_given=True)]
@@ -377,7 +408,7 @@ class Step:
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(after, rest, strict=False))
         record.at_step = dict(zip(at_step, rest[len(after) :], strict=False))
-        record.unplaced = sorted(self.backwards.unplaced)
+        return record
 
 
 def _on_host(every: Sequence[Pending]) -> list[Gradient]:

@@ -18,7 +18,7 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.observation import Takes
-from shardproof.harness.watching.optimizers import state_of
+from shardproof.harness.watching.optimizers import resting_of, state_of
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Optimizer, Parameter
 
@@ -218,10 +218,12 @@ class Updates:
             names += [(name, "after") for name, _ in others]
             tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
-        return {name: self._parameter(name, parameter, bits) for name, parameter in live.items()}
+        is_known = self._takes.digests and self._model.engine is None
+        resting = resting_of(live, self.held) if is_known else {}
+        return {name: self._parameter(name, one, bits, resting.get(name, "")) for name, one in live.items()}
 
     def _parameter(
-        self, name: str, parameter: nn.Parameter, bits: Mapping[tuple[str, str], tuple[int, ...]]
+        self, name: str, parameter: nn.Parameter, bits: Mapping[tuple[str, str], tuple[int, ...]], resting: str
     ) -> Parameter:
         place = self._model.place(name, parameter)
         held = self.held.get(name, {})
@@ -234,5 +236,5 @@ class Updates:
             trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
             lr=float(rate) if rate is not None else None, before=before, after=after,
             largest=float(ordered(own).abs().max()) if is_still else None,
-            state={key: bits[name, key] for key in held.get("state", {})},
+            state={key: bits[name, key] for key in held.get("state", {})}, resting=resting,
         )  # fmt: skip

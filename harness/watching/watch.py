@@ -206,7 +206,7 @@ class Watch:
         if self.is_watching:
             self._take_drops(is_last=True)
             if self.is_attached:  # else another rank has stepped where this one has not
-                record = self._now.record(self.step, self._tensors.gathered, self.last)
+                record = self._now.record(self.step, self._tensors.gathered)
         self.step += 1
         self._begin(self._now.zeroed_since)
         self._nesting.begin_anew()

@@ -14,7 +14,19 @@ from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
-from shardproof.harness.watching.records import Gradient, Groups, NormCall, NotFinite, Optimizer, Parameter, StepRecord
+from shardproof.harness.watching.records import (
+    ForwardRecord,
+    Gradient,
+    Groups,
+    Inputs,
+    LossRecord,
+    NormCall,
+    NormRecord,
+    NotFinite,
+    Optimizer,
+    Parameter,
+    StepRecord,
+)
 
 SHAPES = {"w": (8, 3), "b": (5,)}
 EVERY = range(4)
@@ -23,6 +35,18 @@ OUTPUT = NotFinite(0, "output of '0'")
 
 def gradient(tensor, box=None, pending=()):
     return Gradient(box or Box(tuple(tensor.shape)), pending, on_host([digest(tensor, box)])[0], "float32")
+
+
+def forwards(*batches, after=None):
+    """Forwards of these batches, each of which a backward follows, or after so many backwards."""
+    after = range(len(batches)) if after is None else after
+    return ForwardRecord(len(batches), [Inputs(one, 8, count) for one, count in zip(batches, after, strict=True)])
+
+
+def put(records, **changes):
+    for record in records:
+        for field, value in changes.items():
+            setattr(record, field, value)
 
 
 class Made:
@@ -38,18 +62,16 @@ class Made:
         parts = [[{n: torch.randn(s).double() for n, s in SHAPES.items()} for _ in range(2)] for _ in EVERY]
         readers = [rank // 2 if tensors_over else rank for rank in EVERY]
         self.parts = [parts[reader] for reader in readers]
-        self.records = [
-            StepRecord(n, 0, 2, 2, batches=[reader, reader + 10], read=[0, 1]) for n, reader in enumerate(readers)
-        ]
+        self.records = [StepRecord(n, 0, 2, forwards(reader, reader + 10)) for n, reader in enumerate(readers)]
         self.starts, self.memory = [], {number: [0] * 4 for number in range(3)}
         for rank, record in enumerate(self.records):
             members = {names[0]: (rank % 2, rank % 2 + 2), names[1]: (rank // 2 * 2, rank // 2 * 2 + 1)}
             bits = {name: (self.box(name, rank), tuple(EVERY), (rank % 2 if self.sharded else 0,)) for name in SHAPES}
             self.starts.append(Start(Groups(members, "mesh", data), bits, (), "Net", SHAPES, {}))
-            record.own = {n: [(m, gradient(self.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
+            record.gradients.own = {n: [(m, gradient(self.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
             record.parameters = {name: self.parameter(name, rank) for name in SHAPES}
             record.optimizers = [Optimizer("AdamW", 2, 2, False)]
-            record.ties = [("head", "w")]
+            record.modules.ties = [("head", "w")]
             record.collectives = Trace([Collective("forward", "all_reduce", "float32", 8, tuple(EVERY))])
         self.clip(self.norm())
         self.reduce(self.mean)
@@ -73,25 +95,25 @@ class Made:
 
     def at_step(self, rank, name, factor):
         local = self.mean(name, rank)[slice(*self.rows(name, rank))] / 2
-        self.records[rank].at_step[name] = gradient(local * factor, self.box(name, rank))
+        self.gradients[rank].at_step[name] = gradient(local * factor, self.box(name, rank))
 
     def clip(self, norm):
-        self.put_all(norms=[NormCall("clip_grads_with_norm_", norm, 1.0, 2.0)])
+        self.put_all(norms=NormRecord([NormCall("clip_grads_with_norm_", norm, 1.0, 2.0)]))
 
     def norm(self):
         return math.sqrt(sum(float(self.sum(name).square().sum()) for name in SHAPES)) / 4
 
     def local_norm(self, rank):
-        return math.sqrt(sum(one.fingerprint.squares for one in self.records[rank].after_backward.values()))
+        return math.sqrt(sum(one.fingerprint.squares for one in self.gradients[rank].after_backward.values()))
 
     def reduce(self, full, scale=lambda rank: 0.5, names=tuple(SHAPES)):
         """Set the reduced gradients: the full ones as ``full`` makes them on each rank, and the scale of clipping."""
-        for rank, record in enumerate(self.records):
+        for rank, mine in enumerate(self.gradients):
             for name in names:
                 tensor, box = full(name, rank), self.box(name, rank)
                 tensor = tensor[slice(*self.rows(name, rank))] if self.sharded else tensor
-                record.after_backward[name] = gradient(tensor, box)
-                record.at_step[name] = gradient(tensor * scale(rank), box)
+                mine.after_backward[name] = gradient(tensor, box)
+                mine.at_step[name] = gradient(tensor * scale(rank), box)
 
     def put(self, name, ranks=EVERY, **changes):
         for rank in ranks:
@@ -102,13 +124,18 @@ class Made:
         self.starts = [dataclasses.replace(one, seed=seed) for one, seed in zip(self.starts, [*seeds, 3], strict=True)]
 
     def silence(self, rank, tokens):
-        self.put_all(tokens=[(8, 0.25)])
-        record = self.records[rank]
-        record.own, record.tokens = {name: [(0, gradient(torch.zeros(SHAPES[name])))] for name in SHAPES}, tokens
+        for one, record in enumerate(self.records):
+            record.losses = LossRecord(tokens if one == rank else [(8, 0.25)])
+        self.gradients[rank].own = {name: [(0, gradient(torch.zeros(SHAPES[name])))] for name in SHAPES}
 
-    def read_as_1(self, **changes):
+    def read_as_1(self):
         """Rank 3 reads what rank 1 reads."""
-        self.records[3] = dataclasses.replace(self.records[3], batches=self.records[1].batches, **changes)
+        self.records[3].forwards = self.records[1].forwards
+
+    def lose(self, name):
+        """No rank has a gradient of a parameter."""
+        for mine in self.gradients:
+            del mine.own[name], mine.at_step[name]
 
     def never_reduced(self):
         """The gradients of ranks that a wrapper should keep alike are their own."""
@@ -117,10 +144,16 @@ class Made:
             self.put(name, before=(1,), after=(1,))
         self.starts = [dataclasses.replace(one, wrappers=("DistributedDataParallel",)) for one in self.starts]
 
+    @property
+    def gradients(self):
+        return [record.gradients for record in self.records]
+
+    @property
+    def modules(self):
+        return [record.modules for record in self.records]
+
     def put_all(self, **changes):
-        for record in self.records:
-            for field, value in changes.items():
-                setattr(record, field, value)
+        put(self.records, **changes)
 
     def evidence(self):
         return Evidence(self.records, self.starts, holders_of(self.starts)[0])
@@ -193,7 +226,7 @@ FOUND = {
     "D2-noise": ("replicas", lambda m: (m.at_step(2, "w", 1 + 3e-7), m.put("w", [2], after=(9,))),
         "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
         "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),
-    "D2-none": ("replicas", lambda m: (m.records[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
+    "D2-none": ("replicas", lambda m: (m.gradients[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
         "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 "
         "has no gradient"),
     "D1-rate": ("replicas", lambda m: (m.put("w", [2], after=(9,), lr=0.01)), "step 0: replicas differ after the step "
@@ -206,25 +239,25 @@ FOUND = {
         "step 0: the optimizer holds dead parameters [D4, S7]|none of the 2 parameters of AdamW is the model's ..."),
     "D4-left": ("optimizers_ever", lambda m: m.put("b", optimizer=None),
         "step 0: parameters are in no optimizer [D4, S7]|'b': 1 of 2 parameters that require a gradient are in no ..."),
-    "D4-rests": ("optimizers_ever", lambda m: (m.put("b", optimizer=None), m.put_all(resting={"b": "SGD"})),
+    "D4-rests": ("optimizers_ever", lambda m: m.put("b", optimizer=None, resting="SGD"),
         "note: step 0: an optimizer does not step in the watched steps [D4, S7]|'b': 1 of 2 parameters that require a "
         "gradient are in SGD, which does not step in the watched steps 0|meant, as where optimizers take turns, or one "
         "begins later? then watch a step of it with --steps; else it is never called"),
-    "D5": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b")) for one in m.records],
+    "D5": ("ever", lambda m: m.lose("b"),
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|seen: the forward "
         "of their modules runs with gradients enabled: what it returns is detached or unused after it, or goes through "
         "a collective without a gradient (all_reduce was seen)"),
-    "D5-disabled": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "detached", ["b"]))
-        for one in m.records], "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
+    "D5-disabled": ("ever", lambda m: (m.lose("b"), put(m.modules, detached=["b"])),
+        "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
         "step|seen: the forward of their modules runs with gradients disabled: under no_grad(), or in a reentrant "
         "checkpoint of inputs that require none"),
-    "D5-compiled": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), one.unseen.append("it is compiled"))
-        for one in m.records], "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
+    "D5-compiled": ("ever", lambda m: (m.lose("b"), m.put_all(unseen=["it is compiled"])),
+        "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
         "step"),
-    "D5-idle": ("ever", lambda m: [(one.own.pop("b"), one.at_step.pop("b"), setattr(one, "idle", ["b"]))
-        for one in m.records], "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
+    "D5-idle": ("ever", lambda m: (m.lose("b"), put(m.modules, idle=["b"])),
+        "note: step 0: modules have no turn [D5, S10]|'b': no forward on any rank calls the "
         "module in the step|meant, as where layers or experts are drawn at random, or a part is unused? else ..."),
-    "D5-silent": ("contributions", lambda m: m.records[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
+    "D5-silent": ("contributions", lambda m: m.gradients[2].own.update(b=[(0, gradient(torch.zeros(5)))], w=[]),
         "step 0: a rank contributes nothing [D5, S10]|each gradient that rank 2 computes is zero, and others' are not"),
     "D5-silent-ignored": ("contributions", lambda m: m.silence(2, [(0, 0.25)]), "step 0: a rank contributes nothing "
         "[D5, S10]|...|seen: no label of their cross_entropy counts: each is ignore_index"),
@@ -245,18 +278,19 @@ FOUND = {
     "D7": ("updates", lambda m: m.put("b", state={}, before=(1,), after=(1,), lr=0.0),
         "step 0: parameters have no optimizer state [D7, S7]|"
         "'b': other parameters of the same optimizer have state"),
-    "D8": ("ties", lambda m: m.put_all(ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
+    "D8": ("ties", lambda m: put(m.modules, ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
-    "D9": ("data", lambda m: m.read_as_1(own=m.records[1].own), "step 0: ranks read the same data [D9, S11]|"
+    "D9": ("data", lambda m: (m.read_as_1(), put(m.gradients[3:], own=m.gradients[1].own)),
+        "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
     "D9-apart": ("data", lambda m: m.read_as_1(), "note: step 0: ranks read the same data "
         "[D9, S11]|the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|...|their gradients "
         "differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? then leave it"),
-    "D9-dropout": ("data", lambda m: m.read_as_1(has_dropout=True), "step 0: "
+    "D9-dropout": ("data", lambda m: (m.read_as_1(), put(m.modules[3:], has_dropout=True)), "step 0: "
         "ranks read the same data [D9, S11]|the 2 ranks ...|...|their gradients differ by dropout"),
-    "D9-twice": ("data", lambda m: (setattr(m.records[3], "batches", [3, 3]), m.records[3].own.clear()),
+    "D9-twice": ("data", lambda m: (put(m.records[3:], forwards=forwards(3, 3)), m.gradients[3].own.clear()),
         "step 0: a microbatch is read twice [D9, S11]|rank 3 read one of 2 microbatches 2 times in the step"),
-    "D9-losses": ("data", lambda m: [setattr(one, "batches", [n, n]) for n, one in enumerate(m.records)],
+    "D9-losses": ("data", lambda m: [setattr(one, "forwards", forwards(n, n)) for n, one in enumerate(m.records)],
         "note: step 0: a microbatch is read twice [D9, S11]|ranks 0-3 read one of 2 microbatches 2 times in the step|"
         "its gradients differ: meant, as where a batch has several losses or dropout? else the sampler repeats it"),
     "D10-scale": ("norm", lambda m: m.reduce(m.mean, lambda rank: 1 / m.local_norm(rank)), "step 0: ranks scale "
@@ -267,9 +301,9 @@ FOUND = {
     "D10-limit": ("limit", lambda m: m.reduce(m.mean, lambda rank: math.sqrt(0.5) / m.norm()), "step 0: the norm is "
         "not the norm of all gradients [D10, S6]|gradients are clipped to a norm of 0.7071, which is 1 / sqrt(2)|seen: "
         "the 2 ranks of replicate hold the same elements: the norm must count these once"),
-    "D10-unscaled": ("norm", lambda m: setattr(m.records[0], "clipped_scaled", True),
+    "D10-unscaled": ("norm", lambda m: setattr(m.records[0].norms, "clipped_scaled", True),
         "step 0: gradients are clipped while they are scaled [D10, S6]|..."),
-    "D11-lost": ("reduction", lambda m: [(one.at_step.pop("w"), one.after_backward.pop("w")) for one in m.records],
+    "D11-lost": ("reduction", lambda m: [(one.at_step.pop("w"), one.after_backward.pop("w")) for one in m.gradients],
         "step 0: gradients are not reduced [D11, S2]|'w': ranks computed gradients, and no .grad has one when the "
         "optimizer steps (1 of 2 parameters)|..."),
     "D11-own-replicated": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name, [rank])),
@@ -292,10 +326,10 @@ FOUND = {
         "for experts or by layer? else these are reduced or scaled otherwise"),
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
-    "D14": ("gathered", lambda m: setattr(m.records[1], "outdated", ["b"]), "step 0: forwards compute with outdated "
+    "D14": ("gathered", lambda m: setattr(m.modules[1], "outdated", ["b"]), "step 0: forwards compute with outdated "
         "parameters [D14]|'b': 1 of 2 parameters stay gathered over the optimizer's step, and the forward after it "
         "computes with their values from before: ...|reshard before the optimizer's step or the next forward: ..."),
-    "D14-note": ("gathered_ever", lambda m: setattr(m.records[1], "gathered", ["b"]), "note: step 0: units stay "
+    "D14-note": ("gathered_ever", lambda m: setattr(m.modules[1], "gathered", ["b"]), "note: step 0: units stay "
         "gathered [D14]|'b': 1 parameter is still gathered after the optimizer's step, ...|meant, ..."),
     "D15": ("memory", lambda m: m.memory.update({2: [0, 9 << 20, 0, 0]}),
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
@@ -303,12 +337,14 @@ FOUND = {
         "step 0: a tensor is not finite [D16]|first: output of '0' on rank 2|seen on rank 2 of 4"),
     "D16-unused": ("finite", lambda m: setattr(m.records[2], "not_finite", [OUTPUT]), "note: step 0: a tensor is not "
         "finite [D16]|first: output of '0' on rank 2|all gradients are finite: meant, ...?|seen on rank 2 of 4"),
-    "D17": ("tokens", lambda m: [setattr(m.records[n], "tokens", [(8, 1 / 8), (2 + n, 1 / (2 + n))]) for n in EVERY],
+    "D17": ("tokens", lambda m: [
+        setattr(m.records[n], "losses", LossRecord([(8, 1 / 8), (2 + n, 1 / (2 + n))])) for n in EVERY],
         "note: step 0: each microbatch counts alike, whatever its tokens [D17, S5]|"
         "8, 2, 8, 3, 8, 4, 8, 5 tokens: a token of the microbatch with 2 counts 4 x one of that with 8|seen: "
         "cross_entropy divides by its own tokens (reduction='mean'): sum, divide by ...|..."),
-    "D17-ranks": ("tokens", lambda m: (m.put_all(are_means=False), [setattr(one, "tokens", [
-        (8, 1 / (9 + n)), (1 + n, 1 / (9 + n))]) for n, one in enumerate(m.records)]), "note: step 0: each rank counts "
+    "D17-ranks": ("tokens", lambda m: [setattr(one, "losses", LossRecord([
+        (8, 1 / (9 + n)), (1 + n, 1 / (9 + n))], are_means=False)) for n, one in enumerate(m.records)],
+        "note: step 0: each rank counts "
         "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
         "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
 }  # fmt: skip
@@ -354,8 +390,9 @@ def of_layers(factors, *, stage="after_backward"):
         else:
             other.reduce(lambda name, rank, other=other, factor=factor: factor * other.mean(name, rank), names="b")
         for mine, its in zip(made.records, other.records, strict=True):
-            for field in ("own", "after_backward", "at_step", "parameters"):
-                getattr(mine, field)[name] = getattr(its, field)["b"]
+            mine.parameters[name] = its.parameters["b"]
+            for field in ("own", "after_backward", "at_step"):
+                getattr(mine.gradients, field)[name] = getattr(its.gradients, field)["b"]
     made.starts = [dataclasses.replace(one, shapes=SHAPES | dict.fromkeys(names, (5,))) for one in made.starts]
     return check_reduction(made.evidence(), [])[0]
 
@@ -381,7 +418,7 @@ def test_what_the_step_gathers_may_differ_before_it(differs):
     {
         "gradients": lambda: made.at_step(2, "w", 2),
         "states": lambda: made.put("w", [2], state={"m": (9,)}),
-        "some have none": lambda: made.records[2].at_step.pop("w"),
+        "some have none": lambda: made.gradients[2].at_step.pop("w"),
     }[differs]()
     check = "states" if differs == "states" else "replicas"
     assert render(made, check) == []
@@ -455,7 +492,7 @@ def test_several_forwards_of_a_batch_for_one_backward_are_meant():
     """As in R-Drop; of a forward without a backward nothing is computed."""
     made = Made()
     for rank, record in enumerate(made.records):
-        record.batches, record.read = [rank, rank, rank + 10, rank + 10], [0, 0, 1, 2]
+        record.forwards = forwards(rank, rank, rank + 10, rank + 10, after=[0, 0, 1, 2])
     assert render(made, "data") == []
 
 
@@ -501,7 +538,7 @@ def test_parts_of_one_model_read_the_same_data():
     assert made.evidence().readers == [(0, 1), (2, 3)]
     (factor,) = check_reduction(made.evidence(), [])[1].factors
     assert factor.render().startswith("the mean over 2 ranks (c = 0.5 x the sum of 4 parts, ")
-    made.records[1].batches = [7, 8]
+    made.records[1].forwards = forwards(7, 8)
     line = "ranks 0-1 (tp) are parts of one model and read different microbatches"
     assert_is(render(made, "data"), f"step 0: model-parallel ranks read different data [D9, S11]|{line}")
 
@@ -523,7 +560,7 @@ def test_what_user_code_mixes_of_returned_gradients_is_no_multiple_by_chance():
     made.reduce(lambda name, rank: torch.ones(8, 3).tril() * made.sum("w"), names="w")
     made.reduce(lambda name, rank: made.sum("b") * 0.2501, names="b")
     assert len(check_reduction(made.evidence(), [])[0]) == 1
-    made.put_all(returned=["w", "b"])
+    put(made.gradients, returned=["w", "b"])
     found, reduced = check_reduction(made.evidence(), [])
     assert found == reduced.factors == [] and set(reduced.unseen) == {"w", "b"}
     made.reduce(made.mean, names="b")
@@ -552,8 +589,8 @@ def test_equal_parts_of_a_constant_are_no_replicas():
 def test_of_a_sum_that_is_pending_each_part_counts_once():
     """Ranks 0 and 1 have one part of it, 2 and 3 the other."""
     made = Made()
-    for rank, record in enumerate(made.records):
-        record.at_step["w"] = gradient(made.sum("w", [rank // 2]), pending=(rank % 2, rank % 2 + 2))
+    for rank, mine in enumerate(made.gradients):
+        mine.at_step["w"] = gradient(made.sum("w", [rank // 2]), pending=(rank % 2, rank % 2 + 2))
     expected = digest(made.sum("w", [0, 1])).numbers[:-1]
     torch.testing.assert_close(made.evidence().assembled("w", 1, "at_step"), expected)
 
@@ -592,12 +629,12 @@ def test_a_factor_of_a_hook_of_a_parameter_is_one_of_its_layer():
     """What hooks of user code multiply a gradient by is no part of what autograd has computed."""
     made = Made(sharded=False)
     for record in made.records:
-        record.given = {"b": [(n, gradient(2 * made.parts[record.rank][n]["b"])) for n in range(2)]}
+        record.gradients.given = {"b": [(n, gradient(2 * made.parts[record.rank][n]["b"])) for n in range(2)]}
     (text,) = render(made, "reduction")
     assert "'b': c = 0.1250, 0.5 times as much" in text and "(register_hook) multiplies its gradient by 0.5" in text
     # What is more than a factor, as a mask or a limit, is judged by what it leaves.
     for record in made.records:
-        record.given = {"b": [(n, gradient(made.parts[record.rank][n]["b"] ** 3)) for n in range(2)]}
+        record.gradients.given = {"b": [(n, gradient(made.parts[record.rank][n]["b"] ** 3)) for n in range(2)]}
     assert render(made, "reduction") == []
 
 
@@ -606,14 +643,14 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
     made = Made(sharded=False, tensors_over="tp")
     for rank, record in enumerate(made.records):
         made.parts[rank] = [{n: one + rank % 2 * one.roll(1) for n, one in part.items()} for part in made.parts[rank]]
-        record.own = {n: [(m, gradient(made.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
+        record.gradients.own = {n: [(m, gradient(made.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
     made.reduce(lambda name, rank: made.sum(name, [rank, (rank + 2) % 4]) / 2)
     made.put("w", [1, 3], after=(9,))
     made.put("b", [1, 3], after=(9,))
     (text,) = render(made, "replicas")
     assert "each rank has what it computed itself, reduced over its data-parallel ranks: if ranks" in text
-    for record in made.records:
-        record.at_step = {name: gradient(torch.randn(shape)) for name, shape in SHAPES.items()}
+    for mine in made.gradients:
+        mine.at_step = {name: gradient(torch.randn(shape)) for name, shape in SHAPES.items()}
     assert "they are not what a rank computed itself" in render(made, "replicas")[0]
 
 

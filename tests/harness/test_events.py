@@ -74,8 +74,8 @@ def test_without_digests_a_record_has_neither_gradients_nor_bits():
     full, same = watched()
     assert losses == same and not {Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT} & set(seen)
     for one, other in zip(records, full, strict=True):
-        assert not one.own and not one.at_step and other.own and other.at_step
-        assert (one.batches, one.rows, one.forwards, one.ties) == (other.batches, other.rows, 2, other.ties)
+        assert not one.gradients.own and not one.gradients.at_step and other.gradients.own and other.gradients.at_step
+        assert (one.forwards, one.modules.ties) == (other.forwards, other.modules.ties) and one.forwards.count == 2
         assert {name: part.after for name, part in one.parameters.items()} == dict.fromkeys(other.parameters)
 
 
