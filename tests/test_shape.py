@@ -28,9 +28,6 @@ LARGEST: dict[str, tuple[int, int]] = {
     "tensors": (13, 4),
     "worlds": (24, 16),
 }
-#: What is above LIMIT in the rooms of the engine. An entry may be lowered or removed, and none may be added.
-ABOVE: dict[str, int] = {
-}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ONE_BRANCH = (
@@ -104,25 +101,14 @@ def figures(file: str, source: str) -> Iterator[Figure]:
     return visit(ast.parse(source), ())
 
 
-def wrong(sources: Mapping[str, str], above: Mapping[str, int], largest: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What passes a limit, and the entries of `above` that are too high by now: a line each, for {file: source}."""
+def wrong(sources: Mapping[str, str], largest: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What passes the limit of its room, a line each, for {file: source}."""
     found: list[str] = []
-    known: dict[str, Figure] = {}
     for file, source in sources.items():
         for one in figures(file, source):
-            key = f"{one.file}:{one.name}"
-            limit = max(above.get(key, 0), largest.get(one.room, (LIMIT, LIMIT))[one.what == "attributes"])
+            limit = largest.get(one.room, (LIMIT, LIMIT))[one.what == "attributes"]
             if one.value > limit:
                 found.append(f"{one.say()}, and the limit is {limit}")
-            # Of one name there may be several, as a property and its setter.
-            known[key] = max(one, known.get(key, one), key=lambda each: each.value)
-    for key, value in above.items():
-        if key not in known:
-            found.append(f"{key}: {value} in ABOVE, and nothing has that name: remove the entry")
-        elif known[key].value <= LIMIT:
-            found.append(f"{known[key].say()}, {value} in ABOVE, and the limit is {LIMIT}: remove the entry")
-        elif known[key].value < value:
-            found.append(f"{known[key].say()}, and {value} in ABOVE: lower the entry")
     return found
 
 
@@ -135,8 +121,8 @@ def test_no_function_or_class_passes_the_limit_of_its_room():
     files = sources()
     rooms = {file.partition("/")[0] for file in files}
     assert rooms >= {*ENGINE, *LARGEST}, "a room has moved"
-    assert not {*ENGINE} & LARGEST.keys() and {key.partition("/")[0] for key in ABOVE} <= {*ENGINE}
-    assert wrong(files, ABOVE, LARGEST) == []
+    assert not {*ENGINE} & LARGEST.keys()
+    assert wrong(files, LARGEST) == []
 
 
 FUNCTION = '''
@@ -200,28 +186,18 @@ def fields(count):
 
 
 @pytest.mark.parametrize(
-    ("file", "source", "above", "said"),
+    ("file", "source", "said"),
     [
-        ("training/a.py", function(14), {}, []),
-        ("training/a.py", fields(15), {}, []),
-        ("training/a.py", "\n" + function(15), {},
-         ["harness/training/a.py:2: f has complexity 16, and the limit is 15"]),
-        ("watching/b.py", fields(16), {}, ["harness/watching/b.py:1: C has attributes 16, and the limit is 15"]),
-        ("training/a.py", function(15), {"training/a.py:f": 16}, []),
-        ("training/a.py", function(16), {"training/a.py:f": 16},
-         ["harness/training/a.py:1: f has complexity 17, and the limit is 16"]),
-        ("training/a.py", function(16), {"training/a.py:f": 18},
-         ["harness/training/a.py:1: f has complexity 17, and 18 in ABOVE: lower the entry"]),
-        ("training/a.py", function(14), {"training/a.py:f": 16},
-         ["harness/training/a.py:1: f has complexity 15, 16 in ABOVE, and the limit is 15: remove the entry"]),
-        ("training/a.py", function(14, "g"), {"training/a.py:f": 16},
-         ["training/a.py:f: 16 in ABOVE, and nothing has that name: remove the entry"]),
-        ("attic/deep/a.py", function(20) + fields(3), {}, []),
-        ("attic/deep/a.py", function(21) + fields(4), {},
+        ("training/a.py", function(14), []),
+        ("training/a.py", fields(15), []),
+        ("training/a.py", "\n" + function(15), ["harness/training/a.py:2: f has complexity 16, and the limit is 15"]),
+        ("watching/b.py", fields(16), ["harness/watching/b.py:1: C has attributes 16, and the limit is 15"]),
+        ("attic/deep/a.py", function(20) + fields(3), []),
+        ("attic/deep/a.py", function(21) + fields(4),
          ["harness/attic/deep/a.py:1: f has complexity 22, and the limit is 21",
           "harness/attic/deep/a.py:44: C has attributes 4, and the limit is 3"]),
-        ("cellar/a.py", function(15), {}, ["harness/cellar/a.py:1: f has complexity 16, and the limit is 15"]),
+        ("cellar/a.py", function(15), ["harness/cellar/a.py:1: f has complexity 16, and the limit is 15"]),
     ],
 )  # fmt: skip
-def test_what_passes_a_limit_is_named(file, source, above, said):
-    assert wrong({file: source}, above, {"attic": (21, 3)}) == said
+def test_what_passes_a_limit_is_named(file, source, said):
+    assert wrong({file: source}, {"attic": (21, 3)}) == said

@@ -365,8 +365,10 @@ def is_scaled(evidence: Evidence, name: str, rank: int, tolerance: float) -> boo
 
 
 def _are_parallel(evidence: Evidence, name: str) -> bool:
-    own, tolerance = evidence.own(name), evidence.tolerance(name)
-    whole = total(own)
+    """Whether the parts of a gradient fit any sum of them, as those of one element do; also where there are none."""
+    if not (own := evidence.own(name)):
+        return True
+    whole, tolerance = total(own), evidence.tolerance(name)
     return all(fit(part, whole)[1] <= 8 * tolerance for parts in own.values() for part in parts if float(part.norm()))
 
 
