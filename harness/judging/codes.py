@@ -11,7 +11,7 @@ where its values are:
 
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
-- D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6 and D7 ``training.updates``, D10
+- D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``.
 
 A signature never decides a verdict.
@@ -56,6 +56,7 @@ RESHARDED: Final = "D14"
 MEMORY: Final = "D15"
 FINITE: Final = "D16"
 TOKENS: Final = "D17"
+STEPS_ALIKE: Final = "D18"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,5 +187,9 @@ CHECKS = _by_code([
          "a token counts as much as any other in the loss of the step, whichever rank and microbatch it is in (a note, "
          "because a mean of means may be meant)",
          "divide the loss by the tokens of the whole step", _RECORDS + "D17", "docs/doctor.md#the-mend-of-d17"),
+    Code(STEPS_ALIKE, "ranks-step-alike",
+         "ranks that hold parts of one parameter step them by the same learning rate and other settings, from "
+         "optimizer states of the same age",
+         "compute settings from what all ranks have, and load states on all of them", _LOOPS + "plateau by rank"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

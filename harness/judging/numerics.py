@@ -12,8 +12,8 @@ torch 2.13, gloo). None of the 376,888 distances recorded there used more than 0
 total norm was off by more than 7.6 ulps.
 
 The constants of ``training``, which judges trainings of users, stand here too, by who asks: a check, a comparison of
-recordings, the doctor. How close right trainings come to them is not measured; that none goes beyond is tested with
-the scripts of ``examples/healthy``. No module that judges has a threshold of its own
+recordings, the doctor. How close right trainings come to them is measured where a constant says so; that none goes
+beyond is tested with the scripts of ``examples/healthy``. No module that judges has a threshold of its own
 (``tests/harness/test_numerics.py``).
 """
 
@@ -94,7 +94,9 @@ NO_WEIGHT = 1e-6
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 #: The eps that rounding explains in a sum of gradients, for the square root of each rank; and those within which two
-#: ranks have computed the same gradients.
+#: ranks have computed the same gradients. In this unit the residuals of right sums were at most 0.54 in 18 runs of 14
+#: scripts of ``examples/healthy`` on 2 and 4 ranks (gloo; float32, float16 and bfloat16), and at most 2.1 in simulated
+#: sums of up to 64 ranks and 64 microbatches, of which the unit does not count the microbatches.
 SUM_EPS = 8.0
 SAME_GRADIENT_EPS = 64.0
 

@@ -71,6 +71,7 @@ class Diagnosis:
         return [
             *found,
             *updates.check_updates(evidence),
+            *updates.check_settings(evidence),
             *invariants.check_gathered(evidence),
             *invariants.check_memory(memory),
         ]

@@ -186,6 +186,29 @@ class Evidence:
         reduced = _reduced_bytes(self.records[0], ("backward", "between"))
         return max((numerics.EPS.get(dtype, 0.0) for dtype, nbytes in reduced.items() if nbytes >= numel), default=0.0)
 
+    def sharers(self, name: str) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that hold different parts of a parameter which a mesh or a wrapper has divided.
+
+        A rank that holds no element of it is in none: what its optimizer has of it may be of any age.
+        """
+        held = [record.rank for record in self.records if name in record.parameters]
+        sets = [
+            (*self.records[rank].parameters[name].mesh, *self.starts[rank].flat.get(name, (0, ()))[1]) for rank in held
+        ]
+        found = []
+        for ranks in _joined(held, sets):
+            parts = {rank: part for rank in ranks if (part := self._part(name, rank)) is not None}
+            if len(set(parts.values())) > 1:
+                found.append(tuple(parts))
+        return found
+
+    def _part(self, name: str, rank: int) -> Box | int | None:
+        """Return what tells a rank's part of a parameter from others; None if it is not known or has no element."""
+        if (flat := self.starts[rank].flat.get(name)) is not None:
+            return rank if flat[0] else None  # each rank of the group has one of its own
+        box = self.records[rank].parameters[name].box
+        return box if box is not None and box.numel else None
+
     def reader_of(self, rank: int) -> int:
         """Return the number of the data rank that a rank belongs to."""
         return next(number for number, ranks in enumerate(self.readers) if rank in ranks)

@@ -411,7 +411,11 @@ def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
     who = "every rank" if len(ranks) == len(evidence.records) else ranks_of(ranks)
     of = f" ({count})" if len(names) == len(evidence.trained) else f" ({count}: {listed(names)})"
     if diagnosis is None:
-        return _under_hook(evidence, names, residual, of) if evidence.hooks else _of_none(evidence, who, residual, of)
+        return (
+            _under_hook(evidence, names, residual, of)
+            if evidence.hooks
+            else _of_none(evidence, names, who, residual, of)
+        )
     texts = [one.diagnosis.text for one in first if one.diagnosis is not None]
     is_each_own = len(ranks) > 1 and texts == [f"counts rank {rank} twice" for rank in ranks]
     text = "counts this rank twice" if is_each_own else diagnosis.text
@@ -425,11 +429,11 @@ def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
     )
 
 
-def _of_none(evidence: Evidence, who: str, residual: float, of: str) -> Finding:
+def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float, of: str) -> Finding:
     """Make the finding of gradients that no known mistake makes."""
     lines = (
         f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
-        f"of {residual:.2g} remains{of}",
+        f"of {residual:.2g} remains, and rounding explains {evidence.tolerance(names[0]):.1g}{of}",
         "and they match no known mistake",
     )
     return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)

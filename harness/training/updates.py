@@ -1,12 +1,14 @@
-"""Is what trains in an optimizer, and does its step move it? (D4, D6, D7)"""
+"""Is what trains in an optimizer, does its step move it, and do all ranks step alike? (D4, D6, D7, D18)"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shardproof.harness.judging import codes
 from shardproof.harness.judging.numerics import ulp
+from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import Finding, listed
 from shardproof.harness.training.invariants import has_gradient
@@ -14,6 +16,9 @@ from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
 DEAD = "the optimizer holds dead parameters"
+
+#: The values of a setting that a finding lists.
+_MOST_VALUES = 4
 
 #: The dtypes in which an update is easily less than half of the spacing of a parameter's values.
 NARROW = ("bfloat16", "float16")
@@ -161,6 +166,60 @@ def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[Fi
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
         yield Finding((codes.HAS_STATE,), codes.UNMOVED, evidence.step, "parameters have no optimizer state", (line,))
+
+
+def check_settings(evidence: Evidence) -> Iterator[Finding]:
+    """D18: ranks that hold parts of one parameter step them by the same settings, from states of the same age.
+
+    Of ranks that hold the same elements D1 and D3 tell it.
+    """
+    differ: dict[str, list[str]] = {}
+    values: dict[str, dict[int, Any]] = {}
+    for name in evidence.names:
+        for ranks in evidence.sharers(name):
+            for key, mine in _unlike({rank: evidence.records[rank].parameters[name] for rank in ranks}):
+                differ.setdefault(key, []).append(name)
+                values.setdefault(key, mine)
+    if differ:
+        lines = (
+            *(_of_setting(key, values[key], names) for key, names in differ.items()),
+            "each rank moves its part of these by its own: compute them from what all ranks have, as a scheduler that "
+            "reads a loss needs its mean over ranks, and load states on all of them",
+        )
+        title = "ranks step by different settings of the optimizer"
+        yield Finding((codes.STEPS_ALIKE,), "", evidence.step, title, lines)
+
+
+_AGE = "step"
+"""The key under which optimizers keep how often a parameter was stepped."""
+
+
+def _settings_of(held: Parameter) -> dict[str, Any]:
+    """What ranks must have alike of a parameter that they step, by its name in messages."""
+    age = {f"state {_AGE!r}": held.state[_AGE]} if _AGE in held.state else {}
+    return {"lr": held.lr, **held.settings, **age}
+
+
+def _unlike(held: Mapping[int, Parameter]) -> Iterator[tuple[str, dict[int, Any]]]:
+    """Yield the settings that ranks have of parts of one parameter and that differ, each with its value by rank."""
+    every = {rank: _settings_of(one) for rank, one in held.items() if one.optimizer is not None}
+    for key in dict.fromkeys(key for mine in every.values() for key in mine):
+        values = {rank: own.get(key) for rank, own in every.items()}
+        if len(set(values.values())) > 1:
+            yield key, values
+
+
+def _of_setting(key: str, values: Mapping[int, Any], names: Sequence[str]) -> str:
+    """Say which ranks have which value of a setting, of the first of these parameters."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    if key.startswith("state "):  # of which only the bits are known
+        told = f"one on {', another on '.join(ranks_of(some) for some in ranks.values())}"
+    else:
+        told = ", ".join(f"{value} on {ranks_of(some)}" for value, some in [*ranks.items()][:_MOST_VALUES])
+        told += f" and {len(ranks) - _MOST_VALUES} more values" * (len(ranks) > _MOST_VALUES)
+    return f"{key} of {listed(list(dict.fromkeys(names)))}: {told}"
 
 
 def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +10,9 @@ from torch import nn
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
 from shardproof.harness.watching.records import Optimizer
+
+#: Entries of a group that do not decide what an update is, and the learning rate, which is kept by itself.
+_NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 def parameters_of_optimizers() -> dict[int, str]:
@@ -38,6 +42,19 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
     state = states.get(parameter) if isinstance(states, Mapping) else None
     items = state.items() if isinstance(state, Mapping) else ()
     return {str(key): value for key, value in items if isinstance(value, torch.Tensor)}
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group of an optimizer but its learning rate: what decides what its step makes of it.
+
+    What a scheduler notes for itself is none, nor how the step is computed; a tensor would have to be waited for.
+    """
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in _NOT_OF_THE_UPDATE
+        and all(isinstance(one, (int, float)) for one in (value if isinstance(value, tuple) else (value,)))
+    }
 
 
 def seen_of(

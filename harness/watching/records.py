@@ -1,6 +1,8 @@
 """What one rank has seen of one step: plain values, which ranks exchange and judge."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.tensors.fingerprints import Box, Fingerprint
@@ -34,6 +36,8 @@ class Parameter:
     dtype: str  # without its "torch." prefix
     optimizer: int | None = None  # the number of the optimizer that has it, or None
     lr: float | None = None  # the learning rate of its group, or None
+    # The other numbers of its group that decide what an update is, such as "weight_decay", by name.
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     before: Bits | None = None  # its bits before the optimizer's step; None if no optimizer that has it has stepped
     # Its bits after it; of one that no optimizer of the rank steps, when the step has ended.
     after: Bits | None = None

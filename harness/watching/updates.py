@@ -18,7 +18,7 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.observation import Takes
-from shardproof.harness.watching.optimizers import resting_of, state_of
+from shardproof.harness.watching.optimizers import resting_of, settings_of, state_of
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Optimizer, Parameter
 
@@ -125,22 +125,25 @@ class Updates:
         self.end_it = model.engine is not None
         self._model, self._takes = model, takes
 
-    def hold(self, rates: Mapping[int, Any]) -> None:
+    def hold(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
         """Read what an optimizer will update.
 
         Args:
-            rates: the learning rate of each parameter that it has, by id.
+            groups: the group of each parameter that it has, by id.
         """
         number = len(self.stepped)
-        mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in rates]
+        mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in groups]
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
         for name, before in self._weights(new, Stage.INITIAL):
             self.held[name] = {"before": before, "state": {}}
         for name, parameter in mine:
             if name in self.held:
-                rate = rates[id(parameter)]
+                group = groups[id(parameter)]
+                rate: Any = group.get("lr")
                 is_number = rate is not None and not isinstance(rate, torch.Tensor)
-                self.held[name] |= {"optimizer": number, "lr": float(rate) if is_number else rate}
+                self.held[name] |= {
+                    "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings_of(group),
+                }  # fmt: skip
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         """Read what an optimizer has left.
@@ -234,7 +237,7 @@ class Updates:
         return Parameter(
             box=None if place is None else place.box, mesh=() if place is None else place.mesh,
             trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
-            lr=float(rate) if rate is not None else None, before=before, after=after,
+            lr=float(rate) if rate is not None else None, settings=held.get("settings", {}), before=before, after=after,
             largest=float(ordered(own).abs().max()) if is_still else None,
             state={key: bits[name, key] for key in held.get("state", {})}, resting=resting,
         )  # fmt: skip

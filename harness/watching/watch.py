@@ -419,7 +419,7 @@ class Watch:
         updates = self._now.updates
         if not is_nested:
             updates.at_step |= self._now.gradients(Stage.CLIPPED_GRADIENT, of=optimizer)
-        updates.hold({id(one): group.get("lr") for group in optimizer.param_groups for one in group["params"]})
+        updates.hold({id(one): group for group in optimizer.param_groups for one in group["params"]})
 
     @guarded
     @torch.no_grad()
@@ -455,7 +455,7 @@ class Watch:
                 self.last = f"step of {type(engine).__name__}"
                 self._now.backwards.after = self._now.gradients(Stage.GRADIENT)
                 self._now.updates.at_step = dict(self._now.backwards.after)
-                self._now.updates.hold(dict.fromkeys((id(one) for _, one in self.model.parameters()), own.rate))
+                self._now.updates.hold({id(one): {"lr": own.rate} for _, one in self.model.parameters()})
 
     @guarded
     def on_engine_stepped(self, engine: nn.Module) -> None:

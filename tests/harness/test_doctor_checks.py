@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from shardproof.harness.collectives.trace import Collective, Trace
+from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training.diagnosis import Diagnosis
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import (
+    Drop,
     ForwardRecord,
     Gradient,
     Groups,
@@ -318,7 +321,7 @@ FOUND = {
         "step 0: gradients lack microbatches [D11, S4]|each gradient of every rank has the last of 2 microbatches only "
         "(c = 0.2500, residual ~) (2 of 2 parameters)|..."),
     "D11-unknown": ("reduction", lambda m: m.reduce(lambda name, rank: torch.ones(8, 3).tril() * m.sum("w"), names="w"),
-        "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains "
+        "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains, and rounding explains ~ "
         "(1 of 2 parameters: 'w')|and they match no known mistake"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
         "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 "
@@ -480,6 +483,24 @@ def test_gradients_are_rounded_to_the_dtype_in_which_they_are_reduced(dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sum_that_is_rounded_once_for_each_rank_is_right(dtype):
+    """As DDP's in its plainest form, in the dtype of the gradients."""
+    made = Made(sharded=False)
+    nbytes = 29 * dtype.itemsize
+    name_of_dtype = str(dtype).removeprefix("torch.")
+    made.put_all(collectives=Trace([Collective("backward", "all_reduce", name_of_dtype, nbytes, tuple(EVERY))]))
+
+    def rounded(name, rank):
+        found = torch.zeros(SHAPES[name], dtype=dtype)
+        for one in EVERY:
+            found += (made.sum(name, [one]) / len(EVERY)).to(dtype)
+        return found.double()
+
+    made.reduce(rounded)
+    assert check_reduction(made.evidence(), [])[0] == []
+
+
 def test_a_bias_before_a_normalization_need_not_move():
     """Its gradient is rounding noise, and so is an update that SGD makes of it."""
     made = Made()
@@ -494,6 +515,26 @@ def test_several_forwards_of_a_batch_for_one_backward_are_meant():
     for rank, record in enumerate(made.records):
         record.forwards = forwards(rank, rank, rank + 10, rank + 10, after=[0, 0, 1, 2])
     assert render(made, "data") == []
+
+
+@pytest.mark.parametrize("is_reduced", [True, False], ids=["reduced", "unreduced"])
+@pytest.mark.parametrize("is_meant", [True, False], ids=["meant", "lost"])
+def test_what_is_dropped_in_each_step_is_lost_unless_it_was_no_microbatch(is_meant, is_reduced):
+    """As in SAM, which drops the gradients by which it has moved the parameters; the rest must still be reduced."""
+    diagnosis = Diagnosis([codes.REDUCED_ONCE], waits=False)
+    for step in range(2):
+        made = Made(sharded=False)
+        made.put_all(step=step, norms=NormRecord())
+        for mine in made.gradients:
+            mine.drops = [Drop(1, is_meant)]
+        made.reduce(lambda name, rank, made=made: made.sum(name, EVERY if is_reduced else [rank], [1]) / 4)
+        diagnosis.add(diagnosis.judge(made.evidence(), []))
+        diagnosis.add(diagnosis.settle())
+    for found in diagnosis.at_the_end():
+        diagnosis.add(found)
+    titles = [one.title for one in diagnosis.findings if not one.is_note]
+    of_meant = [] if is_reduced else ["gradients are not reduced"]
+    assert titles == (of_meant if is_meant else ["gradients lack microbatches"])
 
 
 def test_an_optimizer_may_have_parameters_that_get_gradients_elsewhere():

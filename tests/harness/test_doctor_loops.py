@@ -5,6 +5,7 @@ A healthy loop has no finding, and of what may be meant a note at most; its brok
 
 import contextlib
 import copy
+import functools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call, grad, vmap
@@ -24,6 +26,8 @@ from shardproof.harness.training.doctor import doctor
 from shardproof.testing import world
 
 STEPS = 4
+FLAT = functools.partial(FSDP, use_orig_params=True, device_id=torch.device("cpu"))
+UNLIKE = "ranks step by different settings of the optimizer [D18]"
 
 
 def perceptron(norm=None):
@@ -251,6 +255,31 @@ def unfrozen(data, *, adds=True):
                 optimizer.add_param_group({"params": list(first.parameters())})
 
     train(model, optimizer, data, before=lambda step: reduces_by_hand(model), after=after)
+
+
+def plateaus(data, *, reduces=True, wrap=None):
+    """The learning rate falls with a loss, which is the mean of all ranks or each one's own."""
+    model = (wrap or fully_shard)(perceptron())
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+
+    def after(step):
+        loss = torch.tensor(float(step if data.rank else -step))  # that of rank 0 falls, and the others' grow
+        if reduces:
+            dist.all_reduce(loss)
+        scheduler.step(loss)
+
+    train(model, optimizer, data, after=after)
+
+
+def aged(data, *, sends=True):
+    """Optimizer states are loaded when training begins: on all ranks, or on the first alone."""
+    model = fully_shard(perceptron())
+    optimizer = adamw(model)
+    for one in model.parameters() if sends or data.rank == 0 else ():
+        moments = {key: torch.zeros_like(one) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[one] = {"step": torch.tensor(7.0), **moments}
+    train(model, optimizer, data)
 
 
 class HoldsOne(torch.optim.SGD):
@@ -677,6 +706,9 @@ HEALTHY = {
     "small rate": (lambda data: normalized(data, None, 1e-10), "updates are lost to rounding [D6, S13]"),
     "optimizers in turn": (in_turn, "an optimizer does not step in the watched steps [D4, S7]"),
     "unfrozen": (unfrozen, ""),
+    "plateau": (plateaus, ""),
+    "plateau of flat parameters": (lambda data: plateaus(data, wrap=FLAT), ""),
+    "loaded states": (aged, ""),
     "numbers of all ranks": (metered, ""),
     "rates of groups": (lambda data: by_groups(data, 1e-3, 1e-2, 1e-2), ""),
     "rate of zero": (lambda data: by_groups(data, 0.0, 0.0, 1e-2), "a learning rate is 0 [D6, S7]"),
@@ -737,6 +769,9 @@ BROKEN = {
                          "ranks issue different collectives [D13]"),
     "layer in no optimizer": (lambda data: in_turn(data, holds=False), "parameters are in no optimizer [D4, S7]"),
     "unfrozen for no optimizer": (lambda data: unfrozen(data, adds=False), "parameters are in no optimizer [D4, S7]"),
+    "plateau by rank": (lambda data: plateaus(data, reduces=False), UNLIKE),
+    "plateau of flat parameters by rank": (lambda data: plateaus(data, reduces=False, wrap=FLAT), UNLIKE),
+    "states loaded by one rank": (lambda data: aged(data, sends=False), UNLIKE),
     "parameter held back": (held_back, "parameters do not move [D6, S7]"),
     "hook loses a rank": (lambda data: reduced_by(data, rounds_to(torch.bfloat16, lost=[1])),
                           "gradients are not reduced [D11, S2]"),
@@ -773,7 +808,7 @@ BY_DAY = {
     "closure", "closure loses a microbatch", "skipped step", "one rank skips", "R-Drop", "sampler repeats", "BatchNorm",
     "parameter held back", "optimizers in turn", "layer in no optimizer", "fp16_compress_hook", "hook loses a rank",
     "ZeRO", "sharded without a gather", "muP", "wrong factor", "layer drop", "detached layer", "GAN",
-    "GAN never zeroed",
+    "GAN never zeroed", "plateau", "plateau by rank", "states loaded by one rank",
 }  # fmt: skip
 
 
