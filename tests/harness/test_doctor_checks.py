@@ -321,8 +321,8 @@ FOUND = {
         "step 0: gradients lack microbatches [D11, S4]|each gradient of every rank has the last of 2 microbatches only "
         "(c = 0.2500, residual ~) (2 of 2 parameters)|..."),
     "D11-unknown": ("reduction", lambda m: m.reduce(lambda name, rank: torch.ones(8, 3).tril() * m.sum("w"), names="w"),
-        "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains, and rounding explains ~ "
-        "(1 of 2 parameters: 'w')|and they match no known mistake"),
+        "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains, "
+        "and rounding explains ~ (1 of 2 parameters: 'w')|and they match no known mistake"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
         "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 "
         "x the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
