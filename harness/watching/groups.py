@@ -20,7 +20,7 @@ from shardproof.harness.watching.records import Groups, NotWatchable
 
 #: The names of mesh dimensions over which ranks have different data, as trainers call them.
 DATA = (
-    "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "replicate", "shard", "batch", "cp",
+    "dp", "dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "fsdp", "replicate", "shard", "batch", "cp", "data",
     "data_parallel",
 )  # fmt: skip
 

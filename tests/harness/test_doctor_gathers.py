@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +20,7 @@ from shardproof.harness.training.doctor import Doctor
 from shardproof.testing import world
 
 STEPS = 4
+SAME_DATA = "read the same data in the step"
 
 
 class Net(nn.Module):
@@ -198,11 +199,27 @@ def tensor_parallel(layout, names=None):
     return loop
 
 
-def units_on(name: str):
-    """Units of FSDP2 on a mesh of any name are of data-parallel ranks; both read the same."""
+class Rows(nn.Module):
+    """A layer whose rows user code shards over a mesh, and gathers in forward: no unit, and no parallel plan."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")]).T
+
+
+def line(name: str):
+    return init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+
+
+def over_data(make):
+    """Each rank must read data of its own; both read the same."""
 
     def loop(rank: Rank, is_wrong: bool) -> None:
-        model = sharded(mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(name,)))
+        torch.manual_seed(0)
+        model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(STEPS):
             made = torch.Generator().manual_seed(step + 100 * rank.index * (not is_wrong))
@@ -315,7 +332,9 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
     "sequence-parallel-without-names": (
         tensor_parallel(Shard(0)), "they are 0.5, 1 x those of rank 0: each rank scales them by itself",
     ),
-    **{f"fsdp2-on-{one}": (units_on(one), "read the same data in the step") for one in ("world", "data")},
+    # Units of FSDP2 are of data-parallel ranks whatever their mesh is called; other DTensors are, if it is called so.
+    **{f"fsdp2-on-{one}": (over_data(lambda one=one: sharded(mesh=line(one))), SAME_DATA) for one in ("world", "data")},
+    "rows-by-hand-on-data": (over_data(lambda: Rows(line("data"))), SAME_DATA),
     "first-synchronized": (
         switched, "seen: the last backward of the step ran under set_requires_gradient_sync(False), and one before it "
         "did not: the last one must reduce, and only that",
