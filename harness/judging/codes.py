@@ -156,7 +156,7 @@ CHECKS = _by_code([
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
          "data-parallel ranks read different microbatches, model-parallel ranks the same, and none one twice in a "
-         "step, each with a backward of its own",
+         "step, each with a backward of its own (a note where each step reads the same)",
          "give ranks of data different samples, and ranks of one model the same", _LOOPS + "sampler repeats"),
     Code(NORM, "the-norm-is-the-norm",
          "the scale between backward and step is the same on all ranks; the norm by which gradients are clipped is "

@@ -105,6 +105,7 @@ class Diagnosis:
         yield list(updates.check_optimizers_ever(self.seen))
         yield list(invariants.check_gradients_ever(self.seen))
         yield list(updates.check_rates_ever(self.seen))
+        yield list(invariants.check_batches_ever(self.seen))
         yield list(invariants.check_gathered_ever(self.seen))
         # Of all steps in which replicas were to be alike; those that differ explain theirs.
         if not self._are_averaged and not any(map(_is_of_replicas, self.findings)):

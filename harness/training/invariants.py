@@ -378,6 +378,21 @@ def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
     return distance > numerics.ALIKE**2 * size
 
 
+def check_batches_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+    """D9, after the last step: a rank does not read in each step what it has read in the one before."""
+    batches = [[frozenset(record.forwards.batches) for record in one.records] for one in records]
+    ranks = [rank for rank, mine in enumerate(zip(*batches, strict=True)) if all(mine) and len(set(mine)) == 1]
+    # Copies that train by themselves, as in meta-learning, take a few steps on one batch.
+    if len(records) > 1 and ranks and not all(one.reduces_nothing for one in records):
+        lines = (
+            f"{ranks_of(ranks)} read the same microbatches in the steps {records[0].step}-{records[-1].step}",
+            "meant, as where one batch is to be learned by heart, serves several steps, or data are made up for a "
+            "benchmark? else each step begins to read anew: keep one iterator of the loader for all of them",
+        )
+        title = "each step reads the same data"
+        yield Finding((codes.DATA,), codes.SHARED_DATA, records[-1].step, title, lines, is_note=True)
+
+
 def _read_twice(evidence: Evidence) -> Iterator[Finding]:
     """Find a microbatch that is read again for another backward: several forwards for one backward are meant."""
     again: dict[int, tuple[int, ...]] = {}

@@ -385,6 +385,26 @@ def test_a_loop_has_no_finding_and_its_twin_has(rank: Rank, name: str) -> None:
     assert said in found, found
 
 
+@pytest.mark.sampled
+@world(2)
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_a_loader_that_begins_anew_in_each_step_is_noted(rank: Rank, is_anew: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(8, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(3)))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, rank.index))
+    batches = iter(loader)
+    with watched() as watching:
+        for _ in range(STEPS):
+            (inputs,) = next(iter(loader) if is_anew else batches)
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [(one.title, one.lines[0]) for one in watching.findings]
+    said = ("each step reads the same data", "ranks 0-1 read the same microbatches in the steps 0-2")
+    assert found == [said] * is_anew
+
+
 #: Summaries of healthy loops: what a line says of what was seen, and of what was not judged.
 SUMMED = {
     "compiled": (
