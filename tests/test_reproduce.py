@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 
 import pytest
+import torch
 from torch import nn
 
 from planted.upstream.__main__ import rows
@@ -19,6 +21,7 @@ from shardproof.commands.reproduce import reproduce
 from shardproof.harness.reproducing import program as programs
 from shardproof.harness.reproducing import shrinking
 from shardproof.harness.reproducing import tape as tapes_of
+from shardproof.harness.reproducing.expressions import Expressions
 from shardproof.harness.tensors import notes
 from tests.harness.inner import ROOT
 
@@ -157,6 +160,17 @@ def test_what_is_done_in_order_to_compare_is_left_out(tmp_path):
 
     found = [(one["name"], one["step"]) for one in calls_of(tmp_path, act)]
     assert found == [("make", 0), ("eval", 0), ("train", 1)]
+
+
+def test_what_is_gone_leaves_its_name_to_nobody():
+    """As a scheduler that is freed, whose id a model may have later."""
+    written = Expressions(lambda call: None)
+    gone, device = nn.Identity(), torch.device("cpu")
+    written.names[id(device)] = (weakref.ref(gone), "scheduler")
+    del gone
+    assert written.write(device) == "torch.device('cpu')" and not written.is_owned(device)
+    written.names[id(device)] = (device, "scheduler|state")
+    assert written.write(device) == "scheduler" and written.is_owned(device)
 
 
 def test_nobody_hears_a_note_outside_of_a_recording(tmp_path):

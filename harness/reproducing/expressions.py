@@ -49,10 +49,15 @@ class Expressions:
         """Whether a value is of the training: a module, its parameters, an optimizer, or what a call returned."""
         if isinstance(value, types.GeneratorType):
             return value.__name__ == "parameters"
-        known = self.names.get(id(value), (None, ""))
         return isinstance(value, nn.Module | torch.optim.Optimizer | nn.Parameter) or (
-            known[0] is value and not isinstance(value, DeviceMesh | None)
+            self._name_of(value) is not None and not isinstance(value, DeviceMesh)
         )
+
+    def _name_of(self, value: Any) -> str | None:
+        """The name of a value, if it has one; what had its id before, and is gone, gives it none."""
+        known, name = self.names.get(id(value), (None, ""))
+        known = known() if isinstance(known, weakref.ref) else known
+        return name if value is not None and known is value else None
 
     def write(self, value: Any) -> str:
         """The expression of a value in the program.
@@ -60,9 +65,8 @@ class Expressions:
         Raises:
             Unwritable: there is none.
         """
-        known = self.names.get(id(value), (None, ""))
-        if value is not None and (known[0] is value or isinstance(known[0], weakref.ProxyType)):
-            return known[1].partition("|")[0]
+        if (name := self._name_of(value)) is not None:
+            return name.partition("|")[0]
         if isinstance(value, nn.Module | nn.Parameter):
             return self._module(value) if isinstance(value, nn.Module) else self._parameter(value)
         if type(value) is torch.Tensor and (drawn := self._drawn.get(_digest(value))):

@@ -178,7 +178,7 @@ class Tape:
         """How a wrapper, an optimizer or a scheduler is called, which takes the place of the module that it wraps."""
         if not isinstance(made, nn.Module):
             called = self._numbered("optim" if isinstance(made, torch.optim.Optimizer) else "scheduler")
-            self.expressions.names[id(made)] = (weakref.proxy(made), called)
+            self.expressions.names[id(made)] = (weakref.ref(made), called)
             return called
         where = self.expressions.write(next(one for one in values if isinstance(one, nn.Module)))
         if where in self.expressions.roots:
