@@ -162,7 +162,7 @@ class Phases:
         self._step_starts: list[int] = []
 
     def begin_step(self) -> None:
-        """Note that the collectives from here on are those of a further step."""
+        """Note that a further step begins, whose collectives the next ones are."""
         self._step_starts.append(len(self.recorder.trace))
 
     @contextlib.contextmanager

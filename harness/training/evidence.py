@@ -494,7 +494,8 @@ def _joined(ranks: Iterable[int], sets: Iterable[Sequence[int]]) -> list[tuple[i
             rank = part[rank]
         return rank
 
-    for members in sets:
+    # Each once: all ranks of a mesh name the same set, and of many ranks that would be a product of both.
+    for members in dict.fromkeys(map(tuple, sets)):
         inside = [rank for rank in members if rank in part]
         for rank in inside[1:]:
             a, b = sorted((root(inside[0]), root(rank)))

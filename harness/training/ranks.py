@@ -63,9 +63,7 @@ class Ranks:
         Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does
         neither.
         """
-        if isinstance(seen, StepRecord):
-            assert self.rank is not None
-            seen.rank = self.rank
+        self._sign([seen])
         while True:
             told = self.all(seen)
             records = [one for one in told if isinstance(one, StepRecord)]
@@ -80,10 +78,7 @@ class Ranks:
 
     def joined(self, seen: Sequence[StepRecord | int]) -> tuple[list[list[StepRecord]], bool]:
         """Exchange what ranks have seen under ``join()``: the records of all by step, and whether all saw as many."""
-        for one in seen:
-            if isinstance(one, StepRecord):
-                assert self.rank is not None
-                one.rank = self.rank
+        self._sign(seen)
         every = self.all(seen)
         steps: list[list[StepRecord]] = []
         for told in zip(*every, strict=False):
@@ -93,6 +88,13 @@ class Ranks:
             if records:
                 steps.append(records)
         return steps, len({len(one) for one in every}) == 1
+
+    def _sign(self, seen: Sequence[StepRecord | int]) -> None:
+        """Write into records of which rank they are: a watch does not know it."""
+        assert self.rank is not None
+        for one in seen:
+            if isinstance(one, StepRecord):
+                one.rank = self.rank
 
     def close(self) -> None:
         """Give the group back."""

@@ -134,6 +134,8 @@ class Updates:
         number = len(self.stepped)
         mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in groups]
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
+        # One object for all parameters of a group, which goes to other ranks once.
+        settings = {key: settings_of(group) for key, group in {id(one): one for one in groups.values()}.items()}
         for name, before in self._weights(new, Stage.INITIAL):
             self.held[name] = {"before": before, "state": {}}
         for name, parameter in mine:
@@ -142,7 +144,7 @@ class Updates:
                 rate: Any = group.get("lr")
                 is_number = rate is not None and not isinstance(rate, torch.Tensor)
                 self.held[name] |= {
-                    "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings_of(group),
+                    "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings[id(group)],
                 }  # fmt: skip
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
