@@ -17,8 +17,8 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, report
-from shardproof.harness.training.diagnosis import Diagnosis
 from shardproof.harness.training.evidence import Evidence, Start, flat_places
+from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import Finding, next_lines
 from shardproof.harness.training.ranks import Ranks
@@ -117,7 +117,7 @@ class Doctor(Watching):
             passes=self.passes, on_drop=self._skip,
         )  # fmt: skip
         self._ranks = Ranks(patience)
-        self._diagnosis = Diagnosis(checks, waits=on_finding != "raise")
+        self._examination = Examination(checks, waits=on_finding != "raise")
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
@@ -125,7 +125,7 @@ class Doctor(Watching):
     @property
     def findings(self) -> list[Finding]:
         """What was found, in the order of steps; equal on all ranks."""
-        return self._diagnosis.findings
+        return self._examination.findings
 
     # The context ----------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._guarded(self._watch.end_step)
-        if self._diagnosis.seen and not self._is_over:
+        if self._examination.seen and not self._is_over:
             self._say_if_not_watched()
         self._finish()
 
@@ -197,7 +197,7 @@ class Doctor(Watching):
     # Steps ----------------------------------------------------------------------------------
 
     def _on_error(self, error: Exception) -> None:
-        self._add(self._diagnosis.take_waiting(), may_raise=False)
+        self._add(self._examination.take_waiting(), may_raise=False)
         if not isinstance(error, Absent):
             super()._on_error(error)
             return
@@ -236,13 +236,13 @@ class Doctor(Watching):
 
     def _judge_all(self, records: list[StepRecord]) -> None:
         evidence = Evidence(records, self._ranks.starts, self._ranks.holders)
-        found = self._diagnosis.judge(evidence, self._expected_ties())
+        found = self._examination.judge(evidence, self._expected_ties())
         if any(one.title == invariants.SAME for one in found):
             # All ranks have the same findings, so all come here.
             seen = self._ranks.all(samplers())
             found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
         self._add(found)
-        self._add(self._diagnosis.settle())
+        self._add(self._examination.settle())
         if evidence.step >= self._steps[-1]:
             self._finish()
 
@@ -279,7 +279,7 @@ class Doctor(Watching):
 
     def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
         more = next_lines(len(self._ranks.starts))
-        new = self._diagnosis.add(
+        new = self._examination.add(
             dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in found
         )
         for one in new:
@@ -294,13 +294,13 @@ class Doctor(Watching):
         if self._is_over:
             return
         self._is_over = True
-        if not self._diagnosis.seen:
+        if not self._examination.seen:
             why = self._nothing_seen()
             if not self.findings:
                 self._say(why)
             self._write_report(why)
         else:
-            for found in self._diagnosis.at_the_end():
+            for found in self._examination.at_the_end():
                 self._add(found)
             if self._on_finding != "collect":
                 self._say(self.summary())
@@ -309,7 +309,7 @@ class Doctor(Watching):
 
     def _say_if_not_watched(self) -> None:
         """Say why steps that should be watched were not, where the loop has gone on with another model."""
-        last = self._diagnosis.seen[-1].step
+        last = self._examination.seen[-1].step
         others = {kind: is_after for kind, (step, is_after) in self._watch.strangers.items() if step > last}
         if any(others.values()):
             self._say(_GONE.format(f"step {last + 1}"))
@@ -320,7 +320,7 @@ class Doctor(Watching):
                       f"{model} that was watched")  # fmt: skip
 
     def _abandon(self, error: BaseException) -> None:
-        self._add(self._diagnosis.take_waiting(), may_raise=False)
+        self._add(self._examination.take_waiting(), may_raise=False)
         self._write_report(f"the training ended with {type(error).__name__}")
 
     def _write_report(self, incomplete: str = "") -> None:
@@ -331,7 +331,7 @@ class Doctor(Watching):
         # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
         path = os.fspath(self._report) + (PARTIAL if incomplete else "")
         try:
-            report.write(path, self.findings, self._diagnosis.seen, self._diagnosis.checks, incomplete=incomplete)
+            report.write(path, self.findings, self._examination.seen, self._examination.checks, incomplete=incomplete)
         except folders.NotWritten as error:
             self._say_here(f"the report is not written: {error}")
         else:
@@ -340,7 +340,7 @@ class Doctor(Watching):
 
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
-        judged = self._diagnosis
+        judged = self._examination
         if not judged.seen:
             return "no step was seen"
         return report.summary(self._ranks.starts, judged.seen, judged.reduced, judged.findings)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from shardproof.harness.training.diagnosis import Diagnosis
 from shardproof.harness.training.doctor import CHECKS
+from shardproof.harness.training.examination import Examination
 from shardproof.harness.watching.records import Drop, NormCall, NotFinite, Optimizer
 from tests.harness.test_doctor_checks import EVERY, SHAPES, Made, gradient
 
@@ -104,7 +104,7 @@ DRAWN = st.lists(
 
 def judged(steps, sharded, tensors_over):
     """Judge steps with these changes, and all of them together."""
-    diagnosis = Diagnosis(CHECKS, waits=True)
+    examination = Examination(CHECKS, waits=True)
     for number, changes in enumerate(steps):
         made = Made(sharded=sharded, tensors_over=tensors_over)
         for record in made.records:
@@ -116,11 +116,11 @@ def judged(steps, sharded, tensors_over):
             for kind, ranks, name, flag in changes:
                 if record.rank in ranks:
                     (CHANGES | OF_ALL)[kind](record, name, flag)
-        diagnosis.add(diagnosis.judge(made.evidence(), [("head", "w")]))
-        diagnosis.add(diagnosis.settle())
-    for found in diagnosis.at_the_end():
-        diagnosis.add(found)
-    return diagnosis.findings
+        examination.add(examination.judge(made.evidence(), [("head", "w")]))
+        examination.add(examination.settle())
+    for found in examination.at_the_end():
+        examination.add(found)
+    return examination.findings
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -13,8 +13,8 @@ from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
-from shardproof.harness.training.diagnosis import Diagnosis
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
 from shardproof.harness.watching.records import (
     Drop,
@@ -521,18 +521,18 @@ def test_several_forwards_of_a_batch_for_one_backward_are_meant():
 @pytest.mark.parametrize("is_meant", [True, False], ids=["meant", "lost"])
 def test_what_is_dropped_in_each_step_is_lost_unless_it_was_no_microbatch(is_meant, is_reduced):
     """As in SAM, which drops the gradients by which it has moved the parameters; the rest must still be reduced."""
-    diagnosis = Diagnosis([codes.REDUCED_ONCE], waits=False)
+    examination = Examination([codes.REDUCED_ONCE], waits=False)
     for step in range(2):
         made = Made(sharded=False)
         made.put_all(step=step, norms=NormRecord())
         for mine in made.gradients:
             mine.drops = [Drop(1, is_meant)]
         made.reduce(lambda name, rank, made=made: made.sum(name, EVERY if is_reduced else [rank], [1]) / 4)
-        diagnosis.add(diagnosis.judge(made.evidence(), []))
-        diagnosis.add(diagnosis.settle())
-    for found in diagnosis.at_the_end():
-        diagnosis.add(found)
-    titles = [one.title for one in diagnosis.findings if not one.is_note]
+        examination.add(examination.judge(made.evidence(), []))
+        examination.add(examination.settle())
+    for found in examination.at_the_end():
+        examination.add(found)
+    titles = [one.title for one in examination.findings if not one.is_note]
     of_meant = [] if is_reduced else ["gradients are not reduced"]
     assert titles == (of_meant if is_meant else ["gradients lack microbatches"])
 

@@ -12,15 +12,15 @@ from shardproof.harness.training.reduction import Reduced, check_reduction
 _OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.REDUCED_ONCE}
 
 
-class Diagnosis:
-    """What was found in a training so far, equal on all ranks.
+class Examination:
+    """The examination of a training: the steps so far, and what was found in them; equal on all ranks.
 
     Args:
-        checks: the findings of which checks count.
+        checks: those whose findings count.
         waits: whether a finding that a later step may clear is told after that step only.
 
     Attributes:
-        checks: the findings of which count.
+        checks: those whose findings count.
         findings: those that were added, in order.
         seen: the steps that were judged.
         reduced: how gradients were reduced in each of them, the latest first.
