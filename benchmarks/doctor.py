@@ -31,7 +31,7 @@ from shardproof import doctor, record
 WARM_UP = 2
 
 
-class Rank:
+class TrainingRank:
     """One rank of a training."""
 
     def __init__(self, spec: models.Spec, implementation: str, device: torch.device) -> None:
@@ -94,7 +94,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
-    rank = Rank(models.SPECS[options.model], options.implementation, device)
+    rank = TrainingRank(models.SPECS[options.model], options.implementation, device)
     for _ in range(WARM_UP):
         rank.step()
     times = defaultdict(list)

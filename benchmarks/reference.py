@@ -50,7 +50,7 @@ WARM_UP = 4
 COMPARED = 50
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one implementation."""
 
     def __init__(self, name: str, backend: str, device: str, world: int, folder: pathlib.Path) -> None:
@@ -116,7 +116,7 @@ def main() -> None:
         backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
         has_limits = options.backend != "fake" or options.device != "cpu"
         names = [*options.implementations, *(["limits"] if has_limits else [])]
-        ranks = [Ranks(name, backend, options.device, options.world, pathlib.Path(folder)) for name in names]
+        ranks = [RankProcesses(name, backend, options.device, options.world, pathlib.Path(folder)) for name in names]
         about = [one.answers() for one in ranks]
         host = next((answer[0] for answer in about if answer), {})
         result: dict[str, Any] = {"about": host | {"world": options.world, "backend": backend, "rows": []}}
@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(spec: Spec, ranks: Sequence[Ranks], options: argparse.Namespace) -> dict[str, Any]:
+def measure(spec: Spec, ranks: Sequence[RankProcesses], options: argparse.Namespace) -> dict[str, Any]:
     """One row: all implementations on one model."""
     host = "cpu_ms" if all(one.is_fake for one in ranks) else "host_ms"
     row: dict[str, Any] = {"model": spec.name, "units": spec.units, "host": host, "implementations": {}}
@@ -194,7 +194,7 @@ def measure(spec: Spec, ranks: Sequence[Ranks], options: argparse.Namespace) -> 
     return row
 
 
-def profiles(spec: Spec, ranks: Sequence[Ranks], folder: pathlib.Path) -> dict[str, Any]:
+def profiles(spec: Spec, ranks: Sequence[RankProcesses], folder: pathlib.Path) -> dict[str, Any]:
     """Write what the first rank of each implementation spends a step on; milliseconds of its streams."""
     name, steps = re.sub(r"\W+", "-", spec.name), {}
     folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def profiles(spec: Spec, ranks: Sequence[Ranks], folder: pathlib.Path) -> dict[s
 TIMES = ("ms", "host_ms", "cpu_ms")
 
 
-def together(ranks: Sequence[Ranks], **command: Any) -> list[tuple[Ranks, list[dict[str, Any]]]]:
+def together(ranks: Sequence[RankProcesses], **command: Any) -> list[tuple[RankProcesses, list[dict[str, Any]]]]:
     """Let all of them do something at the same time; those that answered, and their answers."""
     for one in ranks:
         one.send(**command)

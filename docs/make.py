@@ -290,7 +290,7 @@ def crossed_features() -> str:
 # Of what was found
 
 
-def findings_page(found: Iterable[findings.Finding]) -> str:
+def findings_page(found: Iterable[findings.KnownFinding]) -> str:
     """The index of the findings."""
     rows = []
     for one in found:

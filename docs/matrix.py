@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # a clone need not be installed
 
 from shardproof import contract
-from shardproof.findings import Finding, load
+from shardproof.findings import KnownFinding, load
 from shardproof.harness.plugin import known_failures
 from shardproof.harness.tensors import devices
 from shardproof.reports.merge import merge
@@ -127,12 +127,12 @@ def runs() -> Mapping[Place, Run]:
 
 
 @functools.cache
-def known() -> Mapping[str, Finding]:
+def known() -> Mapping[str, KnownFinding]:
     """Return the findings by their ids."""
     return {one.id: one for one in load()}
 
 
-def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
+def page(runs: Mapping[Place, Run], known: Mapping[str, KnownFinding]) -> str:
     """Write docs/matrix.md: profiles, chapters and failures of one run of each implementation and device."""
     parts = [_HEAD, table(runs)]
     chosen, linked = _best(runs), set()
@@ -155,7 +155,7 @@ def page(runs: Mapping[Place, Run], known: Mapping[str, Finding]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _unexplained(run: Run, place: Place, known: Mapping[str, Finding]) -> Iterator[str]:
+def _unexplained(run: Run, place: Place, known: Mapping[str, KnownFinding]) -> Iterator[str]:
     """The rows of a run's failures that no finding explains: one for each function, of all that fail it alike."""
     names: dict[str, list[str]] = {}
     for name in _columns(run):
@@ -283,7 +283,7 @@ def _order(why: str) -> tuple[int, str]:
     return (int(why.removeprefix("F-")), "") if re.fullmatch(r"F-\d+", why) else (sys.maxsize, why)
 
 
-def _is_unexplained(why: str, cases: Sequence[CaseRecord], known: Mapping[str, Finding]) -> bool:
+def _is_unexplained(why: str, cases: Sequence[CaseRecord], known: Mapping[str, KnownFinding]) -> bool:
     return why not in known and not all(case.verdict is Verdict.EXPECTED_FAIL for case in cases)
 
 

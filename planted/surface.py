@@ -83,7 +83,7 @@ _INTEGERS, _FLOATS = ("0", "1", "int > 1"), ("0.0", "float < 1", "float >= 1", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PublicCallable:
     """A public function or method, or a class's construction.
 
     Attributes:
@@ -104,9 +104,9 @@ class Call:
 
 
 @functools.cache
-def surface() -> dict[str, Call]:
+def surface() -> dict[str, PublicCallable]:
     """All calls, by name."""
-    found: dict[str, Call] = {}
+    found: dict[str, PublicCallable] = {}
     for full, thing in _names():
         if inspect.isclass(thing) and not issubclass(thing, enum.Enum):
             for method, function in _methods(thing):
@@ -134,7 +134,7 @@ def _methods(owner: type) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield name, function
 
 
-def _call(name: str, function: Callable[..., Any], owner: type | None) -> dict[str, Call]:
+def _call(name: str, function: Callable[..., Any], owner: type | None) -> dict[str, PublicCallable]:
     plain = inspect.unwrap(function)
     if not inspect.isfunction(plain):
         return {}
@@ -154,7 +154,7 @@ def _call(name: str, function: Callable[..., Any], owner: type | None) -> dict[s
         subject = "self" if issubclass(owner, nn.Module | FSDPModule) else ""
     elif names:
         subject = next((one for one in ("module", "model") if one in names), "")
-    return {name: Call(name, arguments, plain.__code__, owner, subject, tuple(_joined(plain, arguments)))}
+    return {name: PublicCallable(name, arguments, plain.__code__, owner, subject, tuple(_joined(plain, arguments)))}
 
 
 def _hint(annotation: Any, function: Any) -> Any:
@@ -355,7 +355,7 @@ class _Recorder:
     """What one process saw, by cell; :meth:`event` is what ``sys.setprofile`` calls."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, list[Call]] = collections.defaultdict(list)
+        self._calls: dict[int, list[PublicCallable]] = collections.defaultdict(list)
         for call in surface().values():
             self._calls[id(call.code)].append(call)
         self._phases = _Phases()
@@ -388,7 +388,7 @@ class _Recorder:
                 if not any(call.owner in other.owner.__mro__[1:] for other in mine if other.owner and call.owner):
                     self._take(call, values)
 
-    def _take(self, call: Call, values: dict[str, Any]) -> None:
+    def _take(self, call: PublicCallable, values: dict[str, Any]) -> None:
         labels = {name: self._label(call, name, values[name]) for name in call.arguments if name in values}
         self.seen |= {(call.name, name, text) for name, text in labels.items()}
         self.seen.add((call.name, "", ""))
@@ -402,7 +402,7 @@ class _Recorder:
             self.seen |= {(call.name, "state", state) for state in states(model, phase)}
 
     @staticmethod
-    def _label(call: Call, name: str, value: Any) -> str:
+    def _label(call: PublicCallable, name: str, value: Any) -> str:
         known, found = call.arguments[name], label(value)
         if isinstance(value, int) and found not in known and "inf" in known:
             found = label(float(value))

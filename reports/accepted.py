@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from shardproof import door
 from shardproof.door import BadFile
-from shardproof.reports.regressions import Accepted, Kind, Outcome, Worse
+from shardproof.reports.regressions import Accepted, RegressionKind, RunComparison, Worse
 
 _FIELDS = ("implementation", "case", "kind", "reason")
 
 #: Kinds of regression that concern a whole implementation and name no case.
-_WITHOUT_CASE = (Kind.BUDGET, Kind.SILENT, Kind.TIME)
+_WITHOUT_CASE = (RegressionKind.BUDGET, RegressionKind.SILENT, RegressionKind.TIME)
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Acceptance:
     # An ``fnmatch`` pattern for the ids of cases, in which brackets are literal; empty where a kind concerns a whole
     # implementation.
     case: str
-    kind: Kind
+    kind: RegressionKind
     reason: str  # why it is intended
     where: str  # the file and the number of the entry, for messages
 
@@ -49,7 +49,7 @@ def load(path: str) -> list[Acceptance]:
     return [_acceptance(entry, f"{path}: entry {number}") for number, entry in enumerate(entries, 1)]
 
 
-def accept(outcome: Outcome, entries: Sequence[Acceptance]) -> Outcome:
+def accept(outcome: RunComparison, entries: Sequence[Acceptance]) -> RunComparison:
     """Move accepted regressions out of those that count.
 
     Raises:
@@ -80,8 +80,8 @@ def _acceptance(entry: object, where: str) -> Acceptance:
     return Acceptance(entry["implementation"], case, kind, entry["reason"].strip(), where)
 
 
-def _kind(name: str, where: str) -> Kind:
+def _kind(name: str, where: str) -> RegressionKind:
     try:
-        return Kind(name)
+        return RegressionKind(name)
     except ValueError:
-        raise BadFile(f"{where}: kind {name!r} is not one of {', '.join(Kind)}") from None
+        raise BadFile(f"{where}: kind {name!r} is not one of {', '.join(RegressionKind)}") from None

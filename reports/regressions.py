@@ -14,7 +14,7 @@ from shardproof.runfile import CaseRecord, Run, Trace, Verdict, public_version
 _COLLECTIVE = re.compile(r"(?P<phase>\S+)\s+(?P<kind>\S+)\s+\S+\s+(?P<bytes>\d{1,18}) B\b")
 
 
-class Kind(StrEnum):
+class RegressionKind(StrEnum):
     """A way in which a run is worse than an earlier one."""
 
     FAILURE = "new failure"
@@ -33,14 +33,14 @@ class Kind(StrEnum):
     @property
     def is_failure(self) -> bool:
         """Whether a case failed, so that a command can repeat the failure."""
-        return self in (Kind.FAILURE, Kind.GRAVER)
+        return self in (RegressionKind.FAILURE, RegressionKind.GRAVER)
 
 
 @dataclass(frozen=True)
 class Worse:
     """One thing that got worse."""
 
-    kind: Kind
+    kind: RegressionKind
     implementation: str
     case: str  # the id of the case; empty if it concerns the whole implementation
     text: str  # what changed, in one line
@@ -80,8 +80,8 @@ def grouped(worse: Iterable[Worse]) -> tuple[Group, ...]:
     return tuple(Group(tuple(members)) for members in groups.values())
 
 
-def _position(found: tuple[Kind, Worse]) -> int:
-    return list(Kind).index(found[0])
+def _position(found: tuple[RegressionKind, Worse]) -> int:
+    return list(RegressionKind).index(found[0])
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunComparison:
     """The result of comparing two runs."""
 
     worse: tuple[Worse, ...]  # regressions by kind, without the accepted ones
@@ -157,7 +157,7 @@ def _conditions(base: Run, head: Run) -> dict[str, tuple[str, str]]:
     }
 
 
-def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | None = None) -> Outcome:
+def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | None = None) -> RunComparison:
     """Compare two runs of comparable conditions (:func:`check_comparable`) case by case.
 
     Args:
@@ -194,8 +194,8 @@ def compare(base: Run, head: Run, *, more_skips: int = 0, time_ratio: float | No
         not_compared.append("time: no --time-ratio was given")
     else:
         worse += _times(pairs, time_ratio)
-    order = list(Kind)
-    return Outcome(
+    order = list(RegressionKind)
+    return RunComparison(
         worse=tuple(sorted(worse, key=lambda one: order.index(one.kind))),
         better=tuple(_better(before, after)),
         not_compared=tuple(not_compared),
@@ -214,13 +214,13 @@ def _by_key(run: Run) -> dict[_Key, CaseRecord]:
     return {(case.implementation, case.id): case for case in run.cases}
 
 
-def _worse(kind: Kind, case: CaseRecord, text: str, *, cause: str = "") -> Worse:
+def _worse(kind: RegressionKind, case: CaseRecord, text: str, *, cause: str = "") -> Worse:
     """Say how a case got worse; the cause is, unless it is given, the text but for its numbers and names."""
     cause = cause or f"{kind}: {without_numbers_and_names(text)}"
     return Worse(kind, case.implementation, case.id, text, case.nodeid, case.reproduction, cause)
 
 
-def _failed(kind: Kind, case: CaseRecord, was: str) -> Worse:
+def _failed(kind: RegressionKind, case: CaseRecord, was: str) -> Worse:
     cause = ": ".join((kind, was, *kind_of(case)))
     return _worse(kind, case, f"{case.verdict}, {was}: {case.why}", cause=cause)
 
@@ -232,17 +232,21 @@ def _verdicts(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
         then = before.get(key)
         if now.verdict.fails and (then is None or not then.verdict.fails):
             was = f"was {then.verdict}" if then else "is new"
-            yield _failed(Kind.PASSED if now.verdict is Verdict.UNEXPECTED_PASS else Kind.FAILURE, now, was)
+            yield _failed(
+                RegressionKind.PASSED if now.verdict is Verdict.UNEXPECTED_PASS else RegressionKind.FAILURE, now, was
+            )
         elif now.verdict.fails and then and _gravity(now.verdict) < _gravity(then.verdict):
-            yield _failed(Kind.GRAVER, now, f"was {then.verdict}")
+            yield _failed(RegressionKind.GRAVER, now, f"was {then.verdict}")
         elif then and then.verdict is Verdict.PASS and now.verdict is Verdict.EXPECTED_FAIL:
-            yield _worse(Kind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}")
+            yield _worse(
+                RegressionKind.EXCUSED, now, f"passed before; {now.expected or 'the run file gives no reason'}"
+            )
         elif then and now.verdict.is_skip and not then.verdict.is_skip:
             lacks = ", ".join(now.missing) or "the run file does not name it"
-            yield _worse(Kind.SKIPPED, now, f"{now.verdict}, was {then.verdict}; missing: {lacks}")
+            yield _worse(RegressionKind.SKIPPED, now, f"{now.verdict}, was {then.verdict}; missing: {lacks}")
     for key, then in before.items():
         if key in left_out and not then.verdict.is_skip:
-            yield _worse(Kind.SKIPPED, then, f"skipped by pytest, was {then.verdict}: {left_out[key]}")
+            yield _worse(RegressionKind.SKIPPED, then, f"skipped by pytest, was {then.verdict}: {left_out[key]}")
 
 
 def _gravity(verdict: Verdict) -> int:
@@ -254,7 +258,7 @@ def _vanished(before: _Cases, after: _Cases, head: Run) -> Iterator[Worse]:
     present = {name for name, _ in after}
     for key, then in before.items():
         if key not in after and key not in left_out and key[0] in present:
-            yield _worse(Kind.VANISHED, then, f"was {then.verdict}, and is not in HEAD")
+            yield _worse(RegressionKind.VANISHED, then, f"was {then.verdict}, and is not in HEAD")
 
 
 def _budget(base: Run, head: Run, more_skips: int) -> Iterator[Worse]:
@@ -265,7 +269,7 @@ def _budget(base: Run, head: Run, more_skips: int) -> Iterator[Worse]:
             budget = f", --more-skips is {more_skips}" if more_skips else ""
             skipped = counted(now[name], "case")
             text = f"unsupported or unmet: {skipped}, {then[name]} before{budget}; --more-skips {more} allows it"
-            yield Worse(Kind.BUDGET, name, "", text)
+            yield Worse(RegressionKind.BUDGET, name, "", text)
 
 
 def _skips(cases: Iterable[CaseRecord]) -> Counter[str]:
@@ -278,7 +282,7 @@ def _silent(base: Run, head: Run) -> Iterator[Worse]:
     for name in dict.fromkeys([*base.implementations, *head.implementations]):
         if name not in ran:
             why = "all of its cases are skipped" if name in head.implementations else "HEAD does not have it"
-            yield Worse(Kind.SILENT, name, "", f"no case ran: {why}")
+            yield Worse(RegressionKind.SILENT, name, "", f"no case ran: {why}")
 
 
 def _new(before: _Cases, after: _Cases) -> Iterator[str]:
@@ -348,7 +352,7 @@ def _memory(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
     if grown:
         _, rank, before, after = max(grown)
         text = f"rank {-rank}{_others(grown)}: {after} bytes are held at a time, {before} before"
-        yield _worse(Kind.MEMORY, now, text, cause=Kind.MEMORY)
+        yield _worse(RegressionKind.MEMORY, now, text, cause=RegressionKind.MEMORY)
 
 
 def _others(grown: Sequence[object]) -> str:
@@ -358,9 +362,9 @@ def _others(grown: Sequence[object]) -> str:
 _Sort = tuple[str, str]  # kind and phase of a collective
 
 
-def _sums(traces: Sequence[Trace]) -> dict[int, dict[Kind, Counter[_Sort]]]:
+def _sums(traces: Sequence[Trace]) -> dict[int, dict[RegressionKind, Counter[_Sort]]]:
     """The number and the bytes of the collectives of each rank, by their sort."""
-    found: dict[int, dict[Kind, Counter[_Sort]]] = {}
+    found: dict[int, dict[RegressionKind, Counter[_Sort]]] = {}
     for trace in traces:
         number: Counter[_Sort] = Counter()
         size: Counter[_Sort] = Counter()
@@ -369,7 +373,7 @@ def _sums(traces: Sequence[Trace]) -> dict[int, dict[Kind, Counter[_Sort]]]:
                 sort = match["kind"], match["phase"]
                 number[sort] += 1
                 size[sort] += int(match["bytes"])
-        found |= {rank: {Kind.COLLECTIVES: number, Kind.BYTES: size} for rank in trace.ranks}
+        found |= {rank: {RegressionKind.COLLECTIVES: number, RegressionKind.BYTES: size} for rank in trace.ranks}
     return found
 
 
@@ -388,7 +392,7 @@ def _grown(before: Counter[_Sort], after: Counter[_Sort]) -> list[_Sort]:
 def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
     """The collectives of which a case sends more than before, on the rank with the largest increase."""
     before, after = _sums(then.collectives), _sums(now.collectives)
-    for kind in (Kind.COLLECTIVES, Kind.BYTES):
+    for kind in (RegressionKind.COLLECTIVES, RegressionKind.BYTES):
         grown = []
         for rank in sorted(before.keys() & after.keys()):
             one, other = _by_name(before[rank][kind]), _by_name(after[rank][kind])
@@ -398,9 +402,9 @@ def _traffic(then: CaseRecord, now: CaseRecord) -> Iterator[Worse]:
         if grown:
             _, rank, parts = max(grown)
             # Collectives that were added send bytes: the cause of both is what was added.
-            causes = (_grown(before[-rank][one], after[-rank][one]) for one in (Kind.COLLECTIVES, kind))
+            causes = (_grown(before[-rank][one], after[-rank][one]) for one in (RegressionKind.COLLECTIVES, kind))
             sorts = next(filter(None, causes), [])
-            unit = " (bytes)" if kind is Kind.BYTES else ""
+            unit = " (bytes)" if kind is RegressionKind.BYTES else ""
             text = f"rank {-rank}{_others(grown)}{unit}: {'; '.join(parts)}"
             yield _worse(kind, now, text, cause=f"collectives: {sorts}")
 
@@ -422,4 +426,6 @@ def _times(pairs: Sequence[tuple[CaseRecord, CaseRecord]], ratio: float) -> Iter
         if after[name] > ratio * before[name]:
             took = f"{after[name] / 1000:.1f} s instead of {before[name] / 1000:.1f} s"
             count = sum(then.implementation == name for then, _ in pairs)
-            yield Worse(Kind.TIME, name, "", f"{took} for {counted(count, 'case')}; the ratio allowed is {ratio:g}")
+            yield Worse(
+                RegressionKind.TIME, name, "", f"{took} for {counted(count, 'case')}; the ratio allowed is {ratio:g}"
+            )

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from shardproof.door import printable
-from shardproof.reports.regressions import Group, Kind, Outcome, Worse, grouped
+from shardproof.reports.regressions import Group, RegressionKind, RunComparison, Worse, grouped
 from shardproof.reports.texts import counted, short, torch
 from shardproof.runfile import UNKNOWN, Run
 
@@ -27,7 +27,7 @@ def described(run: Run, name: str, path: str) -> str:
     return f"{name} {path}: {', '.join(filter(None, facts))}"
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(outcome: RunComparison) -> str:
     """Render an outcome for a terminal: the verdict comes last."""
     lines = [*map(printable, outcome.runs), ""] if outcome.runs else []
     for kind, found in _by_kind(outcome).items():
@@ -46,7 +46,7 @@ def as_text(outcome: Outcome) -> str:
     return "\n".join([*lines, _verdict(outcome)]) + "\n"
 
 
-def as_markdown(outcome: Outcome) -> str:
+def as_markdown(outcome: RunComparison) -> str:
     """Render an outcome as a comment on a pull request: the verdict comes first, long lists are folded."""
     parts = [f"### shardproof: {_verdict(outcome)}", ""]
     parts += [*(f"- {_escaped(line)}" for line in outcome.runs), ""] if outcome.runs else []
@@ -80,7 +80,7 @@ def as_markdown(outcome: Outcome) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def as_github(outcome: Outcome) -> str:
+def as_github(outcome: RunComparison) -> str:
     """Render an outcome as workflow commands, which GitHub shows in the summary and at files of the repository."""
     lines = [_message(line) for line in outcome.runs]
     for group in outcome.groups:
@@ -103,12 +103,12 @@ def _in_repository(file: str) -> str:
     return file if path.startswith(root + os.sep) and os.path.isfile(path) else ""
 
 
-FORMATS: Mapping[str, Callable[[Outcome], str]] = {"text": as_text, "markdown": as_markdown, "github": as_github}
+FORMATS: Mapping[str, Callable[[RunComparison], str]] = {"text": as_text, "markdown": as_markdown, "github": as_github}
 """The renderers, by the names of ``--format``."""
 
 
-def _by_kind(outcome: Outcome) -> dict[Kind, list[Group]]:
-    found: dict[Kind, list[Group]] = {}
+def _by_kind(outcome: RunComparison) -> dict[RegressionKind, list[Group]]:
+    found: dict[RegressionKind, list[Group]] = {}
     for group in outcome.groups:
         found.setdefault(group.first.kind, []).append(group)
     return found
@@ -151,7 +151,7 @@ def _subject(one: Worse) -> str:
     return f"{one.implementation} {one.case}".rstrip()
 
 
-def _accepted(outcome: Outcome) -> list[str]:
+def _accepted(outcome: RunComparison) -> list[str]:
     reasons = {one.worse: one.reason for one in outcome.accepted}
     lines = []
     for group in grouped(reasons):
@@ -161,7 +161,7 @@ def _accepted(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: RunComparison) -> str:
     compared = f"compared: {counted(outcome.compared, 'case')} that ran in both"
     if outcome.expected:
         compared += f", {outcome.expected} of which {'is' if outcome.expected == 1 else 'are'} expected to fail in both"
@@ -177,7 +177,7 @@ def _verdict(outcome: Outcome) -> str:
 
 def _counts(worse: Iterable[Worse], form: str) -> str:
     counts = Counter(one.kind for one in worse)
-    return ", ".join(form.format(kind, counts[kind]) for kind in Kind if counts[kind])
+    return ", ".join(form.format(kind, counts[kind]) for kind in RegressionKind if counts[kind])
 
 
 def _listed(title: str, lines: Iterable[str]) -> list[str]:

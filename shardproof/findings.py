@@ -64,7 +64,7 @@ class FindingError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class KnownFinding:
     """One finding; the module describes the fields of its header."""
 
     path: Path  # of its file
@@ -130,7 +130,7 @@ def markdown(thread: str) -> str:
     return f"[{found['name']}#{found['number']}]({found['address']}){state}{remark}"
 
 
-def load(folder: Path = FOLDER) -> list[Finding]:
+def load(folder: Path = FOLDER) -> list[KnownFinding]:
     """Read all findings, in the order of their numbers.
 
     Raises:
@@ -142,7 +142,7 @@ def load(folder: Path = FOLDER) -> list[Finding]:
     return found
 
 
-def read(path: Path) -> Finding:
+def read(path: Path) -> KnownFinding:
     """Read one finding without importing it.
 
     Raises:
@@ -164,7 +164,7 @@ def read(path: Path) -> Finding:
     has_code = len(tree.body) > 1
     if not has_code and "by_hand" not in header:
         raise FindingError(f"{path.name}: by_hand is missing: a finding without a reproducer says why")
-    return Finding(path, title, text, has_code, **_checked(header, path.name))
+    return KnownFinding(path, title, text, has_code, **_checked(header, path.name))
 
 
 def _block(source: str, path: Path) -> str:

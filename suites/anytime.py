@@ -165,7 +165,7 @@ class Scene:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class UserCall:
     """A call of user code.
 
     Attributes:
@@ -268,7 +268,7 @@ def _factor(method: str) -> Callable[[Scene], None]:
     return make
 
 
-def _of_replicas(method: str, value: int, *, refused: str = "") -> Call:
+def _of_replicas(method: str, value: int, *, refused: str = "") -> UserCall:
     """Set on replicated units what is about reduce-scatters, of which they have none; they may refuse it by a word."""
 
     def make(scene: Scene) -> None:
@@ -280,7 +280,7 @@ def _of_replicas(method: str, value: int, *, refused: str = "") -> Call:
             except (AssertionError, ValueError) as error:
                 scene.expect(bool(refused) and refused in str(error), f"it is refused by {error}")
 
-    return Call(f"{method}({value})", make, lacks=_SHARDS)
+    return UserCall(f"{method}({value})", make, lacks=_SHARDS)
 
 
 def _reset(scene: Scene) -> None:
@@ -368,7 +368,7 @@ def _clip(scene: Scene) -> None:
 
 def _listing(scene: Scene) -> None:
     """Names, shapes and dtypes are the original model's; what is called on all modules does nothing."""
-    shapes = scene.run.evidence.shapes
+    shapes = scene.run.coverage.shapes
     found = {name: value.shape for name, value in _named(scene).items()}
     wrong = {
         name: (tuple(found.get(name, ())), tuple(shape)) for name, shape in shapes.items() if found.get(name) != shape
@@ -394,49 +394,49 @@ def _asynchronous(scene: Scene) -> None:
 
 _SHARDS = frozenset({Capability.SHARDED})
 _UNITS = (
-    Call("reshard()", _each("reshard")),
-    Call("unshard() and reshard()", _unshard),
-    Call("unshard(async_op=True), wait() and reshard()", _unshard_and_wait),
-    Call("set_is_last_backward(True)", _each("set_is_last_backward", True)),
-    Call("set_requires_gradient_sync()", _synchronizes("set_requires_gradient_sync")),
-    Call("set_requires_all_reduce()", _synchronizes("set_requires_all_reduce")),
-    Call("set_reshard_after_forward()", _reshard_after_forward, needs=_SHARDS),
-    Call("set_reshard_after_backward(True)", _recursive("set_reshard_after_backward", True)),
-    Call("set_unshard_in_backward(True)", _each("set_unshard_in_backward", True)),
-    Call("set_modules_to_forward_prefetch() and backward", _prefetch),
-    Call("set_force_sum_reduction_for_comms(False)", _each("set_force_sum_reduction_for_comms", False)),
-    Call(
+    UserCall("reshard()", _each("reshard")),
+    UserCall("unshard() and reshard()", _unshard),
+    UserCall("unshard(async_op=True), wait() and reshard()", _unshard_and_wait),
+    UserCall("set_is_last_backward(True)", _each("set_is_last_backward", True)),
+    UserCall("set_requires_gradient_sync()", _synchronizes("set_requires_gradient_sync")),
+    UserCall("set_requires_all_reduce()", _synchronizes("set_requires_all_reduce")),
+    UserCall("set_reshard_after_forward()", _reshard_after_forward, needs=_SHARDS),
+    UserCall("set_reshard_after_backward(True)", _recursive("set_reshard_after_backward", True)),
+    UserCall("set_unshard_in_backward(True)", _each("set_unshard_in_backward", True)),
+    UserCall("set_modules_to_forward_prefetch() and backward", _prefetch),
+    UserCall("set_force_sum_reduction_for_comms(False)", _each("set_force_sum_reduction_for_comms", False)),
+    UserCall(
         "set_reduce_scatter_unused_params(False)", _recursive("set_reduce_scatter_unused_params", False),
         needs=frozenset({Capability.RANKS_DIFFER}),
     ),
-    Call(
+    UserCall(
         "set_reduce_scatter_max_input_buffers(1)", _recursive("set_reduce_scatter_max_input_buffers", 1),
         needs=frozenset({Capability.REDUCE_INPUTS}),
     ),
-    Call(
+    UserCall(
         "set_separate_reduce_scatter_group(False)", _recursive("set_separate_reduce_scatter_group", False),
         needs=frozenset({Capability.OWN_REDUCE_GROUP}),
     ),
-    Call("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
+    UserCall("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
     _of_replicas("set_reduce_scatter_max_input_buffers", 0, refused="positive"),
     _of_replicas("set_reduce_scatter_max_input_buffers", 2),
     _of_replicas("set_reduce_scatter_max_input_buffers", 1),
     _of_replicas("set_separate_reduce_scatter_group", True, refused="FSDPMeshInfo"),
     _of_replicas("set_separate_reduce_scatter_group", False, refused="FSDPMeshInfo"),
-    Call("set_gradient_divide_factor(ranks)", _factor("set_gradient_divide_factor")),
-    Call("set_reduce_scatter_divide_factor(ranks)", _factor("set_reduce_scatter_divide_factor"), needs=_SHARDS),
-    Call("set_custom_all_gather() and set_custom_reduce_scatter()", _own_collectives, needs=_SHARDS),
-    Call("set_all_reduce_hook()", _hook),
-    Call("set_post_optim_event()", _event, moments=(BEFORE, STEPPED)),
-    Call("_set_unshard_async_op()", _asynchronous),
-    Call("register_fsdp_forward_method()", _methods),
-    Call("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
-    Call(
+    UserCall("set_gradient_divide_factor(ranks)", _factor("set_gradient_divide_factor")),
+    UserCall("set_reduce_scatter_divide_factor(ranks)", _factor("set_reduce_scatter_divide_factor"), needs=_SHARDS),
+    UserCall("set_custom_all_gather() and set_custom_reduce_scatter()", _own_collectives, needs=_SHARDS),
+    UserCall("set_all_reduce_hook()", _hook),
+    UserCall("set_post_optim_event()", _event, moments=(BEFORE, STEPPED)),
+    UserCall("_set_unshard_async_op()", _asynchronous),
+    UserCall("register_fsdp_forward_method()", _methods),
+    UserCall("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
+    UserCall(
         "reset_iter_state()", _reset, moments=(REDUCED, STEPPED, EVALUATING),
         needs=frozenset({Capability.RECOVERY}),
     ),
-    Call("clip_grad_norm_(inf)", _clip, moments=(REDUCED, STEPPED)),
-    Call("named_parameters(), apply(), train(), to()", _listing),
+    UserCall("clip_grad_norm_(inf)", _clip, moments=(REDUCED, STEPPED)),
+    UserCall("named_parameters(), apply(), train(), to()", _listing),
 )  # fmt: skip
 
 
@@ -473,9 +473,9 @@ _OPTIONS = {
     "strict=False": StateDictOptions(strict=False),
 }
 _MODELS = (
-    Call("state_dict() and load_state_dict()", _own_state_dict),
+    UserCall("state_dict() and load_state_dict()", _own_state_dict),
     *(
-        Call(f"get_model_state_dict({name}) and set_model_state_dict()", _model_state(options))
+        UserCall(f"get_model_state_dict({name}) and set_model_state_dict()", _model_state(options))
         for name, options in _OPTIONS.items()
     ),
 )
@@ -510,10 +510,10 @@ def _own_optimizer_state(scene: Scene) -> None:
 _LATER = MOMENTS[1:]
 _FLATTENED = {"flatten_optimizer_state_dict": StateDictOptions(flatten_optimizer_state_dict=True)}
 _OPTIMIZERS = (
-    Call("state_dict() and load_state_dict() of the optimizer", _own_optimizer_state),
-    Call("get_state_dict() and set_state_dict()", _both_states, moments=_LATER),
+    UserCall("state_dict() and load_state_dict() of the optimizer", _own_optimizer_state),
+    UserCall("get_state_dict() and set_state_dict()", _both_states, moments=_LATER),
     *(
-        Call(
+        UserCall(
             f"get_optimizer_state_dict({name}) and set_optimizer_state_dict()",
             _optimizer_state(options),
             moments=_LATER,
@@ -603,19 +603,19 @@ def _listed(scene: Scene) -> None:
 
 
 _WRAPPERS = (
-    Call("check_is_root() and fsdp_modules()", _roots),
-    Call("summon_full_params()", _summoned()),
-    Call("summon_full_params(writeback=False)", _summoned(writeback=False)),
-    Call("summon_full_params(recurse=False)", _summoned(reads=False, recurse=False)),
-    Call("summon_full_params(rank0_only=True, writeback=False)", _summoned(rank0_only=True, writeback=False)),
-    Call(
+    UserCall("check_is_root() and fsdp_modules()", _roots),
+    UserCall("summon_full_params()", _summoned()),
+    UserCall("summon_full_params(writeback=False)", _summoned(writeback=False)),
+    UserCall("summon_full_params(recurse=False)", _summoned(reads=False, recurse=False)),
+    UserCall("summon_full_params(rank0_only=True, writeback=False)", _summoned(rank0_only=True, writeback=False)),
+    UserCall(
         "summon_full_params(with_grads=True)", _summoned(with_grads=True),
         moments=(BEFORE, REDUCED, STEPPED, EVALUATING),
     ),
-    Call("no_sync()", _waits),
-    Call("clip_grad_norm_(inf, inf)", _clip_wrapper, moments=(REDUCED, STEPPED, EVALUATING)),
-    Call("state_dict_type(), set_state_dict_type() and get_state_dict_type()", _forms),
-    Call("named_parameters(), named_buffers(), apply(), train()", _listed),
+    UserCall("no_sync()", _waits),
+    UserCall("clip_grad_norm_(inf, inf)", _clip_wrapper, moments=(REDUCED, STEPPED, EVALUATING)),
+    UserCall("state_dict_type(), set_state_dict_type() and get_state_dict_type()", _forms),
+    UserCall("named_parameters(), named_buffers(), apply(), train()", _listed),
 )  # fmt: skip
 
 
@@ -666,9 +666,9 @@ def _of_unit(wrapper: Any) -> list[nn.Parameter]:
 
 #: What wrappers do in training, by the method or by user code.
 _TRAINING = (
-    Call("register_comm_hook()", _reduction_hook),
+    UserCall("register_comm_hook()", _reduction_hook),
     # Last: before the first forward there is none.
-    Call("forward()", _forward, moments=(BEFORE, REDUCED, STEPPED, EVALUATING)),
+    UserCall("forward()", _forward, moments=(BEFORE, REDUCED, STEPPED, EVALUATING)),
 )
 
 
@@ -691,8 +691,8 @@ def _in_form(form: StateForm) -> Callable[[Scene], None]:
 
 
 _WRAPPED_MODELS = (
-    Call("state_dict() and load_state_dict(), full", _in_form("full")),
-    Call("state_dict() and load_state_dict(), sharded", _in_form("sharded")),
+    UserCall("state_dict() and load_state_dict(), full", _in_form("full")),
+    UserCall("state_dict() and load_state_dict(), sharded", _in_form("sharded")),
 )
 
 
@@ -740,20 +740,20 @@ def _older(scene: Scene) -> None:
 
 
 _WRAPPED_OPTIMIZERS = (
-    Call("optim_state_dict() and optim_state_dict_to_load(), full", _optim("full"), moments=_LATER),
-    Call("optim_state_dict() and optim_state_dict_to_load(), sharded", _optim("sharded"), moments=_LATER),
-    Call("full_optim_state_dict() and sharded_optim_state_dict()", _older, moments=_LATER),
+    UserCall("optim_state_dict() and optim_state_dict_to_load(), full", _optim("full"), moments=_LATER),
+    UserCall("optim_state_dict() and optim_state_dict_to_load(), sharded", _optim("sharded"), moments=_LATER),
+    UserCall("full_optim_state_dict() and sharded_optim_state_dict()", _older, moments=_LATER),
 )
 
 #: Unshards that are dropped before anybody has waited for them.
-_DROPPED = (Call("unshard(async_op=True) and reshard()", _unshard_and_drop),)
+_DROPPED = (UserCall("unshard(async_op=True) and reshard()", _unshard_and_drop),)
 #: Calls of units that are allowed on the meta device, before there are values.
 ON_META = tuple(
     call
     for call in _UNITS
     if "unshard" not in call.name.partition("_")[0] and call.moments == MOMENTS and call.make is not _listing
 )
-FAMILIES: dict[str, tuple[Call, ...]] = {
+FAMILIES: dict[str, tuple[UserCall, ...]] = {
     "dropped-unshards": _DROPPED,
     "modules": _UNITS, "state-dicts": _MODELS, "optimizer-states": _OPTIMIZERS, "wrappers": _WRAPPERS,
     "wrapped-state-dicts": _WRAPPED_MODELS, "wrapped-optimizer-states": _WRAPPED_OPTIMIZERS,
@@ -806,7 +806,11 @@ def _held(run: Run, gradients: dict[str, Piece | None], output: torch.Tensor, ba
 
 
 def change_of(
-    rank: Rank, make: Callable[[], Run], batches: list[list[torch.Tensor]], expected: list[Held], calls: Sequence[Call]
+    rank: Rank,
+    make: Callable[[], Run],
+    batches: list[list[torch.Tensor]],
+    expected: list[Held],
+    calls: Sequence[UserCall],
 ) -> str | None:
     """Make calls in all moments of a training, and return what they change, or how one fails (collective).
 

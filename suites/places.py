@@ -9,17 +9,17 @@ from shardproof.testing.make import Traits, padded_to_rows
 
 
 def coordinate_of(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the place of a global rank on a mesh of all ranks, whose last dimension changes fastest."""
-    place = []
+    """Return the coordinate of a global rank on a mesh of all ranks, whose last dimension changes fastest."""
+    coordinate = []
     for size in reversed(sizes):
         rank, index = divmod(rank, size)
-        place.append(index)
-    return tuple(reversed(place))
+        coordinate.append(index)
+    return tuple(reversed(coordinate))
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """One global rank's place on a mesh of all ranks, whose dimensions have these sizes and names."""
+class MeshCoordinate:
+    """One global rank's coordinate on a mesh of all ranks, whose dimensions have these sizes and names."""
 
     sizes: tuple[int, ...]
     names: tuple[str, ...]

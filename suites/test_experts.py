@@ -38,7 +38,7 @@ EXPERTS = ("layers.0.experts", "layers.1.experts")
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class ExpertMeshes:
     """The ranks that share a batch and the parameters of a :class:`Mixture`, and which of them share which expert."""
 
     dense: DeviceMesh  # all parameters but those of experts are sharded over it, and each of its ranks has its own rows
@@ -46,7 +46,7 @@ class Layout:
     options: dict[str, Any]
 
     @classmethod
-    def over(cls, rank: Rank, *, ep: int = 2, tp: int = 1, copies: int = 1, skips: bool = False) -> Layout:
+    def over(cls, rank: Rank, *, ep: int = 2, tp: int = 1, copies: int = 1, skips: bool = False) -> ExpertMeshes:
         """Divide experts among ``ep`` ranks, and cut each over ``tp`` ranks, in so many replicas (collective)."""
         names = ("copy", "dp", "ep", "tp")
         mesh = rank.mesh((copies, rank.world_size // (copies * ep * tp), ep, tp), names, joined=names[1:3])
@@ -110,8 +110,8 @@ def test_experts_next_to_their_router(rank: Rank, what: str, reshard_after_forwa
 
     Or they are units inside that unit; or they are cut by columns, as where there are fewer experts than ranks.
     """
-    layout = Layout.over(rank)
-    options: Any = layout.options | {"reshard_after_forward": reshard_after_forward}
+    meshes = ExpertMeshes.over(rank)
+    options: Any = meshes.options | {"reshard_after_forward": reshard_after_forward}
     routing: Any = what if what in ("tied", "one") else "ragged"
     model = Mixture(routing=routing)
     units = model.units()
@@ -121,8 +121,8 @@ def test_experts_next_to_their_router(rank: Rank, what: str, reshard_after_forwa
         units = [*([name] for name in EXPERTS), *units]
         options["unit_meshes"] = options.pop("parameter_meshes")
     pair = rank.pair(model, units=units, **options)
-    layout.divide(pair, layout.dense.size())
-    train_and_check(pair, layout.batches(rank, 3), set_to_none="even")
+    meshes.divide(pair, meshes.dense.size())
+    train_and_check(pair, meshes.batches(rank, 3), set_to_none="even")
 
 
 def second_of_three(parameter: nn.Parameter) -> int | None:
@@ -134,12 +134,12 @@ def second_of_three(parameter: nn.Parameter) -> int | None:
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 def test_collectives_of_each_mesh(rank: Rank) -> None:
     """A unit is gathered by one collective on each of its meshes, and reduced by one, among the ranks of the mesh."""
-    layout = Layout.over(rank)
-    pair = pair_by_units(rank, Mixture(), reshard_after_forward=True, after_backward=layout.average, **layout.options)
+    meshes = ExpertMeshes.over(rank)
+    pair = pair_by_units(rank, Mixture(), reshard_after_forward=True, after_backward=meshes.average, **meshes.options)
     steps = ("forward all_gather", "backward all_gather", "backward reduce_scatter")
     expected = {f"{step} {kind}": count for step in steps for kind, count in (("dense", 3), ("experts", 2))}
-    for _ in checked_steps(pair, layout.batches(rank, 2)):
-        assert layout.counts(pair) == expected, f"{layout.counts(pair)} instead of {expected}"
+    for _ in checked_steps(pair, meshes.batches(rank, 2)):
+        assert meshes.counts(pair) == expected, f"{meshes.counts(pair)} instead of {expected}"
 
 
 @contract("EXPERTS-3")
@@ -154,12 +154,12 @@ def test_collectives_of_each_mesh(rank: Rank) -> None:
 )
 def test_factors(rank: Rank, factor: int | None, copies: int) -> None:
     """An average is one over the ranks of a parameter's own mesh; a factor divides the sums of all meshes."""
-    layout = Layout.over(rank, copies=copies)
-    options: Any = layout.options | {"after_backward": functools.partial(layout.average, factor=factor)}
+    meshes = ExpertMeshes.over(rank, copies=copies)
+    options: Any = meshes.options | {"after_backward": functools.partial(meshes.average, factor=factor)}
     pair = pair_by_units(rank, Mixture(), baseline="ddp" if copies == 1 else "replicated", **options)
     if factor is not None:
-        layout.divide(pair, factor)
-    train_and_check(pair, layout.batches(rank, 2))
+        meshes.divide(pair, factor)
+    train_and_check(pair, meshes.batches(rank, 2))
 
 
 @contract("EXPERTS-4")
@@ -168,9 +168,9 @@ def test_factors(rank: Rank, factor: int | None, copies: int) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_total_norm(rank: Rank, norm_type: float) -> None:
     """The total norm is that of the gradients on all meshes together, by which all of them are scaled."""
-    layout = Layout.over(rank)
-    pair = layout.pair(rank, clip=Clip(max_norm=1e-3, norm_type=norm_type))
-    train_and_check(pair, layout.batches(rank, 2))
+    meshes = ExpertMeshes.over(rank)
+    pair = meshes.pair(rank, clip=Clip(max_norm=1e-3, norm_type=norm_type))
+    train_and_check(pair, meshes.batches(rank, 2))
 
 
 @contract("EXPERTS-5")
@@ -188,22 +188,22 @@ def test_experts_without_tokens(rank: Rank, routing: Routing, skips: bool) -> No
     All holders step: decay and momentum move what has no gradient on this rank. With ``skips`` such a rank leaves its
     experts out, so that autograd computes no gradient there.
     """
-    layout = Layout.over(rank, skips=skips)
+    meshes = ExpertMeshes.over(rank, skips=skips)
     options: Any = {"ranks_differ": skips, "optimizer": optim.of_kind("nesterov", "for-loop")}
-    pair = layout.pair(rank, Mixture(routing=routing), **options)
+    pair = meshes.pair(rank, Mixture(routing=routing), **options)
     # The ranks of one expert-parallel group have rows of the first kind alone, which do not reach the last experts.
-    sign = 1 if layout.experts.get_local_rank() == 0 else -1
-    train_and_check(pair, (sign * batch.abs() for batch in layout.batches(rank, 3)))
+    sign = 1 if meshes.experts.get_local_rank() == 0 else -1
+    train_and_check(pair, (sign * batch.abs() for batch in meshes.batches(rank, 3)))
 
 
 @contract("EXPERTS-5")
 @needs(Capability.ADAM, Capability.RANKS_DIFFER)
 def test_equal_steps_of_all_holders(rank: Rank) -> None:
     """All holders of an expert have made the same number of steps of Adam, with tokens or without."""
-    layout = Layout.over(rank, skips=True)
-    run = run_by_units(rank, Mixture(routing="parted"), ranks_differ=True, optimizer=optim.adamw(), **layout.options)
-    sign = 1 if layout.experts.get_local_rank() == 0 else -1
-    for batch in layout.batches(rank, 2):
+    meshes = ExpertMeshes.over(rank, skips=True)
+    run = run_by_units(rank, Mixture(routing="parted"), ranks_differ=True, optimizer=optim.adamw(), **meshes.options)
+    sign = 1 if meshes.experts.get_local_rank() == 0 else -1
+    for batch in meshes.batches(rank, 2):
         run.step([(sign * batch.abs(),)], loss=models.mean_square)
     state: Any = run.adapter.optimizer and run.adapter.optimizer.state
     steps = {name: float(state[one]["step"]) for name, one in run.adapter.held_parameters().items() if one in state}
@@ -218,13 +218,13 @@ def test_equal_steps_of_all_holders(rank: Rank) -> None:
 @pytest.mark.parametrize("factor", [None, pytest.param(2, marks=SET)])
 def test_as_many_parts_as_ranks(rank: Rank, factor: int | None) -> None:
     """Each rank has experts of its own, which nothing gathers or reduces: their gradients are sums over all tokens."""
-    layout = Layout.over(rank, ep=rank.world_size)
-    average = functools.partial(layout.average, factor=factor)
-    pair = pair_by_units(rank, Mixture(), after_backward=average, **layout.options)
+    meshes = ExpertMeshes.over(rank, ep=rank.world_size)
+    average = functools.partial(meshes.average, factor=factor)
+    pair = pair_by_units(rank, Mixture(), after_backward=average, **meshes.options)
     if factor is not None:
-        layout.divide(pair, factor)
-    for _ in checked_steps(pair, layout.batches(rank, 3), set_to_none="even"):
-        found = {name.rpartition(" ")[2] for name in layout.counts(pair)}
+        meshes.divide(pair, factor)
+    for _ in checked_steps(pair, meshes.batches(rank, 3), set_to_none="even"):
+        found = {name.rpartition(" ")[2] for name in meshes.counts(pair)}
         assert found == {"dense"}, f"gathered or reduced among {found}"
 
 
@@ -234,14 +234,14 @@ def test_as_many_parts_as_ranks(rank: Rank, factor: int | None) -> None:
 @ALONE
 def test_tensor_parallel_experts(rank: Rank) -> None:
     """Experts that are divided among two ranks and each cut over two others, sharded over one rank or over two."""
-    layout = Layout.over(rank, tp=2)
+    meshes = ExpertMeshes.over(rank, tp=2)
     model = Mixture()
     full = {name: value.detach().clone().to(rank.device) for name, value in model.named_parameters()}
-    pair = layout.pair(rank, model)
+    pair = meshes.pair(rank, model)
     for name, parameter in pair.adapter.named_parameters().items():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else full[name]
         assert torch.equal(whole, full[name]), f"the shards of {name} are put together in another order"
-    train_and_check(pair, layout.batches(rank, 3))
+    train_and_check(pair, meshes.batches(rank, 3))
 
 
 @contract("EXPERTS-8")
@@ -250,18 +250,18 @@ def test_tensor_parallel_experts(rank: Rank) -> None:
 @pytest.mark.parametrize("means", ["hooks", "reentrant-call"])
 def test_recomputed(rank: Rank, means: Means) -> None:
     """Layers that backward recomputes, with their exchange of tokens, train as others do, and are gathered once."""
-    layout, computations = Layout.over(rank), Computations(inside="router")
+    meshes, computations = ExpertMeshes.over(rank), Computations(inside="router")
 
     def prepare(plain: nn.Module) -> nn.Module:
         computations.watch(plain)
-        return recompute(layout.options["prepare"](plain), means)
+        return recompute(meshes.options["prepare"](plain), means)
 
-    pair = layout.pair(rank, prepare=prepare)
-    for batch in layout.batches(rank, 2):
+    pair = meshes.pair(rank, prepare=prepare)
+    for batch in meshes.batches(rank, 2):
         pair.step(batch, before_loss=computations.before_loss)
         computations.check()
         pair.check()
-        gathered = {name: count for name, count in layout.counts(pair).items() if "backward all_gather" in name}
+        gathered = {name: count for name, count in meshes.counts(pair).items() if "backward all_gather" in name}
         expected = {"backward all_gather dense": 2, "backward all_gather experts": 2}
         assert gathered == expected, f"{gathered} instead of {expected}"
 
@@ -280,11 +280,11 @@ def test_recomputed(rank: Rank, means: Means) -> None:
 )
 def test_microbatches(rank: Rank, accumulation: Accumulation | None) -> None:
     """Gradients of several microbatches add up on all meshes, reduced each time or by the last backward alone."""
-    layout = Layout.over(rank)
-    pair = layout.pair(rank, microbatches=3, accumulation=accumulation)
-    for _ in checked_steps(pair, layout.batches(rank, 2, microbatches=3)):
+    meshes = ExpertMeshes.over(rank)
+    pair = meshes.pair(rank, microbatches=3, accumulation=accumulation)
+    for _ in checked_steps(pair, meshes.batches(rank, 2, microbatches=3)):
         each = (3, 2) if accumulation else (9, 6)
-        found = tuple(layout.counts(pair)[f"backward reduce_scatter {kind}"] for kind in ("dense", "experts"))
+        found = tuple(meshes.counts(pair)[f"backward reduce_scatter {kind}"] for kind in ("dense", "experts"))
         assert found == each, f"(dense, experts) are reduced {found} times instead of {each}"
 
 
@@ -292,16 +292,16 @@ def test_microbatches(rank: Rank, accumulation: Accumulation | None) -> None:
 @SET
 def test_frozen_router(rank: Rank) -> None:
     """A frozen router gets no gradient and is not reduced, while the experts of its unit train; later it trains too."""
-    layout, model = Layout.over(rank), Mixture()
+    meshes, model = ExpertMeshes.over(rank), Mixture()
     for layer in model.layers:
         layer.get_submodule("router").requires_grad_(False)
-    pair = layout.pair(rank, model, baseline="replicated")
-    for step, batch in enumerate(layout.batches(rank, 4)):
+    pair = meshes.pair(rank, model, baseline="replicated")
+    for step, batch in enumerate(meshes.batches(rank, 4)):
         if step == 2:
             for parameter in (one for named in everywhere(pair) for one in named.values()):
                 parameter.requires_grad_()
         pair.checked_step(batch)
-        reduced = {kind: layout.counts(pair)[f"backward reduce_scatter {kind}"] for kind in ("dense", "experts")}
+        reduced = {kind: meshes.counts(pair)[f"backward reduce_scatter {kind}"] for kind in ("dense", "experts")}
         expected = {"dense": 1 if step < 2 else 3, "experts": 2}
         assert reduced == expected, f"reduced {reduced} times instead of {expected} in step {step}"
 
@@ -325,9 +325,9 @@ def test_onto_another_degree(rank: Rank, before: int, after: int) -> None:
 def run_on(rank: Rank, ep: int, number: int) -> Any:
     """A run that has made one step, of other values for each number (collective)."""
     torch.manual_seed(rank.seeds.init + number)
-    layout = Layout.over(rank, ep=ep)
-    run = run_by_units(rank, Mixture(), optimizer=optim.adamw(), **layout.options)
-    run.step([(next(layout.batches(rank, 1)),)], loss=models.mean_square)
+    meshes = ExpertMeshes.over(rank, ep=ep)
+    run = run_by_units(rank, Mixture(), optimizer=optim.adamw(), **meshes.options)
+    run.step([(next(meshes.batches(rank, 1)),)], loss=models.mean_square)
     return run
 
 
@@ -336,12 +336,12 @@ def run_on(rank: Rank, ep: int, number: int) -> Any:
 @pytest.mark.parametrize("method", ["forward", pytest.param("mix", marks=needs(Capability.FORWARD_METHOD))])
 def test_calls_on_a_unit(rank: Rank, method: str) -> None:
     """`unshard()`, `reshard()` and registered methods gather and free the parameters of a unit on all its meshes."""
-    layout = Layout.over(rank)
-    pair = layout.pair(rank, Mixture() if method == "forward" else ByMethod())
+    meshes = ExpertMeshes.over(rank)
+    pair = meshes.pair(rank, Mixture() if method == "forward" else ByMethod())
     if method != "forward":
         for name in ("layers.0", "layers.1"):
             pair.adapter.register_forward_method(name, method)
-    for _ in checked_steps(pair, layout.batches(rank, 2)):
+    for _ in checked_steps(pair, meshes.batches(rank, 2)):
         pair.adapter.unshard(waits=True)
         check_elements(pair, lambda name: 2 if ".experts." in name else 1, "after unshard()")
         pair.adapter.reshard()

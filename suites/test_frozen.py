@@ -50,7 +50,7 @@ class Gate(models.MLP):
         return super().forward(x)
 
 
-class Scale(nn.Module):
+class FeatureScale(nn.Module):
     """Multiplies by a factor for each feature, in bfloat16, which loses nothing in any wider dtype."""
 
     def __init__(self, dim: int) -> None:
@@ -460,7 +460,7 @@ def _frozen(model: Any, is_frozen: Callable[[str], bool]) -> Any:
 def _tower(what: str) -> Any:
     model = models.Tower(dim=9)
     if what == "another-dtype":
-        model.layers[1] = Scale(9)
+        model.layers[1] = FeatureScale(9)
     return _frozen(model, FROZEN[what])
 
 

@@ -114,7 +114,7 @@ class _Hander(_Layer):
         return self.linear(input), module, *more, output, args, kwargs, hook, *others.values()
 
 
-class Watching(_Entered):
+class UntouchedInputs(_Entered):
     """A layer whose inputs that need no gradient must not be copied, cast or laid out anew."""
 
     def __init__(self, dim: int) -> None:
@@ -189,7 +189,7 @@ def test_things_that_are_no_tensors(rank: Rank) -> None:
 @contract("INPUTS-3")
 def test_tensors_that_need_no_gradient(rank: Rank) -> None:
     """A unit gets tensors that need no gradient without a copy, in their dtype and layout."""
-    evaluate_and_train(rank, Watching(9))
+    evaluate_and_train(rank, UntouchedInputs(9))
 
 
 def evaluate_and_train(rank: Rank, model: models.Stacked) -> None:

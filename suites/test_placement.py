@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardproof.suites.places import Place, chunk, coordinate_of
+from shardproof.suites.places import MeshCoordinate, chunk, coordinate_of
 from shardproof.testing import Capability, Pair, Rank, contract, models, needs, simulated, world
 from shardproof.testing.axes import RESHARD
 from shardproof.testing.compare import check_bits, piece_of
@@ -233,7 +233,7 @@ def test_four_dimensions(rank: Rank, sizes: tuple[int, ...]) -> None:
         model, units=model.units(), mesh=data, baseline="replicated",
         prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"]),
     )  # fmt: skip
-    check_four_dimensions(pair.adapter.named_parameters(), full, Place(sizes, FOUR, rank.index))
+    check_four_dimensions(pair.adapter.named_parameters(), full, MeshCoordinate(sizes, FOUR, rank.index))
     check_shards(pair, full)
     train_and_check(pair, batches(rank, 2, (4, 5), mesh=data, microbatch=stage))
 
@@ -254,24 +254,26 @@ def test_four_dimensions_of_many_ranks(rank: Rank) -> None:
                 prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tp"]),
             )  # fmt: skip
             full = {name: torch.empty(shape, device="meta") for name, shape in one.parameters.items()}
-            place = Place(sizes, FOUR, index)
-            check_four_dimensions(one.adapter.named_parameters(), full, place)
+            coordinate = MeshCoordinate(sizes, FOUR, index)
+            check_four_dimensions(one.adapter.named_parameters(), full, coordinate)
             one.step(lambda: (torch.zeros(2, 6),), loss=models.mean_square)
-            check_four_dimensions(one.adapter.named_parameters(), full, place)
+            check_four_dimensions(one.adapter.named_parameters(), full, coordinate)
             one.close()
 
 
-def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], place: Place) -> None:
+def check_four_dimensions(
+    shown: dict[str, nn.Parameter], full: dict[str, torch.Tensor], coordinate: MeshCoordinate
+) -> None:
     """Check mesh, placements, global and local shapes of an MLPStack's registered parameters on :data:`FOUR`."""
     assert shown.keys() == full.keys()
-    ranks = place.along(*FOUR[1:])
-    own = coordinate_of(place.rank, place.sizes)
-    _, _, (shards, shard), (parts, part) = zip(place.sizes, own, strict=True)
+    ranks = coordinate.along(*FOUR[1:])
+    own = coordinate_of(coordinate.rank, coordinate.sizes)
+    _, _, (shards, shard), (parts, part) = zip(coordinate.sizes, own, strict=True)
     for name, parameter in shown.items():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter).__name__}"
         mesh = parameter.device_mesh
         assert mesh.mesh_dim_names == FOUR[1:], f"{name} is on {mesh}"
-        assert tuple(mesh.shape) == place.sizes[1:], f"{name} is on a mesh of {tuple(mesh.shape)}"
+        assert tuple(mesh.shape) == coordinate.sizes[1:], f"{name} is on a mesh of {tuple(mesh.shape)}"
         assert tuple(mesh.mesh.flatten().tolist()) == ranks, f"{name} is on the ranks {mesh.mesh.tolist()}"
         cut = TENSOR_PARALLEL[name.partition(".")[2].partition(".")[2]]
         is_cut_twice = cut == Shard(0) and parts > 1
@@ -283,7 +285,7 @@ def check_four_dimensions(shown: dict[str, nn.Parameter], full: dict[str, torch.
             left[cut.dim] = chunk(left[cut.dim], parts, part)
         left[0] = chunk(left[0], shards, shard)
         held = tuple(parameter.to_local().shape)
-        assert held == tuple(left), f"rank {place.rank} holds {held} of {name}, not {tuple(left)}"
+        assert held == tuple(left), f"rank {coordinate.rank} holds {held} of {name}, not {tuple(left)}"
 
 
 #: How tensor parallelism places the parameters of a layer of an MLPStack.

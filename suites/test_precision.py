@@ -292,7 +292,7 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
     train(rank, run, replica, steps=1)
     evaluate_and_train(rank, run, replica, first=1)
     found = {seen for unit in (model.low, model.high) for seen in unit.seen[1::2]}
-    assert found == {mixed.Seen(FULL, FULL, FULL)}, f"in evaluations the dtypes are {found}"
+    assert found == {mixed.ForwardDtypes(FULL, FULL, FULL)}, f"in evaluations the dtypes are {found}"
 
 
 @contract("PRECISION-11")
@@ -434,7 +434,9 @@ def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_fo
     options: Any = {"precision": precision, "parameter_dtypes": own, "reshard_after_forward": reshard_after_forward}
     run = trained(rank, model, **options)
     assert_seen(model.high.seen, precision)
-    assert set(model.low.seen) == {mixed.Seen(BRAIN, FULL, FULL)}, f"in forward the dtypes are {set(model.low.seen)}"
+    assert set(model.low.seen) == {mixed.ForwardDtypes(BRAIN, FULL, FULL)}, (
+        f"in forward the dtypes are {set(model.low.seen)}"
+    )
     moved = {item.nbytes for item in run.trace if item.kind == "all_gather"}
     # Of 24 elements each; those of the root are all of bfloat16.
     assert moved <= {24 * 2, 24 * (2 + 4)}, f"gathers have {moved} bytes"
@@ -762,7 +764,7 @@ def test_buffers_beside_full_parameters(rank: Rank) -> None:
     precision, model = Precision(buffers=HALF), mixed.Mixed()
     run = trained(rank, model, precision=precision)
     found = {seen for unit in (model.low, model.high) for seen in unit.seen}
-    assert found == {mixed.Seen(FULL, FULL, HALF)}, f"in forward the dtypes are {found}"
+    assert found == {mixed.ForwardDtypes(FULL, FULL, HALF)}, f"in forward the dtypes are {found}"
     assert_dtypes(run, precision)
 
 
@@ -875,8 +877,8 @@ def assert_dtypes(run: Run, *policies: Precision) -> None:
     assert_collectives(run, gathers={one.compute or FULL for one in policies}, reduces=reduces)
 
 
-def assert_seen(seen: list[mixed.Seen], precision: Precision) -> None:
+def assert_seen(seen: list[mixed.ForwardDtypes], precision: Precision) -> None:
     """Check the dtypes in every forward of a policy's unit, whose inputs were float32; buffers keep their dtypes."""
     compute = precision.compute or FULL
-    expected = mixed.Seen(compute if precision.casts_inputs else FULL, compute, FULL)
+    expected = mixed.ForwardDtypes(compute if precision.casts_inputs else FULL, compute, FULL)
     assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.suites.places import Place, chunk, is_by_rows, share_numel, share_of
+from shardproof.suites.places import MeshCoordinate, chunk, is_by_rows, share_numel, share_of
 from shardproof.testing import Capability, Rank, contract, deadline, models, needs, simulated
 from shardproof.testing.make import Precision, Simulation
 from shardproof.testing.measure import Collective, Kind, Trace
@@ -150,17 +150,17 @@ def test_replicas(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Replicas of eight shards gather and scatter among themselves, and all-reduce the shares across."""
     shape = (rank.simulates // 8, 8)
     for index in chosen(rank):
-        place = Place(shape, ("replicate", "shard"), index)
-        with simulate(rank, index, mesh=(shape, place.names), reshard_after_forward=reshard_after_forward) as one:
+        coordinate = MeshCoordinate(shape, ("replicate", "shard"), index)
+        with simulate(rank, index, mesh=(shape, coordinate.names), reshard_after_forward=reshard_after_forward) as one:
             trace = steps(one)
             share = shares(one, rank, 8)
-        check_hybrid(trace, place, share, again={None: 4, False: 0}.get(reshard_after_forward, 5))
+        check_hybrid(trace, coordinate, share, again={None: 4, False: 0}.get(reshard_after_forward, 5))
 
 
-def check_hybrid(trace: Trace, place: Place, share: dict[str, int], *, again: int) -> None:
+def check_hybrid(trace: Trace, coordinate: MeshCoordinate, share: dict[str, int], *, again: int) -> None:
     """Check the number, the bytes and the ranks of the gradient collectives of a mesh of replicas and shards."""
-    shards = place.along("shard")
-    replicas = place.along("replicate") if "replicate" in place.names else (place.rank,)
+    shards = coordinate.along("shard")
+    replicas = coordinate.along("replicate") if "replicate" in coordinate.names else (coordinate.rank,)
     whole = sorted(4 * len(shards) * numel for numel in share.values())
     expected = {
         ("forward", "all_gather"): (len(share), shards),
@@ -172,21 +172,23 @@ def check_hybrid(trace: Trace, place: Place, share: dict[str, int], *, again: in
     trace = Trace(item for item in trace if len(item.group) > 1)
     for (phase, kind), (count, ranks) in expected.items():
         items = of(trace, phase, kind)
-        assert len(items) == count, f"rank {place.rank}: {len(items)} {kind} in {phase} instead of {count}"
-        check_ranks(items, ranks, place)
+        assert len(items) == count, f"rank {coordinate.rank}: {len(items)} {kind} in {phase} instead of {count}"
+        check_ranks(items, ranks, coordinate)
         parts = 1 if kind != "all_reduce" else len(shards)
         if count == len(share):
             found = sorted(item.nbytes * parts for item in items)
-            assert found == whole, f"rank {place.rank}: {kind} in {phase} of {found} bytes instead of {whole}"
+            assert found == whole, f"rank {coordinate.rank}: {kind} in {phase} of {found} bytes instead of {whole}"
     assert len(trace) == sum(count for count, _ in expected.values()), f"there are others:\n{trace.render()}"
 
 
-def check_ranks(items: Sequence[Collective], ranks: tuple[int, ...], place: Place) -> None:
+def check_ranks(items: Sequence[Collective], ranks: tuple[int, ...], coordinate: MeshCoordinate) -> None:
     """Compare the ranks of collectives with those of a group, and name the dimensions that they run along."""
     for item in items:
-        along = place.dimensions_of(item.group) or f"ranks {item.group[:4]}..."
-        expected = place.dimensions_of(ranks)
-        assert item.group == ranks, f"rank {place.rank}: {item.kind} in {item.phase} is along {along}, not {expected}"
+        along = coordinate.dimensions_of(item.group) or f"ranks {item.group[:4]}..."
+        expected = coordinate.dimensions_of(ranks)
+        assert item.group == ranks, (
+            f"rank {coordinate.rank}: {item.kind} in {item.phase} is along {along}, not {expected}"
+        )
 
 
 @contract("SIMULATION-3")
@@ -199,13 +201,13 @@ def test_resharded_to_eight(rank: Rank) -> None:
         with simulate(rank, index, reshard_after_forward=8) as one:
             trace = steps(one)
             share = shares(one, rank, size)
-        place = Place((size // 8, 8), ("groups", "neighbours"), index)
+        coordinate = MeshCoordinate((size // 8, 8), ("groups", "neighbours"), index)
         *layers, root = share
         forward, backward = of(trace, "forward", "all_gather"), of(trace, "backward", "all_gather")
         check_bytes(forward, [4 * size * share[name] for name in (root, *layers)], "forward gathers")
         assert {item.group for item in forward} == {tuple(range(size))}
         assert len(backward) == len(share)
-        check_ranks(backward, place.along("neighbours"), place)
+        check_ranks(backward, coordinate.along("neighbours"), coordinate)
         check_reduced(
             of(trace, "backward", *REDUCED), [4 * size * share[name] for name in layers[::-1]], 4 * size * share[root]
         )
@@ -221,7 +223,7 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
     shape = (size // 64, 8, 8) if replicas else (size // 8, 8)
     names = ("replicate", "shard", "tensor") if replicas else ("shard", "tensor")
     for index in chosen(rank):
-        place = Place(shape, names, index)
+        coordinate = MeshCoordinate(shape, names, index)
         with rank.simulated(index) as world:
             mesh = world.mesh(shape, names)
             data_mesh = mesh[names[:-1]] if replicas else mesh["shard"]
@@ -231,14 +233,14 @@ def test_tensor_parallel(rank: Rank, replicas: bool) -> None:
                 prepare=functools.partial(parallel.parallelize_mlps, mesh=mesh["tensor"]),
             )  # fmt: skip
             trace = steps(one, TENSOR_WIDTH)
-            share = shares(one, rank, place.sizes[-2], functools.partial(left_by_tensor_parallelism, index % 8))
+            share = shares(one, rank, coordinate.sizes[-2], functools.partial(left_by_tensor_parallelism, index % 8))
             one.close()
-        tensor = place.along("tensor")
+        tensor = coordinate.along("tensor")
         data = Trace(item for item in trace if item.group != tensor)
         # Each layer all-reduces its output in forward and the gradient of its input in backward.
         across = [item.phase for item in trace if item.group == tensor]
         assert across == ["forward"] * 3 + ["backward"] * (len(across) - 3), f"along tensor: {across}"
-        check_hybrid(data, place, share, again=3)
+        check_hybrid(data, coordinate, share, again=3)
 
 
 #: Eight ranks divide it and its multiples, and the tensor-parallel part of a bias is a multiple of four elements.

@@ -382,7 +382,7 @@ OTHERS = {
     ("harness/training/recording.py", "_attach_to"): "the folder that make_new has made, of a module that was no model",
     ("harness/training/recording.py", "write_values"): "values, in the folder that make_new has made",
     ("harness/training/starting.py", "check"): "a temporary folder",
-    ("harness/training/trainee.py", "save"): "a temporary folder, or that of --keep, which may have no links",
+    ("harness/training/trained_model.py", "save"): "a temporary folder, or that of --keep, which may have no links",
     ("harness/training/trials.py", "run"): "a temporary folder",
     ("harness/reproducing/shrinking.py", "_run"): "a temporary folder",
     ("harness/reproducing/shrinking.py", "tried"): "a temporary folder",

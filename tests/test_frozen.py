@@ -10,7 +10,7 @@ import torch
 
 from planted import frozen, table
 from shardproof.harness.judging import signatures
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import DoctorFinding
 from tests import test_healthy as healthy
 
 FAILURE = {"stage": "gradient", "step": 0, "rank": 1, "name": "0.weight", "element": [3], "host": ""}
@@ -73,7 +73,7 @@ def test_a_finding_has_the_parameters_and_ranks_that_it_names() -> None:
         "ranks 0-1 and ranks 2-3 (tp) hold the same elements of 'b' and 'a' of 'other'",
         "2 ranks; rank 1 has more",
     )
-    found = frozen.finding_of(Finding(("D2",), "S9", 1, "copies differ", lines, is_note=True), ["a", "b", "c"])
+    found = frozen.finding_of(DoctorFinding(("D2",), "S9", 1, "copies differ", lines, is_note=True), ["a", "b", "c"])
     assert found == {
         "checks": ["D2"], "signature": "S9", "step": 1, "is_note": True, "names": ["a", "b"],
         "ranks": ["0-1", "1", "2-3"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardproof import contract
-from shardproof.findings import Finding
+from shardproof.findings import KnownFinding
 from tests.harness.inner import python
 from tests.reports import samples
 
@@ -17,8 +17,10 @@ ROOT = Path(__file__).parents[1]
 FAILURE = samples.failure("no")
 THREAD = "https://github.com/pytorch/pytorch/issues/1 open: the norm"
 FINDINGS = {
-    "F-2": Finding(Path("F002.py"), "torch `clip_grad_norm_`: the inf-norm raises", "", True, (), upstream=(THREAD,)),
-    "F-3": Finding(Path("F003.py"), "alone", "", True, ()),
+    "F-2": KnownFinding(
+        Path("F002.py"), "torch `clip_grad_norm_`: the inf-norm raises", "", True, (), upstream=(THREAD,)
+    ),
+    "F-3": KnownFinding(Path("F003.py"), "alone", "", True, ()),
 }
 
 

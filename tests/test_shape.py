@@ -1,5 +1,7 @@
 """The shape of the harness: how much one function decides and one class keeps, counted from the sources by room.
 
+Public names of classes are counted in all of the code but tests, findings and examples: one class, one name.
+
 A function's complexity is 1 and its branches: each ``if`` and conditional expression, loop, ``except``, ``case``,
 ``assert``, further operand of ``and`` and ``or``, and each ``for`` and ``if`` of a comprehension. What is defined in it
 counts by itself. A class's attributes are the names that its methods store in ``self`` and the annotated ones of its
@@ -7,7 +9,7 @@ body.
 """
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,13 @@ LARGEST: dict[str, tuple[int, int]] = {
     "tensors": (13, 4),
     "worlds": (24, 16),
 }
+
+#: Where names of classes are counted, and in how many modules one may be defined.
+NAMED, MOST_MODULES = (
+    "benchmarks", "docs", "fsdp_impl", "harness", "planted", "reports", "shardproof", "suites",
+), 2  # fmt: skip
+#: Nouns so general that a second class of one would not be told apart.
+ONE_MEANING = {"Diagnosis", "Evidence", "Finding", "Key", "Place", "Request", "Seen", "Trainee"}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 ONE_BRANCH = (
@@ -123,6 +132,49 @@ def test_no_function_or_class_passes_the_limit_of_its_room():
     assert rooms >= {*ENGINE, *LARGEST}, "a room has moved"
     assert not {*ENGINE} & LARGEST.keys()
     assert wrong(files, LARGEST) == []
+
+
+def named_alike(sources: Mapping[str, str], most: int, alone: Collection[str]) -> list[str]:
+    """Public classes that more modules define than `most`, of the names in `alone` one, a line each.
+
+    Args:
+        sources: {file: source}.
+    """
+    found: dict[str, set[str]] = {}
+    for file, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(file)
+    return [
+        f"class {name} is defined in {len(files)} modules, and the limit is {limit}: {', '.join(sorted(files))}"
+        for name, files in sorted(found.items())
+        if len(files) > (limit := 1 if name in alone else most)
+    ]
+
+
+def test_no_name_is_that_of_several_classes():
+    paths = [path for folder in NAMED for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    assert {file.partition("/")[0] for file in found} == {*NAMED}, "a folder has moved"
+    alike = named_alike(found, MOST_MODULES, ONE_MEANING)
+    assert not alike, "\n".join(alike)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("Step Step - _Step", []),
+        ("Step Step Step -", ["class Step is defined in 3 modules, and the limit is 2: a/0.py, a/1.py, a/2.py"]),
+        ("Place - -", []),
+        ("Place - Place", ["class Place is defined in 2 modules, and the limit is 1: a/0.py, a/2.py"]),
+        ("_Step _Step _Step", []),
+    ],
+)
+def test_a_name_of_several_classes_is_named(names, said):
+    each = [f"def f():\n    class {name}:\n        pass\n" if name != "-" else "" for name in names.split()]
+    each[0] *= 2  # a name may be used again in its module
+    files = {f"a/{number}.py": source for number, source in enumerate(each)}
+    assert named_alike(files, 2, {"Place"}) == said
 
 
 FUNCTION = '''

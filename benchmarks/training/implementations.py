@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from training.models import Block, Chain, Spec
+from training.models import Chain, Layer, Spec
 
 #: Parameters are computed with in bfloat16, gradients reduced in float32; shards and optimizer states are float32.
 COMPUTE, REDUCE = torch.bfloat16, torch.float32
@@ -129,4 +129,4 @@ NAMES = (*_PACKAGES, "ddp")
 
 def units_of(model: nn.Module) -> list[nn.Module]:
     """The modules that are units, without the root."""
-    return [module for module in model.modules() if isinstance(module, (Block, Chain))]
+    return [module for module in model.modules() if isinstance(module, (Layer, Chain))]

@@ -54,7 +54,7 @@ SPECS = {
 }
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """A layer of a transformer: (batch, length, dim) to the same."""
 
     def __init__(self, dim: int) -> None:
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.embedding = nn.Embedding(spec.vocab, spec.dim)
-        self.layers = nn.ModuleList(Block(spec.dim) for _ in range(spec.layers))
+        self.layers = nn.ModuleList(Layer(spec.dim) for _ in range(spec.layers))
         self.norm = nn.LayerNorm(spec.dim)
         self.head = nn.Linear(spec.dim, spec.vocab, bias=False)
 

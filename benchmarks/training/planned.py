@@ -21,7 +21,7 @@ from training.worker import join
 from shardproof.harness.adapters import registry
 from shardproof.harness.collectives.recorder import Recorder
 from shardproof.harness.planning import anatomy, planned
-from shardproof.harness.planning.request import DTYPES, Mesh, Request, names_of
+from shardproof.harness.planning.request import DTYPES, Mesh, PlanRequest, names_of
 from shardproof.harness.planning.subject import subject_of
 from shardproof.harness.tensors import private
 from shardproof.planfile import Traffic
@@ -30,11 +30,11 @@ from shardproof.planfile import Traffic
 WARM_UP = 2
 
 
-def request_of(job: dict[str, Any]) -> Request:
+def request_of(job: dict[str, Any]) -> PlanRequest:
     """The request that a job describes; dtypes are names."""
     dtypes = {name: DTYPES[job[name]] for name in ("compute", "reduce") if job.get(name)}
     names = ("model", "implementation", "batch", "sequence", "optimizer", "checkpointing", "rank")
-    return Request(**{name: job[name] for name in names if name in job}, **dtypes)
+    return PlanRequest(**{name: job[name] for name in names if name in job}, **dtypes)
 
 
 def simulate(job: dict[str, Any]) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def rows_of(traffic: Sequence[Traffic]) -> list[list[Any]]:
     return sorted([one.group, one.kind, one.dtype, one.count, one.nbytes] for one in traffic)
 
 
-class Rank:
+class MeasuredRank:
     """One rank that trains and measures."""
 
-    def __init__(self, request: Request, device: torch.device, mesh: Mesh) -> None:
+    def __init__(self, request: PlanRequest, device: torch.device, mesh: Mesh) -> None:
         self.request, self.device = request, device
         self.mesh = init_device_mesh(device.type, mesh, mesh_dim_names=names_of(mesh))
         subject = subject_of(request.model)
@@ -132,7 +132,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     device = join(backend, "cuda" if uses_gpu else "cpu", job["rank"], math.prod(job["mesh"]), job["store"])
     if device.type == "cuda":
         assert torch.cuda.memory_stats().get("requested_bytes.all.current", 0) == 0, "the allocator is not empty"
-    rank = Rank(request_of(job), device, tuple(job["mesh"]))
+    rank = MeasuredRank(request_of(job), device, tuple(job["mesh"]))
     for _ in range(WARM_UP):
         rank.step(lambda name: None)
     found: dict[str, Any] = {"traffic": rank.traffic(), "torch": torch.__version__, "device": "cpu"}

@@ -68,7 +68,7 @@ def form_of(settings: StateDictSettings) -> Form:
     )
 
 
-class Place(NamedTuple):
+class OptimizerParameter(NamedTuple):
     """What a parameter of an optimizer is: part of a unit, or one that no unit has."""
 
     saved: SavedUnit | None
@@ -90,44 +90,44 @@ class Table:
         self.units = list(units_with_names(model))
         if not self.units:
             raise ValueError(f"Expects a module with FSDP modules but got {type(model)}")
-        self._places: dict[int, Place] = {}
+        self._parameters: dict[int, OptimizerParameter] = {}
         for saved in self.units:
             saved.unit.check_idle()
             shards = saved.group.shards
             shards.adopt()
             if shards.use_orig:
                 for index, param in enumerate(shards.originals):
-                    self._places[id(param)] = Place(saved, (index,), (saved.names[index],))
+                    self._parameters[id(param)] = OptimizerParameter(saved, (index,), (saved.names[index],))
             else:
                 indices = tuple(range(len(saved.names)))
-                self._places[id(shards.flat)] = Place(saved, indices, tuple(saved.names))
+                self._parameters[id(shards.flat)] = OptimizerParameter(saved, indices, tuple(saved.names))
         self._names = {id(param): clean(name) for name, param in model.named_parameters()}
         for key, name in self._names.items():
-            self._places.setdefault(key, Place(None, (), (name,)))
+            self._parameters.setdefault(key, OptimizerParameter(None, (), (name,)))
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         return self.units[0].unit.options.ranks.group
 
-    def place(self, param: torch.Tensor) -> Place:
+    def parameter(self, param: torch.Tensor) -> OptimizerParameter:
         """Where ``param`` belongs; a ``ValueError`` if the model does not have it."""
-        if id(param) not in self._places:
+        if id(param) not in self._parameters:
             raise ValueError(
                 f"The optimizer has a parameter of shape {tuple(param.shape)} that the model does not have"
             )
-        return self._places[id(param)]
+        return self._parameters[id(param)]
 
     def state_of(self, number: int, param: torch.Tensor, given: dict[Any, State]) -> State | None:
         """What ``given`` has of ``param``, by its number or, of an optimizer that names parameters, by its name."""
-        return given.get(number, given.get(self._names.get(id(param), self.place(param).names[0])))
+        return given.get(number, given.get(self._names.get(id(param), self.parameter(param).names[0])))
 
     def managed_names(self, groups: ParamGroups) -> list[str]:
         """The names of those parameters in ``groups`` that units have; others may be on some ranks only."""
-        places = map(self.place, params_of(groups))
-        return [name for place in places if place.saved is not None for name in place.names]
+        parameters = map(self.parameter, params_of(groups))
+        return [name for parameter in parameters if parameter.saved is not None for name in parameter.names]
 
     def names(self, groups: ParamGroups) -> list[str]:
-        return [name for param in params_of(groups) for name in self.place(param).names]
+        return [name for param in params_of(groups) for name in self.parameter(param).names]
 
 
 def groups_of(optim: Any, model: nn.Module) -> ParamGroups:
@@ -176,14 +176,14 @@ def save(
     found: dict[str, State] = {}
     per_unit: dict[int, dict[int, State]] = {}
     for number, param in enumerate(params_of(groups)):
-        place = table.place(param)
+        parameter = table.parameter(param)
         state = table.state_of(number, param, states)
-        if place.saved is None:
+        if parameter.saved is None:
             if state is not None:
-                found[place.names[0]] = {key: copy_of(value) for key, value in state.items()}
+                found[parameter.names[0]] = {key: copy_of(value) for key, value in state.items()}
         elif state is not None:
-            parts = per_unit.setdefault(id(place.saved), {})
-            parts |= {index: _part_of_state(place.saved, index, state) for index in place.indices}
+            parts = per_unit.setdefault(id(parameter.saved), {})
+            parts |= {index: _part_of_state(parameter.saved, index, state) for index in parameter.indices}
     for saved in table.units:
         found |= _whole_states(saved, per_unit.get(id(saved), {}), shards=form.shards)
     if form.rank0_only and process_group.rank() != 0:
@@ -341,12 +341,12 @@ def load(
     for group in groups:
         keys = []
         for param in params_of([group]):
-            place = table.place(param)
-            key: Any = shown.get(param, place.names[0]) if by_name else number
+            parameter = table.parameter(param)
+            key: Any = shown.get(param, parameter.names[0]) if by_name else number
             number += 1
-            if not listed.isdisjoint(place.names):
+            if not listed.isdisjoint(parameter.names):
                 keys.append(key)
-            state = _state_to_load(param, place, parts, given["state"])
+            state = _state_to_load(param, parameter, parts, given["state"])
             if state is not None:
                 found[key] = state
         own.append({**_options_for(table.names([group]), group, saved_groups), "params": keys})
@@ -408,16 +408,20 @@ class _Part(NamedTuple):
     tensor: torch.Tensor
 
 
-def _state_to_load(param: torch.Tensor, place: Place, parts: dict[str, State], given: dict[str, State]) -> State | None:
-    if place.saved is None:
-        state = given.get(place.names[0])
+def _state_to_load(
+    param: torch.Tensor, parameter: OptimizerParameter, parts: dict[str, State], given: dict[str, State]
+) -> State | None:
+    if parameter.saved is None:
+        state = given.get(parameter.names[0])
         return None if state is None else {key: _placed_as(param, value) for key, value in state.items()}
-    shards = place.saved.group.shards
-    states = {index: parts[name] for index, name in zip(place.indices, place.names, strict=True) if name in parts}
+    shards = parameter.saved.group.shards
+    states = {
+        index: parts[name] for index, name in zip(parameter.indices, parameter.names, strict=True) if name in parts
+    }
     if not states:
         return None
     if not shards.use_orig:
-        return _joined(place.saved, states)
+        return _joined(parameter.saved, states)
     ((index, state),) = states.items()
     if shards.spans[index].numel == 0:
         # No gradient ever comes here, so the optimizer keeps nothing.

@@ -10,7 +10,7 @@ from fsdp_impl.common import collectives, modes, ranges, streams
 from fsdp_impl.common.collectives import own_part, ready_to_gather
 from fsdp_impl.common.iteration import Phase
 from fsdp_impl.common.streams import CommContext, Event, InFlight
-from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, copy_out
+from fsdp_impl.per_parameter.layout import BufferLayout, UnshardedBuffer, copy_out
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import Buffers, GroupOptions, MixedPrecisionPolicy
 from fsdp_impl.per_parameter.shards import Memory, Shards
@@ -33,7 +33,7 @@ class PostForwardShards(Protocol):
     """
 
     buffer: torch.Tensor
-    layout: Layout
+    layout: BufferLayout
     mesh: ShardMesh
     written: Event
 
@@ -77,7 +77,7 @@ class PendingGather(NamedTuple):
 
     source: torch.Tensor
     output: torch.Tensor
-    layout: Layout
+    layout: BufferLayout
     event: Event
     work: dist.Work | None
 
@@ -138,7 +138,7 @@ class ParamGroup:
         self._pending: PendingGather | None = None
         self._post_forward: PostForwardShards | None = None
         self._unsharded: UnshardedBuffer | None = None
-        self._unsharded_layout: Layout | None = None
+        self._unsharded_layout: BufferLayout | None = None
 
     def register(self) -> None:
         """Let the modules hold the sharded parameters."""
@@ -276,7 +276,7 @@ class ParamGroup:
         return self.residence is Residence.SHARDED and self.shards.refresh()
 
     def _gather(
-        self, source: torch.Tensor, layout: Layout, mesh: ShardMesh, *, async_op: bool
+        self, source: torch.Tensor, layout: BufferLayout, mesh: ShardMesh, *, async_op: bool
     ) -> tuple[torch.Tensor, torch.Tensor, dist.Work | None]:
         assert mesh.group is not None
         numel, comm = mesh.size * layout.numel, self.options.all_gather
@@ -290,7 +290,7 @@ class ParamGroup:
             return own, output, collectives.gather(output, own, mesh.group, unit=self.label, async_op=async_op)
         return own, output, comm(output_tensor=output, input_tensor=own, group=mesh.group, async_op=async_op)
 
-    def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, Layout, ShardMesh]:
+    def _gather_source(self, stream: streams.Stream) -> tuple[torch.Tensor, BufferLayout, ShardMesh]:
         """What to gather, laid out how, over which ranks."""
         if (held := self._post_forward) is not None:
             streams.wait(stream, held.written)

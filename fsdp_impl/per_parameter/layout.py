@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """The slots of a group of parameters, in the order of the parameters.
 
     Attributes:
@@ -81,7 +81,7 @@ def build_layout(
     world: int,
     rank: int,
     dims: Sequence[int] | None = None,
-) -> Layout:
+) -> BufferLayout:
     """Lay out parameters of unsharded ``sizes``, cut along ``dims`` (default 0), without gaps.
 
     With several dtypes the unit is one byte and wider elements come first: every offset is then a multiple of its
@@ -99,7 +99,7 @@ def build_layout(
         # An empty parameter is one empty piece, however it is cut.
         slots[index] = Slot(offset, extent, dtypes[index], shard_size(size, world, rank, dim), max(blocks, 1))
         offset += extent
-    return Layout(world, unit, offset, tuple(slot for slot in slots if slot is not None), tuple(order))
+    return BufferLayout(world, unit, offset, tuple(slot for slot in slots if slot is not None), tuple(order))
 
 
 def shard_view(buffer: torch.Tensor, slot: Slot) -> torch.Tensor:
@@ -119,7 +119,7 @@ def shard_views(buffer: torch.Tensor, slots: Sequence[Slot]) -> list[torch.Tenso
     ]
 
 
-def copy_out(rows: torch.Tensor, layout: Layout, targets: list[torch.Tensor]) -> None:
+def copy_out(rows: torch.Tensor, layout: BufferLayout, targets: list[torch.Tensor]) -> None:
     """Copy ``rows`` (``(world, numel)``, one rank's buffer each) into ``targets``, one for each slot by rising offset.
 
     A target is ``(world, extent)``, or ``(world, blocks, extent / blocks)`` for a slot of several blocks.
@@ -154,7 +154,7 @@ class UnshardedBuffer:
     """
 
     def __init__(
-        self, sizes: Sequence[torch.Size], layout: Layout, device: torch.device, *, apart: Collection[int] = ()
+        self, sizes: Sequence[torch.Size], layout: BufferLayout, device: torch.device, *, apart: Collection[int] = ()
     ) -> None:
         self._device = device
         # Of each slot: the storage, by its index, and where the slot begins there.
@@ -190,7 +190,7 @@ class UnshardedBuffer:
         for storage in self._storages:
             storage.resize_(0)
 
-    def targets(self, layout: Layout) -> list[torch.Tensor]:
+    def targets(self, layout: BufferLayout) -> list[torch.Tensor]:
         """Tensors of ``layout.dtype``, by rising offset, that :func:`copy_out` copies a gathered buffer into.
 
         They have version counters of their own (see Note: unsharded parameters). ``layout.world`` must divide the world
@@ -201,7 +201,7 @@ class UnshardedBuffer:
                 self._targets[layout.world] = [self._target(index, layout) for index in layout.order]
         return self._targets[layout.world]
 
-    def _target(self, index: int, layout: Layout) -> torch.Tensor:
+    def _target(self, index: int, layout: BufferLayout) -> torch.Tensor:
         slot = layout.slots[index]
         if slot.blocks == 1:
             return self._tensor(self._places[index], torch.Size([layout.world, slot.extent]), layout.dtype)

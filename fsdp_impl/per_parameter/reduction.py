@@ -17,7 +17,7 @@ from fsdp_impl.common.private import AsyncCollectiveTensor, chunk_cat, foreach_a
 from fsdp_impl.common.streams import Event, Stream
 from fsdp_impl.common.views import Views, remember
 from fsdp_impl.per_parameter.group import ParamGroup
-from fsdp_impl.per_parameter.layout import Layout, build_layout, shard_view, shard_views
+from fsdp_impl.per_parameter.layout import BufferLayout, build_layout, shard_view, shard_views
 from fsdp_impl.per_parameter.options import Buffers
 from fsdp_impl.per_parameter.param import ShardedParam, UnshardedDTensor
 from fsdp_impl.per_parameter.shards import Shards
@@ -159,7 +159,7 @@ class Reduced(NamedTuple):
     """Sums of the gradients of ``params``: ``shards`` is 1-D, laid out as ``layout``, of the reduce dtype."""
 
     params: tuple[ShardedParam, ...]
-    layout: Layout
+    layout: BufferLayout
     shards: torch.Tensor
 
 
@@ -176,7 +176,7 @@ class Reducer:
         # Shards that replicas have not summed yet, in the memory of the reduce stream.
         self._partial: Reduced | None = None
         self.is_unreduced = False
-        self._layouts: dict[tuple[Any, ...], Layout] = {}
+        self._layouts: dict[tuple[Any, ...], BufferLayout] = {}
 
     @modes.without_grad
     def reduce(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> None:
@@ -228,7 +228,7 @@ class Reducer:
         self._partial = None
         self.is_unreduced = False
 
-    def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, Layout]:
+    def _copy_in(self, params: Sequence[ShardedParam], grads: list[torch.Tensor]) -> tuple[torch.Tensor, BufferLayout]:
         """In the memory of the current stream, on which autograd made the gradients that are copied in."""
         layout = self._layout(params, _common_dtype(self._group, params, grads))
         contributions = self._allocate(layout.world * layout.numel, layout.dtype)
@@ -236,7 +236,7 @@ class Reducer:
         grads.clear()
         return contributions, layout
 
-    def _reduce_scatter(self, contributions: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _reduce_scatter(self, contributions: torch.Tensor, layout: BufferLayout) -> torch.Tensor:
         """The summed shards: 1-D of ``layout``, in the memory of the reduce stream."""
         group = self._group
         division = self._division(layout.dtype)
@@ -315,7 +315,7 @@ class Reducer:
             extra["force_sum"] = True
         return divide.divide(dtype, mesh.size, mesh.replicate_size, **extra)
 
-    def _to_grad_dtypes(self, total: Reduced) -> tuple[Layout, torch.Tensor]:
+    def _to_grad_dtypes(self, total: Reduced) -> tuple[BufferLayout, torch.Tensor]:
         """The shards of ``total`` in the dtypes of the gradients, and their layout."""
         dtypes = [param.sharded.grad_dtype or total.layout.dtype for param in total.params]
         layout = self._layout(total.params, *dtypes)
@@ -326,7 +326,7 @@ class Reducer:
         foreach_copy_(views, shard_views(total.shards, total.layout.slots))
         return layout, shards
 
-    def _layout(self, params: Sequence[ShardedParam], *dtypes: torch.dtype) -> Layout:
+    def _layout(self, params: Sequence[ShardedParam], *dtypes: torch.dtype) -> BufferLayout:
         """The slots of shards of ``params`` in ``dtypes``, one for each or one for all."""
         # All parameters, as nearly always, need no list of their numbers.
         everyone = len(params) == len(self._group.shards.params)
@@ -349,7 +349,7 @@ class Reducer:
 
 
 def _pack(
-    params: Sequence[ShardedParam], grads: Sequence[torch.Tensor], layout: Layout, contributions: torch.Tensor
+    params: Sequence[ShardedParam], grads: Sequence[torch.Tensor], layout: BufferLayout, contributions: torch.Tensor
 ) -> None:
     """Cut every gradient into padded chunks (padding zero) and lay them out rank-major in ``contributions``.
 
@@ -399,7 +399,7 @@ class Accumulator:
         self._shards = shards
         self._last: GradBuffer | None = None
 
-    def add(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> bool:
+    def add(self, params: Sequence[ShardedParam], layout: BufferLayout, shards: torch.Tensor) -> bool:
         """Add the views of ``shards`` to the gradients, or make them the gradients where there are none; run hooks.
 
         Runs on the current stream. A gradient that is made here lives in that stream's memory, or in that of ``shards``
@@ -423,7 +423,7 @@ class Accumulator:
             hooks.run_post_accumulate(param.sharded)
         return is_copying
 
-    def _add_views(self, params: Sequence[ShardedParam], layout: Layout, shards: torch.Tensor) -> None:
+    def _add_views(self, params: Sequence[ShardedParam], layout: BufferLayout, shards: torch.Tensor) -> None:
         views = shard_views(shards, layout.slots)
         existing: list[torch.Tensor] = []
         added: list[torch.Tensor] = []

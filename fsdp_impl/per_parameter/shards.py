@@ -11,7 +11,7 @@ from fsdp_impl.common.changes import Changes
 from fsdp_impl.common.layout import shard_rows
 from fsdp_impl.common.owner import Owner
 from fsdp_impl.common.private import foreach_copy_
-from fsdp_impl.per_parameter.layout import Layout, UnshardedBuffer, build_layout, shard_view, shard_views
+from fsdp_impl.per_parameter.layout import BufferLayout, UnshardedBuffer, build_layout, shard_view, shard_views
 from fsdp_impl.per_parameter.mesh import ShardMesh
 from fsdp_impl.per_parameter.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_impl.per_parameter.param import Cut, ShardedParam, displaced
@@ -186,11 +186,11 @@ class Shards:
             view.copy_(cut.data.narrow(cut.dim, start, rows))
         return views
 
-    def _layout(self, dtypes: Sequence[torch.dtype]) -> Layout:
+    def _layout(self, dtypes: Sequence[torch.dtype]) -> BufferLayout:
         sizes, dims = [param.size for param in self.params], [param.dim for param in self.params]
         return build_layout(sizes, dtypes, self._mesh.size, self._mesh.rank, dims)
 
-    def _gather_layout(self) -> Layout:
+    def _gather_layout(self) -> BufferLayout:
         dtypes = [param.compute_dtype for param in self.params]
         return self.layout if dtypes == [param.dtype for param in self.params] else self._layout(dtypes)
 

@@ -43,7 +43,7 @@ from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_o
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ParameterPart:
     """The part of one parameter in one rank's shard of a flat parameter.
 
     Attributes:
@@ -80,7 +80,7 @@ class FlatLayout:
     orders: tuple[tuple[int, ...], ...]
     alignment: int = 1
 
-    def places(self, *, index: int, size: int) -> Iterator[Place]:
+    def places(self, *, index: int, size: int) -> Iterator[ParameterPart]:
         """Yield the part of each parameter in the shard of one rank, by its index among those that share it."""
         starts, end = self._extents()
         length = math.ceil(end / size)
@@ -89,7 +89,7 @@ class FlatLayout:
             offset = start - index * length
             first, last = (min(max(0, place), length) for place in (offset, offset + numel))
             part = functools.partial(_part, cut=cut, order=order, first=first - offset, last=last - offset)
-            yield Place(name, first, last, part)
+            yield ParameterPart(name, first, last, part)
 
     def pieces(self, shard: torch.Tensor | None, *, index: int, size: int) -> Iterator[tuple[str, Piece | None]]:
         """Yield the name and the piece of each parameter in one rank's 1-D shard, as for :meth:`places`.
@@ -571,7 +571,7 @@ class FlatAdapter(WrappingAdapter):
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return {name.replace(_WRAPPED, ""): value for name, value in super().named_parameters().items()}
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[ParameterPart]:
         index, size = self.config.shard_index, self.config.shard_size
         for unit in self._units:
             if size > 1:
@@ -579,9 +579,9 @@ class FlatAdapter(WrappingAdapter):
                 continue
             # A group of one rank shards nothing, and the original parameters keep their shapes.
             for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
-                yield Place(name, 0, numel, cut)
+                yield ParameterPart(name, 0, numel, cut)
         for name in self.config.ignored:
-            yield Place(name, 0, self._held[name].numel(), uncut)
+            yield ParameterPart(name, 0, self._held[name].numel(), uncut)
 
 
 def _call(state: Callable[..., None], *tensors: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ _MOST_NAMES = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Divergent:
+class DivergentTensor:
     """The first tensor in which a rank's runs diverge."""
 
     order: tuple[int, ...]  # the place of the comparison among all that the case makes; it is the same on all ranks
@@ -34,7 +34,7 @@ class Divergent:
         place = self.location.as_record() | numbers
         return FirstDivergence(**place, module=self.module, parameter=self.parameter, where=self.where, also=self.also)
 
-    def render(self, others: Sequence["Divergent"], size: int) -> list[str]:
+    def render(self, others: Sequence["DivergentTensor"], size: int) -> list[str]:
         """Return the lines that describe the place, with those of the other ranks, of ``size`` in all."""
         at = self.location
         alike = [one for one in others if _same_place(one, self)]
@@ -66,7 +66,7 @@ class Divergent:
             if at.element is not None:
                 yield f"element {list(at.element)}"
 
-    def _guesses(self, alike: Sequence["Divergent"], size: int) -> Iterator[str]:
+    def _guesses(self, alike: Sequence["DivergentTensor"], size: int) -> Iterator[str]:
         """Yield the guess, which may be shared by all ranks."""
         if self.guess is not None:
             is_shared = len(alike) == size - 1 and {one.guess for one in alike} <= {self.guess}
@@ -79,7 +79,9 @@ class Divergent:
             rest = f" and {len(more) - _MOST_NAMES} more" if len(more) > _MOST_NAMES else ""
             yield f"also diverging at this stage: {listed}{rest}"
 
-    def _other_ranks(self, others: Sequence["Divergent"], alike: Sequence["Divergent"], size: int) -> Iterator[str]:
+    def _other_ranks(
+        self, others: Sequence["DivergentTensor"], alike: Sequence["DivergentTensor"], size: int
+    ) -> Iterator[str]:
         """Yield which other ranks diverge here, or, where none does, where they diverge."""
         rank = self.location.rank
         # A check tells all ranks of the first one's.
@@ -94,7 +96,7 @@ class Divergent:
 class Explanation:
     """What one rank saw of a case with capture on."""
 
-    first: Divergent | None = None  # the first tensor that diverges; None if all that was compared agrees
+    first: DivergentTensor | None = None  # the first tensor that diverges; None if all that was compared agrees
     compared: int = 0
     unseen: list[str] = dataclasses.field(default_factory=list)  # what could not be seen or compared, one line each
     stopped: str = ""  # what the last step that an error interrupted had reached; empty if none did
@@ -106,18 +108,18 @@ class Explanation:
     error: str = ""  # why there is no more; empty if nothing went wrong
 
 
-def earliest(found: Sequence[Divergent]) -> Divergent | None:
+def earliest(found: Sequence[DivergentTensor]) -> DivergentTensor | None:
     """Return the first of several ranks' first divergences, by the order of comparisons and then by rank."""
     return min(found, key=lambda one: (one.order, one.location.rank or 0), default=None)
 
 
-def _same_place(one: Divergent, other: Divergent) -> bool:
+def _same_place(one: DivergentTensor, other: DivergentTensor) -> bool:
     return (one.location.stage, one.location.step, one.location.name, one.where) == (
         other.location.stage, other.location.step, other.location.name, other.where,
     )  # fmt: skip
 
 
-def _elsewhere(others: Sequence[Divergent], size: int) -> str:
+def _elsewhere(others: Sequence[DivergentTensor], size: int) -> str:
     if not others:
         return "the others agree everywhere"
     stages = sorted({one.location.stage for one in others}, key=list(Stage).index)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.utils.checkpoint import checkpoint
 
 
-class Seen(NamedTuple):
+class ForwardDtypes(NamedTuple):
     """The dtypes in one forward of a :class:`Scale`."""
 
     input: torch.dtype
@@ -36,10 +36,10 @@ class Scale(nn.Module):
         self.register_buffer("offset", torch.randn(rows, columns))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("absent", None)
-        self.seen: list[Seen] = []
+        self.seen: list[ForwardDtypes] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append(Seen(x.dtype, self.weight.dtype, self.offset.dtype))
+        self.seen.append(ForwardDtypes(x.dtype, self.weight.dtype, self.offset.dtype))
         return x * self.weight + self.offset + self.shift
 
 

@@ -128,7 +128,7 @@ class Situation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class CallKind:
     """A kind of call.
 
     Attributes:
@@ -258,67 +258,67 @@ def _dropped_states(situation: Situation, call: Call) -> None:
 _UNITS, _WRAPPERS = "fsdp2-api async-unshard manual-reshard registered-state", "fsdp1-api whole-parameters"
 _FORMS = {"sharded": "", "full": "full-state-dict", "first-rank": "full-state-dict"}
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, CallKind] = {
     # A step and its parts.
-    "evaluate": Kind(
+    "evaluate": CallKind(
         _always, choices={"no_grad": "", "inference_mode": "", "dropped": ""}, leads=_evaluated
     ),
-    "forward": Kind(_not_waiting, choices={"reduced": "", "deferred": "deferred-reduction"}, leads=_forward),
-    "backward": Kind(lambda situation, call: bool(situation.waiting), leads=_backward),
-    "step": Kind(_at_rest, leads=_stepped),
-    "zero_grad": Kind(
+    "forward": CallKind(_not_waiting, choices={"reduced": "", "deferred": "deferred-reduction"}, leads=_forward),
+    "backward": CallKind(lambda situation, call: bool(situation.waiting), leads=_backward),
+    "step": CallKind(_at_rest, leads=_stepped),
+    "zero_grad": CallKind(
         lambda situation, call: not situation.defers, choices={"none": "", "zeros": ""}, leads=_zeroed
     ),
-    "clip": Kind(_has_gradients, "clip-by-call clip-any-norm clip-empty-shards", {"low": "", "high": ""}),
+    "clip": CallKind(_has_gradients, "clip-by-call clip-any-norm clip-empty-shards", {"low": "", "high": ""}),
     # State dicts, out and in. Before the first step an optimizer has nothing to save.
-    "save": Kind(
+    "save": CallKind(
         lambda situation, call: _is_sent(situation, call) and _has_all_states(situation),
         "distributed-checkpoint", _FORMS, _saved,
     ),
-    "save_model": Kind(
+    "save_model": CallKind(
         lambda situation, call: _is_sent(situation, call) and not situation.waiting,
         "distributed-checkpoint", _FORMS, _saved,
     ),
-    "load": Kind(
+    "load": CallKind(
         lambda situation, call: situation.is_at_rest and situation.saved is not None and situation.frozen is None,
         "distributed-checkpoint", leads=_loaded,
     ),
     # Full parameters.
-    "unshard": Kind(_at_rest, _UNITS, leads=_asked),
-    "reshard": Kind(_not_waiting, _UNITS, leads=_resharded),
-    "read_units": Kind(_at_rest, _UNITS, leads=_gathered_and_resharded),
-    "read": Kind(_at_rest, _WRAPPERS, {"": "", "first-rank": ""}, _read),
-    "read_gradients": Kind(_has_gradients, _WRAPPERS),
-    "write": Kind(_at_rest, _WRAPPERS, {"kept": "", "dropped": ""}, _read),
+    "unshard": CallKind(_at_rest, _UNITS, leads=_asked),
+    "reshard": CallKind(_not_waiting, _UNITS, leads=_resharded),
+    "read_units": CallKind(_at_rest, _UNITS, leads=_gathered_and_resharded),
+    "read": CallKind(_at_rest, _WRAPPERS, {"": "", "first-rank": ""}, _read),
+    "read_gradients": CallKind(_has_gradients, _WRAPPERS),
+    "write": CallKind(_at_rest, _WRAPPERS, {"kept": "", "dropped": ""}, _read),
     # What user code does to parameters and gradients.
-    "scale_parameters": Kind(_not_waiting),
-    "scale_gradients": Kind(_has_gradients),
-    "replace_gradient": Kind(
+    "scale_parameters": CallKind(_not_waiting),
+    "scale_gradients": CallKind(_has_gradients),
+    "replace_gradient": CallKind(
         _has_gradients, choices={"drop": "", "set": "", "double": ""}, leads=_replaced, has_places=True
     ),
-    "freeze": Kind(
+    "freeze": CallKind(
         lambda situation, call: situation.is_at_rest and situation.frozen is None and not situation.has_gradients,
         "unused-output", {"held": "", "shown": ""}, _froze, has_places=True,
     ),
-    "thaw": Kind(
+    "thaw": CallKind(
         lambda situation, call: situation.is_at_rest and situation.frozen is not None,
         "unused-output", {"held": "", "shown": ""}, _thawed,
     ),
-    "new_optimizer": Kind(_at_rest, leads=_dropped_states),
-    "rate": Kind(_not_waiting, choices={"half": "", "double": ""}),
+    "new_optimizer": CallKind(_at_rest, leads=_dropped_states),
+    "rate": CallKind(_not_waiting, choices={"half": "", "double": ""}),
     # Modules.
-    "mode": Kind(_not_waiting, choices={"eval": "", "train": ""}),
-    "convert": Kind(_at_rest, choices={"dtype": "", "device": ""}),
-    "cast": Kind(
+    "mode": CallKind(_not_waiting, choices={"eval": "", "train": ""}),
+    "convert": CallKind(_at_rest, choices={"dtype": "", "device": ""}),
+    "cast": CallKind(
         lambda situation, call: not situation.has_run and not situation.is_double and not situation.asked,
         "cast-after-init", leads=_cast,
     ),
-    "hook": Kind(_not_waiting, choices={"set": "", "remove": ""}, has_places=True),
+    "hook": CallKind(_not_waiting, choices={"set": "", "remove": ""}, has_places=True),
     # Settings of units.
-    "prefetch": Kind(_not_waiting, "explicit-prefetch", {"next": "", "previous": "", "none": ""}),
-    "reshard_after_forward": Kind(_at_rest, "unit-settings", {"yes": "", "no": ""}),
-    "divide": Kind(_at_rest, "unit-settings divide-factor", {"2": "", "4": ""}),
-    "recover": Kind(_always, "recovery fsdp2-api", leads=_recovered),
+    "prefetch": CallKind(_not_waiting, "explicit-prefetch", {"next": "", "previous": "", "none": ""}),
+    "reshard_after_forward": CallKind(_at_rest, "unit-settings", {"yes": "", "no": ""}),
+    "divide": CallKind(_at_rest, "unit-settings divide-factor", {"2": "", "4": ""}),
+    "recover": CallKind(_always, "recovery fsdp2-api", leads=_recovered),
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ _MARK = "_shardproof_call"
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class AdapterCall:
     """One call: of an adapter's method, or a phase of a step, with what the case does in it, such as the loss.
 
     Attributes:
@@ -74,7 +74,7 @@ class Course:
         self.implementation = implementation
         self.look: Callable[[], str] = str
         # Those of the step under way; steps before it are lines already, with their first and last number.
-        self._calls: collections.deque[Call] = collections.deque(maxlen=_MOST_CALLS + 1)
+        self._calls: collections.deque[AdapterCall] = collections.deque(maxlen=_MOST_CALLS + 1)
         self._microbatches: collections.Counter[str] = collections.Counter()
         self._steps: list[tuple[int, int, str]] = []
         self._has_more = False
@@ -109,7 +109,7 @@ class Course:
         with self.during(name, given):
             pass
 
-    def _begin(self, name: str, given: str) -> Call:
+    def _begin(self, name: str, given: str) -> AdapterCall:
         trains = name == "forward" and torch.is_grad_enabled() and not given
         if name in ("forward", "evaluation") and self._is_over:
             self._steps, self._has_more = self._listed_steps()
@@ -117,7 +117,7 @@ class Course:
             self._microbatches.clear()
             self._step, self._is_over = self._step + 1, False
         counts = trains or name == "backward"
-        return Call(name, self._step, self._microbatches[name] if counts else None, given)
+        return AdapterCall(name, self._step, self._microbatches[name] if counts else None, given)
 
     def listed(self) -> str:
         """List the calls that have ended, in one line; nothing if there were none."""
@@ -135,7 +135,7 @@ class Course:
         return steps[-_MOST_STEPS:], self._has_more or len(steps) > _MOST_STEPS
 
 
-def _listed(calls: Sequence[Call]) -> str:
+def _listed(calls: Sequence[AdapterCall]) -> str:
     named = [f"{one.name}{one.given}" for one in calls]
     return ", ".join([*(["..."] if len(named) > _MOST_CALLS else []), *named[-_MOST_CALLS:]])
 
@@ -208,12 +208,12 @@ def told(error: BaseException, courses: Sequence[Course], *, rank: int) -> tuple
     return location, "".join(f"\n{line}" for line in lines)
 
 
-def _mark_of(error: BaseException | None) -> tuple[Course, Call, str] | None:
+def _mark_of(error: BaseException | None) -> tuple[Course, AdapterCall, str] | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if (found := getattr(error, _MARK, None)) is not None:
-            mark: tuple[Course, Call, str] = found
+            mark: tuple[Course, AdapterCall, str] = found
             return mark
         error = error.__cause__ or error.__context__
     return None

@@ -204,7 +204,7 @@ class Shown:
         return f"replica {self.replica} (rank{'s' * (len(self.group) > 1)} {ranks})"
 
 
-class Evidence:
+class Coverage:
     """Remembers which tensors a run has shown on one rank, and judges what all ranks show.
 
     The model is that before it is prepared and sharded; ``shapes`` has the full shape of each parameter by name.

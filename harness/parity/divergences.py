@@ -16,7 +16,7 @@ from shardproof.harness.judging.elements import exact_difference, numbers_of
 from shardproof.harness.judging.finding import Finding, Location, Numbers, Stage
 from shardproof.harness.judging.numerics import Distance, distance
 from shardproof.harness.parity.comparison import Context, StepComparison
-from shardproof.harness.parity.explainer import Place
+from shardproof.harness.parity.explainer import ModuleFinding
 from shardproof.harness.tensors.pieces import index_at
 from shardproof.harness.watching.observation import Key, Observed
 
@@ -54,7 +54,7 @@ class OfStep:
     compared: int = 0
     unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def in_order(self) -> Iterator[Place]:
+    def in_order(self) -> Iterator[ModuleFinding]:
         """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
         comparison, context = self.comparison, self.comparison.context
         captured = comparison.oracle.captured
@@ -66,26 +66,28 @@ class OfStep:
             yield from self._events((one for one in of_this if one.is_forward), (number, 0), context)
             yield from self._findings(comparison.of_microbatch(number), (number, 1), where)
             yield from self._events((one for one in of_this if not one.is_forward), (number, 2), context)
-        places = self._findings(comparison.after_backward(), (len(comparison.sharded.outputs),))
-        yield from _as_backward_ran(places, comparison.baseline.captured)
+        findings = self._findings(comparison.after_backward(), (len(comparison.sharded.outputs),))
+        yield from _as_backward_ran(findings, comparison.baseline.captured)
 
     def lacking(self, parameter: str) -> list[str]:
         """Return the collectives that the unit of a parameter lacks in this step, and the other units have."""
         unit = next((unit.label for unit in self.units if parameter in unit.names), "")
         return lacking_collectives(self.trace, unit, root=ROOT) if unit else []
 
-    def _events(self, seen: Iterable[_Aligned], order: tuple[int, ...], context: Context) -> Iterator[Place]:
+    def _events(self, seen: Iterable[_Aligned], order: tuple[int, ...], context: Context) -> Iterator[ModuleFinding]:
         for one in seen:
             self.compared += 1
             if (found := _too_far(one, context)) is not None:
-                yield _place(one, found, order)
+                yield _of_event(one, found, order)
 
-    def _findings(self, findings: Iterator[Finding], order: tuple[int, ...], where: str = "") -> Iterator[Place]:
+    def _findings(
+        self, findings: Iterator[Finding], order: tuple[int, ...], where: str = ""
+    ) -> Iterator[ModuleFinding]:
         before = len(self.comparison.measured)
         for finding in findings:
             before = self._count(before)
             text = self._update(finding)
-            yield _place_of(dataclasses.replace(finding, text=finding.text + text), order, where)
+            yield _as_module_finding(dataclasses.replace(finding, text=finding.text + text), order, where)
         self._count(before)
 
     def _count(self, before: int) -> int:
@@ -130,13 +132,13 @@ class Exact:
     compared: int = 0
     unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def in_order(self) -> Iterator[Place]:
+    def in_order(self) -> Iterator[ModuleFinding]:
         """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
         for one in aligned(self.sharded, self.other, (), self.unseen):
             self.compared += 1
             if (found := self._different(one)) is not None:
-                yield _place(one, found, (0,))
-        yield from _as_backward_ran((_place_of(finding, (1,)) for finding in self.findings()), self.other)
+                yield _of_event(one, found, (0,))
+        yield from _as_backward_ran((_as_module_finding(finding, (1,)) for finding in self.findings()), self.other)
 
     def lacking(self, parameter: str) -> list[str]:
         """Nothing is known of the collectives of the step alone."""
@@ -189,19 +191,19 @@ def aligned(
     return found
 
 
-def _place_of(finding: Finding, order: tuple[int, ...], where: str = "") -> Place:
+def _as_module_finding(finding: Finding, order: tuple[int, ...], where: str = "") -> ModuleFinding:
     """Name the part of the model to which a tensor of a step's pictures belongs."""
     stage, name = finding.location.stage, finding.location.name or ""
     order = (*order, list(Stage).index(stage))
     if stage in _OF_PARAMETERS:
         parameter = name.partition(":")[0]
-        return Place(finding, order, parameter.rpartition(".")[0] or ROOT, parameter, where)
-    return Place(finding, order, ROOT if stage in (Stage.OUTPUT, Stage.LOSS) else "", "", where)
+        return ModuleFinding(finding, order, parameter.rpartition(".")[0] or ROOT, parameter, where)
+    return ModuleFinding(finding, order, ROOT if stage in (Stage.OUTPUT, Stage.LOSS) else "", "", where)
 
 
-def _place(one: _Aligned, finding: Finding, order: tuple[int, ...]) -> Place:
+def _of_event(one: _Aligned, finding: Finding, order: tuple[int, ...]) -> ModuleFinding:
     event = one.baseline
-    return Place(finding, (*order, one.position), event.module or ROOT, event.parameter, event.where)
+    return ModuleFinding(finding, (*order, one.position), event.module or ROOT, event.parameter, event.where)
 
 
 def _by_key(events: Sequence[Observed]) -> dict[Key, list[Observed]]:
@@ -238,13 +240,13 @@ def _distance(mine: torch.Tensor, other: torch.Tensor, exact: torch.Tensor) -> D
     return distance(mine, other, exact, magnitude=magnitude)
 
 
-def _as_backward_ran(places: Iterator[Place], events: Sequence[Observed]) -> Iterator[Place]:
+def _as_backward_ran(findings: Iterator[ModuleFinding], events: Sequence[Observed]) -> Iterator[ModuleFinding]:
     """Sort the gradients that diverge as backward made them; their comparison goes by name."""
     made: dict[str, int] = {}
     for event in events:
         if event.stage == Stage.OWN_GRADIENT:
             made.setdefault(event.parameter, len(made))
-    for stage, group in itertools.groupby(places, key=lambda place: place.finding.location.stage):
+    for stage, group in itertools.groupby(findings, key=lambda one: one.finding.location.stage):
         if stage != Stage.GRADIENT:
             yield from group
         else:

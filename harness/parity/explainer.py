@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.judging.explanation import Divergent, Explanation
+from shardproof.harness.judging.explanation import DivergentTensor, Explanation
 from shardproof.harness.judging.finding import Finding
 from shardproof.harness.watching.capture import Capture
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModuleFinding:
     """A tensor that diverges, and the part of the model to which it belongs."""
 
     finding: Finding
@@ -37,7 +37,7 @@ class Compared(Protocol):
     compared: int
     unseen: collections.Counter[str]
 
-    def in_order(self) -> Iterator[Place]:
+    def in_order(self) -> Iterator[ModuleFinding]:
         """Compare tensor by tensor in the order in which a step makes them, and yield those that diverge."""
 
     def lacking(self, parameter: str) -> list[str]:
@@ -94,8 +94,8 @@ class Explainer:
 
     def _look(self, number: int, compared: Compared, found: Explanation) -> None:
         """Look for the first divergence in one comparison, and add the number of tensors compared until then."""
-        places = compared.in_order()
-        first = next(places, None)
+        findings = compared.in_order()
+        first = next(findings, None)
         found.compared += compared.compared
         if first is None:
             return
@@ -103,9 +103,9 @@ class Explainer:
         also = [first]
         # What follows the first divergence may be too far from anything to be judged.
         with contextlib.suppress(RuntimeError):
-            also.extend(place for place in places if place.finding.location.stage == stage)
-        names = dict.fromkeys(place.finding.location.name or "" for place in also)
-        found.first = Divergent(
+            also.extend(one for one in findings if one.finding.location.stage == stage)
+        names = dict.fromkeys(one.finding.location.name or "" for one in also)
+        found.first = DivergentTensor(
             order=(number, *first.order), title=compared.title, location=first.finding.location, module=first.module,
             parameter=first.parameter, where=first.where, text=first.finding.text, guess=first.finding.guess,
             numbers=first.finding.numbers, also=tuple(filter(None, names)),

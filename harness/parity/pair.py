@@ -407,14 +407,14 @@ class Pair:
         what = "one process with the whole batch" if self._replay.is_single_process else "the baseline"
         raise_first([found for found, _, _ in everyone], title=f"the sharded run diverges from {what}")
         for index in range(len(steps)):
-            self.sharded.evidence.judge([shown[index] for _, shown, _ in everyone])
+            self.sharded.coverage.judge([shown[index] for _, shown, _ in everyone])
         difference = first_difference([trace for _, _, trace in everyone])
         if difference is not None:
             raise Divergence(f"collectives differ between ranks: {difference.text}", difference.location)
 
     def _counts(self, picture: StepPicture) -> dict[str, Counts]:
         """Count what this rank holds of gradients and optimizer state after the first step, where that can tell."""
-        can_tell = picture.parameters and self.sharded.evidence.can_tell(self._replay.frozen())
+        can_tell = picture.parameters and self.sharded.coverage.can_tell(self._replay.frozen())
         if not can_tell or self.adapter.config.shard_size == 1:
             return {}
         trained = self._replay.trained_numel()

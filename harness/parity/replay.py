@@ -266,7 +266,7 @@ class Replay:
             picture = on_host(picture_of(baseline.step(batches, **options), position))
         expected = oracle.step(batches, **options)
         kinds = states_per_parameter(oracle.optimizer)
-        return Replayed(dataclasses.replace(picture, evidence=None), on_host(expected), kinds)
+        return Replayed(dataclasses.replace(picture, coverage=None), on_host(expected), kinds)
 
     def _make(self) -> tuple[Run | Oracle, Oracle]:
         if self._made is None:

@@ -18,7 +18,7 @@ from shardproof.harness.collectives.units import UnitLookup, UnitSize, units_of
 from shardproof.harness.judging.finding import Divergence, Finding, Location, Stage
 from shardproof.harness.parity import course, coverage, protocol
 from shardproof.harness.parity.course import Course
-from shardproof.harness.parity.coverage import Evidence, Shown
+from shardproof.harness.parity.coverage import Coverage, Shown
 from shardproof.harness.parity.protocol import Tie, ties_of
 from shardproof.harness.parity.rank_state import Member
 from shardproof.harness.tensors import devices, memory, notes
@@ -129,16 +129,16 @@ class StepPicture:
     state: dict[str, dict[str, Piece]] | None = None
     gradient_numel: int | None = None  # the elements that the rank held of the gradients of its registered parameters
     # Checks that the shards of all ranks cover the model; None for pictures that no run took.
-    evidence: Evidence | None = None
+    coverage: Coverage | None = None
     captured: Sequence[Observed] = ()  # what the modules computed, in order; empty unless the case runs with capture on
 
     def show(self, *, step: int) -> Shown:
         """Return what this rank holds of the tensors that the run has not shown before."""
-        assert self.evidence is not None, "only pictures of a run show anything"
+        assert self.coverage is not None, "only pictures of a run show anything"
         stages = (
             (Stage.GRADIENT, self.gradients), (Stage.CLIPPED_GRADIENT, self.clipped), (Stage.PARAMETER, self.parameters)
         )  # fmt: skip
-        return self.evidence.show(stages, step=step)
+        return self.coverage.show(stages, step=step)
 
 
 class Phases:
@@ -223,7 +223,7 @@ class Run:
         units: the units of the model, the root's own last.
         recorder: records the collectives.
         perturbation: injects the delays.
-        evidence: what the run has shown of its pieces, and how large they may be.
+        coverage: what the run has shown of its pieces, and how large they may be.
         foreign: returns the addresses of storages in which no piece may lie, those of the baseline and the oracle.
         adapter: the adapter, with the sharded model.
         untied: the parameters that modules of the model share and those of the sharded one do not.
@@ -245,10 +245,10 @@ class Run:
         )
         self.recorder, self.perturbation = self._phases.recorder, self._phases.perturbation
         self.course = self._phases.course
-        self.evidence = Evidence(model, config=config, traits=implementation.traits, rank=member.index)
+        self.coverage = Coverage(model, config=config, traits=implementation.traits, rank=member.index)
         self.foreign: Callable[[], set[int]] = set
         prepared = options.prepare(model) if options.prepare else model
-        self.evidence.note_tensor_parallel(prepared)
+        self.coverage.note_tensor_parallel(prepared)
         # An implementation keeps these modules, whatever it puts around them or makes of their classes.
         every_name = prepared.named_modules(remove_duplicate=False)
         self._modules: dict[str, nn.Module] = {original_name(name): module for name, module in every_name}
@@ -335,7 +335,7 @@ class Run:
         captured = capture.taken(self.capture)
         self._peak.end()
         notes.tell("stepped")
-        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.evidence, captured)
+        return StepPicture(outputs, losses, gradients, norm, clipped, parameters, state, numel, self.coverage, captured)
 
     def original_module(self, name: str) -> nn.Module:
         """Return a module of the model as it was before sharding, for hooks of the harness and of cases.
@@ -371,15 +371,15 @@ class Run:
         if not self._options.pictures:
             return {}
         method: Literal["gradients", "parameters"] = "parameters" if stage == Stage.PARAMETER else "gradients"
-        pieces = protocol.pieces_of(self.adapter, method, self.evidence.shapes, untied=self.untied)
-        self.evidence.note_borrowed(stage, pieces, self.foreign)
+        pieces = protocol.pieces_of(self.adapter, method, self.coverage.shapes, untied=self.untied)
+        self.coverage.note_borrowed(stage, pieces, self.foreign)
         return {
             name: None if piece is None else self._copied((stage, name), piece)
             for name, piece in sorted(pieces.items())
         }
 
     def _state_picture(self) -> dict[str, dict[str, Piece]] | None:
-        state = protocol.state_of(self.adapter, self.evidence.shapes) if self._options.pictures else None
+        state = protocol.state_of(self.adapter, self.coverage.shapes) if self._options.pictures else None
         if state is None:
             return None
         return {
@@ -503,7 +503,7 @@ def sharded_run(
         before = memory.held_bytes(member.device) - memory.bytes_of(model.parameters())
     with member.stopwatch.during("sharding"):
         run = Run(member, implementation, model, config=config, options=options)
-    sizes = run.evidence.sizes
+    sizes = run.coverage.sizes
     if "parameters" in traits.shards and sizes.share and config.shard_size > 1:
         with member.stopwatch.during("leftovers"):
             held = memory.settled_bytes(member.device, limit=before + sizes.byte_limit) - before

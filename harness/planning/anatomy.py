@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters.config import Config
-from shardproof.harness.planning.request import Request
+from shardproof.harness.planning.request import PlanRequest
 from shardproof.harness.planning.subject import Built, Subject
 from shardproof.harness.tensors import private
 
@@ -94,7 +94,7 @@ def examine(model: nn.Module, wanted: Sequence[str]) -> Anatomy:
     return Anatomy(found, {name: type(model.get_submodule(name)).__name__ for name in names})
 
 
-def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) -> Built:
+def build(request: PlanRequest, subject: Subject, anatomy: Anatomy | None = None) -> Built:
     """Build the model of a request on the default device, in its dtype.
 
     With an anatomy its units are recomputed in backward, if the request asks for it. A model that cannot be built is a
@@ -109,7 +109,7 @@ def build(request: Request, subject: Subject, anatomy: Anatomy | None = None) ->
     return built
 
 
-def config_of(request: Request, anatomy: Anatomy, mesh: DeviceMesh) -> Config:
+def config_of(request: PlanRequest, anatomy: Anatomy, mesh: DeviceMesh) -> Config:
     """Return how the model is sharded."""
     return Config(
         mesh=mesh, units=tuple((name,) for name in anatomy.classes), precision=request.precision,

@@ -18,7 +18,7 @@ from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.planning import anatomy
 from shardproof.harness.planning.anatomy import Anatomy
-from shardproof.harness.planning.request import STATES, Mesh, Request, check, hosts_of, names_of
+from shardproof.harness.planning.request import STATES, Mesh, PlanRequest, check, hosts_of, names_of
 from shardproof.harness.planning.subject import ModelError, Subject, subject_of, why
 from shardproof.harness.simulation.memory import Kind, extremes
 from shardproof.harness.simulation.tensors import Tensors
@@ -27,7 +27,7 @@ from shardproof.harness.simulation.world import simulated_world
 from shardproof.planfile import Dimension, Formula, Phase, Plan, Traffic, World
 
 
-def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
+def plan(request: PlanRequest, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
     """Simulate a step on each of several meshes of one kind, on hosts of ``node_size`` successive ranks.
 
     Raises:
@@ -60,7 +60,7 @@ def plan(request: Request, wanted: Sequence[Mesh], *, node_size: int) -> Plan:
     )  # fmt: skip
 
 
-def _adapter(request: Request, *, dimensions: int) -> type[Adapter]:
+def _adapter(request: PlanRequest, *, dimensions: int) -> type[Adapter]:
     adapter = registry.load(request.implementation)
     reason = adapter.availability("cpu")
     if reason is not None:
@@ -73,7 +73,7 @@ def _adapter(request: Request, *, dimensions: int) -> type[Adapter]:
     return adapter
 
 
-def _settings(request: Request, subject: Subject, adapter: type[Adapter]) -> dict[str, str]:
+def _settings(request: PlanRequest, subject: Subject, adapter: type[Adapter]) -> dict[str, str]:
     def name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
@@ -131,14 +131,14 @@ class Simulated:
     groups: list[tuple[int, ...]]  # the global ranks of its group along each dimension of the mesh
 
 
-def examined(request: Request, subject: Subject) -> Anatomy:
+def examined(request: PlanRequest, subject: Subject) -> Anatomy:
     """Build the model once, without memory, and find its units; a failure is a ValueError of one line."""
     with Tensors().without_memory():
         return anatomy.examine(anatomy.build(request, subject).model, request.units)
 
 
 def simulate(
-    request: Request,
+    request: PlanRequest,
     subject: Subject,
     known: Anatomy,
     adapter: type[Adapter],
@@ -176,7 +176,7 @@ def _named(by_kind: Mapping[Kind, int]) -> dict[str, int]:
 class _Script:
     """What a training script does itself: it builds the model, makes inputs and computes the loss."""
 
-    def __init__(self, request: Request, subject: Subject, known: Anatomy) -> None:
+    def __init__(self, request: PlanRequest, subject: Subject, known: Anatomy) -> None:
         self._request, self._subject, self._known = request, subject, known
         self._given: tuple[Any, ...] = ()
 
@@ -195,7 +195,7 @@ class _Script:
 
 
 @contextlib.contextmanager
-def _in_one_line(request: Request) -> Iterator[None]:
+def _in_one_line(request: PlanRequest) -> Iterator[None]:
     """Turn what a model raises where it meets tensors without memory into a ValueError."""
     try:
         yield
@@ -263,7 +263,7 @@ def traffic_of(trace: Trace, dimensions: Mapping[str, tuple[int, ...]], node_siz
 
 
 def _compared(
-    request: Request, known: Anatomy, adapter: type[Adapter], mesh: Mesh, found: Simulated, rows: Sequence[Traffic]
+    request: PlanRequest, known: Anatomy, adapter: type[Adapter], mesh: Mesh, found: Simulated, rows: Sequence[Traffic]
 ) -> Iterator[Formula]:
     """Set each formula beside the simulated number."""
     for kind, formula in _memory_formulas(request, known, adapter, shards=mesh[-1]):
@@ -276,7 +276,7 @@ def _compared(
 
 
 def _memory_formulas(
-    request: Request, known: Anatomy, adapter: type[Adapter], *, shards: int
+    request: PlanRequest, known: Anatomy, adapter: type[Adapter], *, shards: int
 ) -> Iterator[tuple[str, Formula]]:
     """What a rank holds for as long as the model lives or the optimizer needs it, with its kind."""
     item, states = request.dtype.itemsize, STATES[request.optimizer]
@@ -293,7 +293,7 @@ def _memory_formulas(
 
 
 def _traffic_formulas(
-    request: Request, known: Anatomy, adapter: type[Adapter], mesh: Mesh
+    request: PlanRequest, known: Anatomy, adapter: type[Adapter], mesh: Mesh
 ) -> Iterator[tuple[str, str, Formula, Formula]]:
     """A step's collectives by dimension of the mesh and kind: their number, and their bytes.
 

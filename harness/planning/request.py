@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanRequest:
     """A training step of which memory and traffic are wanted."""
 
     model: str  # a known shape, or ``module:function``
@@ -57,7 +57,7 @@ class Request:
         return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=False)
 
 
-def check(request: Request, adapter: type[Adapter], *, dimensions: int) -> None:
+def check(request: PlanRequest, adapter: type[Adapter], *, dimensions: int) -> None:
     """Refuse, by a ValueError of one line, what an implementation cannot do on a mesh of as many dimensions."""
     reshards = request.reshard_after_forward
     needs: list[tuple[bool, Capability, str]] = [

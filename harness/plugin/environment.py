@@ -103,5 +103,7 @@ def _files(selection: Selection) -> Mapping[str, str]:
 
 
 def _job(fleet: Fleet) -> Torchrun:
-    place = fleet.place
-    return Torchrun(run_id=place.run_id, attempt=place.attempt, agent=place.agent, ranks=place.size, hosts=place.nodes)
+    process = fleet.process
+    return Torchrun(
+        run_id=process.run_id, attempt=process.attempt, agent=process.agent, ranks=process.size, hosts=process.nodes
+    )

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
 from shardproof.harness.judging.texts import rank_count
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import JobProcess
 
 DEFAULT_IMPLEMENTATIONS = ("reference",)
 """The implementations of a run without ``--impl``."""
@@ -49,12 +49,12 @@ class Asked:
 
     Attributes:
         given: the values of the command line, or their defaults, by the names of the options.
-        place: that of this process in a torchrun job, if it is the controller of one.
+        process: this process in a torchrun job, if it is the controller of one.
     """
 
-    def __init__(self, given: Mapping[str, Any], place: Place | None) -> None:
+    def __init__(self, given: Mapping[str, Any], process: JobProcess | None) -> None:
         self.given = {name: given.get(name, option.absent) for name, option in OPTIONS.items()}
-        self.place = place
+        self.process = process
         self._checked: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -68,10 +68,10 @@ class Asked:
         from shardproof.harness.tensors import devices  # late: it imports torch
 
         count = devices.count()
-        if self.place is None:
+        if self.process is None:
             return count
         # Every rank of the job has the device of its local rank.
-        return self.place.size if count >= self.place.local_size else 0
+        return self.process.size if count >= self.process.local_size else 0
 
 
 # The checks of the options. Each takes the value of the command line and returns the checked one, or raises ValueError
@@ -108,12 +108,13 @@ def _device(given: str, asked: Asked) -> str:
     device = "cpu" if asked["simulate"] else given
     shared = asked["ranks_per_gpu"]
     devices.check(device)
-    here, place = devices.accelerator(), asked.place
-    if place is not None and device == here and devices.count() < place.local_size:
-        has = (
-            f"torchrun started {rank_count(place.local_size)} on this host, which has {devices.count()} {here} devices"
+    here, process = devices.accelerator(), asked.process
+    if process is not None and device == here and devices.count() < process.local_size:
+        started, has = rank_count(process.local_size), f"{devices.count()} {here} devices"
+        raise ValueError(
+            f"--device {here}: torchrun started {started} on this host, which has {has}; start one rank for each "
+            "device, or use --device cpu"
         )
-        raise ValueError(f"--device {here}: {has}; start one rank for each device, or use --device cpu")
     count = asked.device_count
     if shared > 1 and not (count and here in Backend.backend_capability["gloo"]):
         why = f"gloo does not support tensors on {here}" if count else "torch finds no accelerator here"
@@ -125,11 +126,13 @@ def _device(given: str, asked: Asked) -> str:
 def _world(text: str | None, asked: Asked) -> tuple[int, ...] | None:
     if text is None:
         return None
-    sizes, place = _sizes("--world", text, example="2,4"), asked.place
+    sizes, process = _sizes("--world", text, example="2,4"), asked.process
     device, count, shared = asked["device"], asked.device_count, asked["ranks_per_gpu"]
     for size in sizes:
-        if place is not None and size > place.size:
-            raise ValueError(f"--world {size}: torchrun started {rank_count(place.size)}; start {size} or leave it out")
+        if process is not None and size > process.size:
+            raise ValueError(
+                f"--world {size}: torchrun started {rank_count(process.size)}; start {size} or leave it out"
+            )
         if device != "cpu" and size > count * shared:
             alone = "; a rank needs one of its own" if shared == 1 else ""
             raise ValueError(f"--world {size}: {there_are(count, shared, device)}{alone}")
@@ -252,14 +255,14 @@ def _ranks_per_gpu(ranks: int | None, asked: Asked) -> int:
         raise ValueError(f"{given}: expected a positive number of ranks")
     if asked.given["device"] == "cpu":
         raise ValueError(f"{given}: --device cpu uses no GPU; leave one of them out")
-    if asked.place is not None:
+    if asked.process is not None:
         raise ValueError(f"{given}: torchrun started the ranks, each for a GPU of its own; run pytest without it")
     return ranks
 
 
 def _check_collectives(checks: bool, asked: Asked) -> bool:
-    if checks and asked.place is not None and asked.place.nodes > 1:
-        started = f"torchrun started ranks on {asked.place.nodes} hosts"
+    if checks and asked.process is not None and asked.process.nodes > 1:
+        started = f"torchrun started ranks on {asked.process.nodes} hosts"
         raise ValueError(f"--check-collectives: {started}, which cannot read each other's boards; leave it out")
     return checks
 
@@ -281,7 +284,7 @@ def _simulate(text: str | None, asked: Asked) -> tuple[int, ...]:
             check_world(size)
         except ValueError as error:
             raise ValueError(f"--simulate {text}: {error}") from None
-    if asked.place is not None:
+    if asked.process is not None:
         raise ValueError(
             "--simulate: torchrun started ranks, which simulated worlds do not need; run pytest without it"
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof import folders
 from shardproof.door import PARTIAL, content
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import JobProcess
 
 Key = tuple[str, str]
 """The implementation and the id of a case."""
@@ -29,8 +29,8 @@ class Resuming:
         exit_code: that of the run if an earlier attempt has completed it; None otherwise.
     """
 
-    def __init__(self, report: pathlib.Path, place: Place) -> None:
-        self._place = place
+    def __init__(self, report: pathlib.Path, process: JobProcess) -> None:
+        self._process = process
         target = report.resolve()
         self._partial = target.with_name(target.name + PARTIAL)
         self._earlier = target.with_name(target.name + ".earlier")
@@ -64,8 +64,8 @@ class Resuming:
 
         Torch elastic does not count all restarts, and its ids may be alike; the process of torchrun is one.
         """
-        same_agent = job.get("agent") == self._place.agent
-        return job.get("run_id") == self._place.run_id and (same_agent or job["attempt"] < self._place.attempt)
+        same_agent = job.get("agent") == self._process.agent
+        return job.get("run_id") == self._process.run_id and (same_agent or job["attempt"] < self._process.attempt)
 
     def begin(self, key: Key) -> None:
         """Note that a case is about to run; threads may call this."""

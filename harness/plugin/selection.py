@@ -12,7 +12,7 @@ from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.capability import Capability, Hardware
 from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin.options import OPTIONS, Asked, Options, there_are
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import JobProcess
 
 if TYPE_CHECKING:
     from shardproof.harness.adapters.base import Adapter
@@ -88,24 +88,24 @@ class Selection(Options):
         return ""
 
 
-def resolve(*, place: Place | None = None, **given: Any) -> Selection:
+def resolve(*, process: JobProcess | None = None, **given: Any) -> Selection:
     """Check the values of the command line, by the names of their options; one that is not given has its default.
 
-    ``place`` is that of this process in a torchrun job, if it is the controller of one.
+    ``process`` is this process in a torchrun job, if it is the controller of one.
 
     Raises:
         ValueError: an implementation or the device is not available here, or a value is not valid. The message is one
             line.
     """
     assert given.keys() <= OPTIONS.keys(), "an option has a row"
-    asked = Asked(given, place)
+    asked = Asked(given, process)
     checked = {name: asked[name] for name in OPTIONS}
     adapters, not_imported = _adapters(asked["impl"], asked["device"])
     return Selection(
         **checked,
         implementations=adapters,
         device_count=asked.device_count,
-        job_size=None if place is None else place.size,
+        job_size=None if process is None else process.size,
         not_imported=not_imported,
     )
 

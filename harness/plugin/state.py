@@ -27,7 +27,7 @@ from shardproof.harness.plugin.torchrun import FLEET
 from shardproof.harness.worlds import scratch
 from shardproof.harness.worlds.pool import Pool
 from shardproof.harness.worlds.torchrun.fleet_pool import FleetPool
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import JobProcess
 from shardproof.runfile import Effort
 
 _ERRORS = "shardproof_usage_errors"
@@ -95,7 +95,7 @@ class State:
             pytest.UsageError: an option has a value that is not valid or not available here.
         """
         try:
-            return selection.resolve(**command_line.values(self._config), place=self.place)
+            return selection.resolve(**command_line.values(self._config), process=self.process)
         except ValueError as error:
             raise pytest.UsageError(str(error)) from None
 
@@ -116,10 +116,10 @@ class State:
             raise pytest.UsageError(str(error)) from None
 
     @property
-    def place(self) -> Place | None:
-        """The place of this process in a job of torchrun, if it is the controller of one."""
+    def process(self) -> JobProcess | None:
+        """This process in a job of torchrun, if it is the controller of one."""
         fleet = self._config.stash.get(FLEET, None)
-        return None if fleet is None else fleet.place
+        return None if fleet is None else fleet.process
 
     @property
     def seconds_to_draw(self) -> float | None:
@@ -233,8 +233,8 @@ class State:
         runs_nothing = any(getattr(self._config.option, name, False) for name in _WITHOUT_RUN)
         if not path or self.is_worker or runs_nothing:
             return
-        if self.place is not None:
-            self.resuming = Resuming(pathlib.Path(path), self.place)
+        if self.process is not None:
+            self.resuming = Resuming(pathlib.Path(path), self.process)
             if (code := self.resuming.exit_code) is not None:
                 pytest.exit(f"the run is complete, with exit code {code}, since an earlier attempt of the job", code)
         try:

@@ -10,7 +10,7 @@ from shardproof.harness.plugin import command_line
 from shardproof.harness.plugin.packaged import is_suites
 from shardproof.harness.worlds.torchrun import meeting, supervisor
 from shardproof.harness.worlds.torchrun.fleet import Fleet
-from shardproof.harness.worlds.torchrun.meeting import Place
+from shardproof.harness.worlds.torchrun.meeting import JobProcess
 
 FLEET = pytest.StashKey[Fleet]()
 """The key of the job's processes in the configuration of its controller."""
@@ -18,16 +18,16 @@ FLEET = pytest.StashKey[Fleet]()
 
 def register(manager: pytest.PytestPluginManager) -> None:
     """Take part in a job of torchrun, if there is one and this run is of shardproof."""
-    place = meeting.place()
-    if place is not None:
-        manager.register(_Controller(place) if place.is_controller else _Supervisor(place))
+    process = meeting.this_process()
+    if process is not None:
+        manager.register(_Controller(process) if process.is_controller else _Supervisor(process))
 
 
 class _Controller:
     """Finds the other processes of the job before the run, and ends them with the exit code of the run."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, process: JobProcess) -> None:
+        self._process = process
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_cmdline_main(
@@ -41,7 +41,7 @@ class _Controller:
                 "leave out -n"
             )
         try:
-            fleet = config.stash[FLEET] = Fleet(self._place)
+            fleet = config.stash[FLEET] = Fleet(self._process)
         except OSError as error:
             raise pytest.UsageError(f"the job of torchrun cannot start: {error}") from None
         code: pytest.ExitCode | int | None = pytest.ExitCode.INTERNAL_ERROR
@@ -53,17 +53,17 @@ class _Controller:
 
     def pytest_report_header(self, config: pytest.Config) -> str:
         """Name the job."""
-        place = self._place
-        hosts = f"{place.nodes} host{'s' * (place.nodes > 1)}"
-        attempt = f", attempt {place.attempt + 1}" if place.attempt else ""
-        return f"torchrun: {rank_count(place.size)} on {hosts}{attempt}" if FLEET in config.stash else ""
+        process = self._process
+        hosts = f"{process.nodes} host{'s' * (process.nodes > 1)}"
+        attempt = f", attempt {process.attempt + 1}" if process.attempt else ""
+        return f"torchrun: {rank_count(process.size)} on {hosts}{attempt}" if FLEET in config.stash else ""
 
 
 class _Supervisor:
     """Serves the controller in place of a run of its own."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, process: JobProcess) -> None:
+        self._process = process
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_cmdline_main(self, config: pytest.Config) -> int | None:
@@ -71,7 +71,7 @@ class _Supervisor:
             return None
         if _asked_workers(config):  # which the controller refuses
             return pytest.ExitCode.USAGE_ERROR
-        return supervisor.main(self._place)
+        return supervisor.main(self._process)
 
 
 def end_for_a_restart(item: pytest.Item, *, has_journal: bool) -> None:
@@ -81,7 +81,7 @@ def end_for_a_restart(item: pytest.Item, *, has_journal: bool) -> None:
     begin anew.
     """
     fleet = item.config.stash.get(FLEET, None)
-    if fleet is not None and fleet.lost and has_journal and fleet.place.may_restart:
+    if fleet is not None and fleet.lost and has_journal and fleet.process.may_restart:
         item.session.shouldstop = f"{fleet.lost[0]}; torchrun restarts the job"
 
 

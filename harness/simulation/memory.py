@@ -60,15 +60,15 @@ _COPIES_INTO = ("aten::copy_", "aten::_foreach_copy_", "aten::split_with_sizes_c
 
 
 @dataclasses.dataclass(eq=False)
-class Block:
-    """One storage."""
+class Allocation:
+    """One storage, from its allocation until it is freed."""
 
     nbytes: int  # its size in bytes, as last seen; 0 once it is freed
     made_by: str
     phase: str
     kind: Kind = Kind.ACTIVATIONS
     # Of what it is a copy, where it was made or written by an operator that copies.
-    sources: list[weakref.ref["Block"]] = dataclasses.field(default_factory=list)
+    sources: list[weakref.ref["Allocation"]] = dataclasses.field(default_factory=list)
     reference: Any = None
 
 
@@ -93,7 +93,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class _Change:
-    block: Block
+    allocation: Allocation
     delta: int
     step: int
     phase: str
@@ -106,9 +106,9 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.step, self.phase = -1, ""
-        self._live: dict[int, Block] = {}
+        self._live: dict[int, Allocation] = {}
         self._changes: list[_Change] = []
-        self._reduced: list[Block] = []
+        self._reduced: list[Allocation] = []
         self._operator = ""
         self.is_paused = False
 
@@ -148,90 +148,90 @@ class Ledger(TorchDispatchMode):
         name = func._schema.name
         self._operator = name
         result = func(*args, **(kwargs or {}))
-        made = [self.block_of(tensor) for tensor in tensors_of(result)]
+        made = [self.allocation_of(tensor) for tensor in tensors_of(result)]
         if name.startswith(_COPIES):
             self._note_copies(func, name, args, kwargs or {}, made)
         if (kind := kind_of(name)) is not None:
             self._note_collective(kind, func, args, kwargs or {}, made)
         return result
 
-    def block_of(self, tensor: torch.Tensor) -> Block:
+    def allocation_of(self, tensor: torch.Tensor) -> Allocation:
         """Return the storage of a tensor; one that was made outside of every context is counted from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        block = self._live.get(key)
-        if block is None:
-            block = Block(0, self._operator, self.phase)
-            block.reference = weakref.ref(storage, lambda _: self._freed(key))
-            self._live[key] = block
-        if (nbytes := storage.nbytes()) != block.nbytes:
-            self._change(block, nbytes)
-        return block
+        allocation = self._live.get(key)
+        if allocation is None:
+            allocation = Allocation(0, self._operator, self.phase)
+            allocation.reference = weakref.ref(storage, lambda _: self._freed(key))
+            self._live[key] = allocation
+        if (nbytes := storage.nbytes()) != allocation.nbytes:
+            self._change(allocation, nbytes)
+        return allocation
 
     def mark_sharded(self, others: Iterable[torch.Tensor]) -> None:
         """Note that what is held now is for shards, but for these other tensors: after a model was sharded.
 
         A rank may hold a share of which no parameter shows anything, such as the padding behind the last one.
         """
-        apart = {id(self.block_of(tensor)) for tensor in others}
-        for block in self._live.values():
-            if id(block) not in apart:
-                _mark(block, Kind.SHARDS)
+        apart = {id(self.allocation_of(tensor)) for tensor in others}
+        for allocation in self._live.values():
+            if id(allocation) not in apart:
+                _mark(allocation, Kind.SHARDS)
 
     def mark_reduced(self) -> None:
         """Note that what reductions have written and what is still held is for gradients: after backward."""
-        for block in self._reduced:
-            if block.nbytes:
-                _mark(block, Kind.GRADIENTS)
+        for allocation in self._reduced:
+            if allocation.nbytes:
+                _mark(allocation, Kind.GRADIENTS)
         self._reduced.clear()
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: Kind) -> None:
         """Note what tensors are for; what they are for already stays if it comes before."""
         for tensor in tensors:
-            _mark(self.block_of(local_of(tensor)), kind)
+            _mark(self.allocation_of(local_of(tensor)), kind)
 
     def _freed(self, key: int) -> None:
         self._change(self._live.pop(key), 0)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        block = self._live.get(storage._cdata)
-        if block is not None and block.nbytes != storage.nbytes():
-            self._change(block, storage.nbytes())
+        allocation = self._live.get(storage._cdata)
+        if allocation is not None and allocation.nbytes != storage.nbytes():
+            self._change(allocation, storage.nbytes())
 
-    def _change(self, block: Block, nbytes: int) -> None:
-        if nbytes != block.nbytes:
-            self._changes.append(_Change(block, nbytes - block.nbytes, self.step, self.phase, self._operator))
-            block.nbytes = nbytes
+    def _change(self, allocation: Allocation, nbytes: int) -> None:
+        if nbytes != allocation.nbytes:
+            self._changes.append(_Change(allocation, nbytes - allocation.nbytes, self.step, self.phase, self._operator))
+            allocation.nbytes = nbytes
 
-    def _note_copies(self, func: Any, name: str, args: Any, kwargs: Any, made: list[Block]) -> None:
+    def _note_copies(self, func: Any, name: str, args: Any, kwargs: Any, made: list[Allocation]) -> None:
         written, read = _written_and_read(func, args, kwargs)
-        into = [self.block_of(tensor) for tensor in written] or made
-        sources = [self.block_of(tensor) for tensor in read]
+        into = [self.allocation_of(tensor) for tensor in written] or made
+        sources = [self.allocation_of(tensor) for tensor in read]
         if self.phase == "backward":
-            for block in into:
-                block.sources += [weakref.ref(source) for source in sources if source is not block]
+            for allocation in into:
+                allocation.sources += [weakref.ref(source) for source in sources if source is not allocation]
         if name.startswith(_COPIES_INTO) and written and any(one.kind == Kind.GATHERED for one in sources):
-            for block in into:
-                _mark(block, Kind.GATHERED)
+            for allocation in into:
+                _mark(allocation, Kind.GATHERED)
 
-    def _note_collective(self, kind: str, func: Any, args: Any, kwargs: Any, made: list[Block]) -> None:
-        involved = {id(block): block for block in made}
+    def _note_collective(self, kind: str, func: Any, args: Any, kwargs: Any, made: list[Allocation]) -> None:
+        involved = {id(allocation): allocation for allocation in made}
         for tensor in tensors_of([args, kwargs]):
-            block = self.block_of(tensor)
-            involved[id(block)] = block
+            allocation = self.allocation_of(tensor)
+            involved[id(allocation)] = allocation
         if kind in ("all_gather", "broadcast"):
-            for block in involved.values():
-                _mark(block, Kind.GATHERED)
+            for allocation in involved.values():
+                _mark(allocation, Kind.GATHERED)
         elif kind in ("reduce_scatter", "all_reduce", "reduce"):
             written, _ = _written_and_read(func, args, kwargs)
-            self._reduced += made if kind == "reduce_scatter" and not written else map(self.block_of, written)
-            for block in involved.values():
-                self._mark_sources(block)
-                _mark(block, Kind.REDUCTION)
+            self._reduced += made if kind == "reduce_scatter" and not written else map(self.allocation_of, written)
+            for allocation in involved.values():
+                self._mark_sources(allocation)
+                _mark(allocation, Kind.REDUCTION)
 
-    def _mark_sources(self, block: Block) -> None:
+    def _mark_sources(self, allocation: Allocation) -> None:
         """Note of what a reduction's input is a copy: whole gradients, as autograd has made them."""
-        waiting, seen = [block], {id(block)}
+        waiting, seen = [allocation], {id(allocation)}
         while waiting:
             one = waiting.pop()
             sources, one.sources = one.sources, []
@@ -248,9 +248,9 @@ class Ledger(TorchDispatchMode):
     def held(self) -> Usage:
         """Return what is held now."""
         by_kind: dict[Kind, int] = {}
-        for block in self._live.values():
-            if block.nbytes:
-                by_kind[block.kind] = by_kind.get(block.kind, 0) + block.nbytes
+        for allocation in self._live.values():
+            if allocation.nbytes:
+                by_kind[allocation.kind] = by_kind.get(allocation.kind, 0) + allocation.nbytes
         return Usage(self.step, self.phase, _in_order(by_kind))
 
     def peak(
@@ -264,13 +264,13 @@ class Ledger(TorchDispatchMode):
         held: dict[Kind, int] = dict.fromkeys(Kind, 0)
         total, best, found = 0, -1, None
         for change in self._changes:
-            if change.block.kind not in kinds:
+            if change.allocation.kind not in kinds:
                 continue
             counts = step in (None, change.step) and phase in (None, change.phase)
             if counts and total > best:
                 # What was held when the phase began counts too.
                 best, found = total, Usage(change.step, change.phase, _in_order(held), "")
-            held[change.block.kind] += change.delta
+            held[change.allocation.kind] += change.delta
             total += change.delta
             if counts and total > best:
                 best, found = total, Usage(change.step, change.phase, _in_order(held), change.during)
@@ -313,9 +313,9 @@ def _shapes_of_dtensors(ledger: Ledger) -> Iterator[None]:
         private.put(path, computes)
 
 
-def _mark(block: Block, kind: Kind) -> None:
-    if _RANKS[kind] < _RANKS[block.kind]:
-        block.kind = kind
+def _mark(allocation: Allocation, kind: Kind) -> None:
+    if _RANKS[kind] < _RANKS[allocation.kind]:
+        allocation.kind = kind
 
 
 def _in_order(by_kind: dict[Kind, int]) -> dict[Kind, int]:
@@ -369,7 +369,7 @@ def extremes(ledger: Ledger, *, step: int, parts: Sequence[Sequence[str]]) -> li
         index = part_of.get(change.phase) if change.step == step else None
         if index is not None:
             begin(index)
-        held[change.block.kind] += change.delta
+        held[change.allocation.kind] += change.delta
         if index is not None:
             found[index].note(held)
     begin(len(parts) - 1)

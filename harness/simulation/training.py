@@ -25,7 +25,7 @@ PHASES = ("build", "shard", "inputs", "around", "forward", "backward", "clip", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class LocalTensorMeta:
     """The shape of what one rank holds of a tensor, and its dtype without the "torch." prefix."""
 
     shape: tuple[int, ...]
@@ -122,11 +122,11 @@ class Simulation:
         memory.collect_garbage()
         return self.ledger.held()
 
-    def layout(self) -> dict[str, Layout]:
+    def layout(self) -> dict[str, LocalTensorMeta]:
         """Return what this rank holds of each parameter, by names of the original model."""
         return {name: _layout(value) for name, value in self.adapter.held_parameters().items()}
 
-    def optimizer_layout(self) -> dict[str, dict[str, Layout]]:
+    def optimizer_layout(self) -> dict[str, dict[str, LocalTensorMeta]]:
         """Return what this rank holds of each parameter's optimizer state, by key."""
         optimizer = self.adapter.optimizer
         if optimizer is None:
@@ -188,9 +188,9 @@ class Simulation:
             self.ledger.mark(tensors_of(list(optimizer.state.values())), Kind.OPTIMIZER)
 
 
-def _layout(tensor: torch.Tensor) -> Layout:
+def _layout(tensor: torch.Tensor) -> LocalTensorMeta:
     local = local_of(tensor)
-    return Layout(tuple(local.shape), str(local.dtype).removeprefix("torch."))
+    return LocalTensorMeta(tuple(local.shape), str(local.dtype).removeprefix("torch."))
 
 
 # Which implementations can be simulated: each is tried on a small model in a world of two ranks.

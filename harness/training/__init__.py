@@ -10,7 +10,8 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``invariants``: what holds in each right training: replicas are equal, data differ, the norm is that of all gradients;
   ``updates``, which optimizers have what trains, and whether they move it.
 - ``request``: what a check is asked for; ``starting``: a check from Python.
-- ``checking``: a check on the ranks of a world; ``trainee``: the training in one process, of the run or the reference.
+- ``checking``: a check on the ranks of a world; ``trained_model``: the training in one process, of the run or the
+  reference.
 - ``reference``: the process of the reference. ``sides``, what the run, the baseline and the oracle have seen of a step;
   ``judge``, the first stage that diverges, and ``causes``, what it looks like; ``initial``, parameters before the first
   step; ``outcome``, what is said.

@@ -12,7 +12,7 @@ from shardproof.harness.judging import numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.training.evidence import Evidence, Start
-from shardproof.harness.training.recording import Recorded, Seen
+from shardproof.harness.training.recording import Recorded, RecordedEvent
 from shardproof.harness.watching.assembly import Held, full_tensor
 from shardproof.harness.watching.records import ForwardRecord, Gradient, GradientRecord, Inputs, Parameter, StepRecord
 
@@ -32,7 +32,7 @@ Key = tuple[Stage, str, str, int]
 
 
 @dataclasses.dataclass
-class Tensors(GradientRecord):
+class StepTensors(GradientRecord):
     """The tensors of a step that ranks have parts of: gradients, parameters before and after it, and states."""
 
     initial: dict[str, Gradient] = dataclasses.field(default_factory=dict)
@@ -45,14 +45,14 @@ class Tensors(GradientRecord):
 _MOST_PLACES = 1 << 22
 
 
-def _are_few(gradients: Sequence[Tensors], records: Sequence[StepRecord]) -> bool:
+def _are_few(gradients: Sequence[StepTensors], records: Sequence[StepRecord]) -> bool:
     """Whether there are far fewer own gradients than places for them."""
     names = {name for one in gradients for name in one.own}
     places = max(1, len(names)) * len(records) * max(max(one.backwards, one.forwards.count) for one in records)
     return places > _MOST_PLACES + 64 * sum(len(parts) for one in gradients for parts in one.own.values())
 
 
-class Step:
+class RecordedStep:
     """One step of a recording."""
 
     def __init__(self, recorded: Recorded, step: int) -> None:
@@ -140,30 +140,30 @@ class Step:
         return torch.stack(found).sum(0) if found else None
 
 
-def name_of_seen(seen: Seen) -> str:
+def name_of_seen(seen: RecordedEvent) -> str:
     """Return the name of a tensor of a parameter: that of the parameter, and the key of a state behind a colon."""
     return f"{seen.parameter}:{seen.state}" if seen.state else seen.parameter
 
 
-def key_of(seen: Seen) -> Key:
+def key_of(seen: RecordedEvent) -> Key:
     """Return what a tensor is in whatever microbatch."""
     # A module that is called twice in a microbatch has two outputs.
     number = seen.call * 1000 + seen.index if seen.stage not in (Stage.OWN_GRADIENT, Stage.LOSS) else seen.index
     return seen.stage, seen.parameter or seen.module, seen.state, number
 
 
-def _by_key(every: Iterable[tuple[int, Seen]]) -> dict[Key, dict[Part, Seen]]:
+def _by_key(every: Iterable[tuple[int, RecordedEvent]]) -> dict[Key, dict[Part, RecordedEvent]]:
     """Return what ranks have recorded of single microbatches."""
-    found: dict[Key, dict[Part, Seen]] = {}
+    found: dict[Key, dict[Part, RecordedEvent]] = {}
     for rank, one in every:
         if one.stage in OF_DATA:
             found.setdefault(key_of(one), {})[rank, one.microbatch] = one
     return found
 
 
-def _tensors_of(seen: Sequence[Seen]) -> Tensors:
+def _tensors_of(seen: Sequence[RecordedEvent]) -> StepTensors:
     """Return the parts of tensors that a rank has recorded."""
-    made = Tensors()
+    made = StepTensors()
     for one in seen:
         if one.layout is None:
             continue
@@ -175,7 +175,7 @@ def _tensors_of(seen: Sequence[Seen]) -> Tensors:
     return made
 
 
-def _record(rank: int, step: int, seen: Sequence[Seen], tensors: Tensors) -> StepRecord:
+def _record(rank: int, step: int, seen: Sequence[RecordedEvent], tensors: StepTensors) -> StepRecord:
     inputs: dict[int, list[tuple[int, ...]]] = {}
     parameters: dict[str, Parameter] = {}
     for one in seen:
@@ -188,7 +188,7 @@ def _record(rank: int, step: int, seen: Sequence[Seen], tensors: Tensors) -> Ste
     return StepRecord(rank, step, backwards, ForwardRecord(len(inputs), batches), tensors, parameters)
 
 
-def components_of(ref: Step, run: Step) -> list[tuple[list[Part], list[Part]]]:
+def components_of(ref: RecordedStep, run: RecordedStep) -> list[tuple[list[Part], list[Part]]]:
     """Return the sets of microbatches of both that no row connects to others; one set where rows are not known."""
     sides = (ref, run)
     parts = [side.parts for side in sides]
@@ -213,7 +213,7 @@ def components_of(ref: Step, run: Step) -> list[tuple[list[Part], list[Part]]]:
     return list(found.values())
 
 
-def norm_of(step: Step, rank: int, seen: Seen) -> float | None:
+def norm_of(step: RecordedStep, rank: int, seen: RecordedEvent) -> float | None:
     """Return a total norm: of one that is still to be made over ranks, what it will be."""
     found = [[one for one in own if one.stage is Stage.TOTAL_NORM and one.call == seen.call] for own in step.seen]
     if not found[rank]:
@@ -224,7 +224,7 @@ def norm_of(step: Step, rank: int, seen: Seen) -> float | None:
     return math.sqrt(sum(value * value for value in values)) if pending else values[0]
 
 
-def values_of(step: Step, rank: int, seen: Seen) -> torch.Tensor | None:
+def values_of(step: RecordedStep, rank: int, seen: RecordedEvent) -> torch.Tensor | None:
     """Assemble a full tensor from the values that ranks have recorded, in float64; None if some are missing."""
     parts: dict[Box, Held] = {}
     for own in [rank, *(one for one in range(len(step.seen)) if one != rank)]:

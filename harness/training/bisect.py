@@ -20,7 +20,7 @@ class Axis:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """How a trial ended. Two trials fail alike if their verdict, stage and signature are the same.
 
     Attributes:
@@ -41,7 +41,7 @@ class Outcome:
 Plan = frozenset[Axis]
 """The axes that are on."""
 
-Trial = Callable[[Plan], Outcome]
+Trial = Callable[[Plan], TrialOutcome]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Bisected:
         is_complete: whether the search ended before its trials did.
     """
 
-    first: Outcome
+    first: TrialOutcome
     axes: tuple[Axis, ...]
     smallest: tuple[Axis, ...]
     cures: tuple[tuple[Axis, ...], ...]
@@ -97,12 +97,12 @@ class _Search:
 
     def __init__(self, axes: Sequence[Axis], trial: Trial, most: int) -> None:
         self._axes, self._full, self._trial, self._most = axes, frozenset(axes), trial, most
-        self.outcomes: dict[Plan, Outcome] = {}
+        self.outcomes: dict[Plan, TrialOutcome] = {}
         self.first = self._of(self._full)
         self.smallest = list(axes)
         self.cures: list[tuple[Axis, ...]] = []
 
-    def _of(self, plan: Plan) -> Outcome:
+    def _of(self, plan: Plan) -> TrialOutcome:
         if plan not in self.outcomes:
             if len(self.outcomes) >= self._most:
                 raise _Spent

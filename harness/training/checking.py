@@ -16,7 +16,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.reference import Answer, Reference, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
-from shardproof.harness.training.trainee import Trainee, digest_of, save
+from shardproof.harness.training.trained_model import TrainedModel, digest_of, save
 
 Exchange = Callable[[Any], list[Any]]
 """Gathers one value from every rank, in rank order."""
@@ -57,16 +57,16 @@ def check(
             reference = Reference(request, folder, device=device, backend=backend, explains=explains)
             stack.callback(reference.close)
         functions = switches.over(functions_of(request))
-        trainee = _together(exchange, lambda: Trainee(request, functions, "run", mesh, device, explains=explains))
-        stack.callback(trainee.close)
-        _refuse(exchange(_shapes(trainee)), exchange(_random(trainee.model)))
-        trainee.know(exchange(trainee.flat), rank)
-        save(file_of(folder, rank, -1), trainee.state())
+        trained = _together(exchange, lambda: TrainedModel(request, functions, "run", mesh, device, explains=explains))
+        stack.callback(trained.close)
+        _refuse(exchange(_shapes(trained)), exchange(_random(trained.model)))
+        trained.know(exchange(trained.flat), rank)
+        save(file_of(folder, rank, -1), trained.state())
         answers: list[Answer] = []
         for step in range(request.steps + 1):
             # A step is judged while the next one trains.
             if step < request.steps:
-                _train(request, trainee, step, rank=rank, folder=folder, exchange=exchange)
+                _train(request, trained, step, rank=rank, folder=folder, exchange=exchange)
             if step > 0:
                 told = exchange(reference.answer(step - 1) if reference is not None else None)
                 (answer,) = [one for one in told if one]
@@ -85,12 +85,12 @@ def check(
 
 
 def _train(
-    request: Request, trainee: Trainee, step: int, *, rank: int, folder: str, exchange: Exchange
+    request: Request, trained: TrainedModel, step: int, *, rank: int, folder: str, exchange: Exchange
 ) -> None:  # fmt: skip
     """Train a step, and write what this rank has seen of it; when this returns, all ranks have."""
-    microbatches = _together(exchange, lambda: trainee.data(step, request.data_rank(rank)))
+    microbatches = _together(exchange, lambda: trained.data(step, request.data_rank(rank)))
     generator = torch.get_rng_state()
-    seen = trainee.step(microbatches)
+    seen = trained.step(microbatches)
     more = {"forwards": seen.forwards, "norm_types": seen.norm_types, "is_fully_sharded": seen.is_fully_sharded}
     data = list(map(digest_of, microbatches))
     save(file_of(folder, rank, step, "events"), seen.events, data=data, **more)
@@ -112,9 +112,9 @@ def _together(exchange: Exchange, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _shapes(trainee: Trainee) -> dict[str, tuple[int, ...]]:
-    named = trainee.watch.model.parameters()
-    return {name: () if name in trainee.flat else tuple(parameter.shape) for name, parameter in named}
+def _shapes(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
+    named = trained.watch.model.parameters()
+    return {name: () if name in trained.flat else tuple(parameter.shape) for name, parameter in named}
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -14,17 +14,17 @@ from shardproof.door import BadFile, printable
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.judging.texts import rank_count, ranks_of
-from shardproof.harness.training.alignment import Key, Step, key_of, name_of_seen
+from shardproof.harness.training.alignment import Key, RecordedStep, key_of, name_of_seen
 from shardproof.harness.training.explaining import Explained
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.pairs import Judged, Pair, what
-from shardproof.harness.training.recording import Recorded, Seen
+from shardproof.harness.training.recording import Recorded, RecordedEvent
 
 _AT_STEP = Stage.CLIPPED_GRADIENT
 
 
 @dataclasses.dataclass
-class Divergent:
+class DivergentEvent:
     """The first event of a rank that diverges.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison:
     run: Recorded
     steps: list[int]
     compared: int = 0
-    divergent: list[Divergent] = dataclasses.field(default_factory=list)
+    divergent: list[DivergentEvent] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     rows: tuple[int, int] = (0, 0)
     largest: float = 0.0
@@ -113,7 +113,7 @@ def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> C
     pairs: list[Pair] = []
     passed = [_Passed(rank) for rank in range(len(run.ranks))]
     for step in steps:
-        pair = Pair(Step(ref, step), Step(run, step), distances, pairs)
+        pair = Pair(RecordedStep(ref, step), RecordedStep(run, step), distances, pairs)
         if (text := _other_data(pair, ref, run)) and not found.divergent:
             raise BadFile(text)
         if text:
@@ -152,7 +152,7 @@ class _Passed:
     before: tuple[str, float] | None = None
     diverges: bool = False
 
-    def first(self, pair: Pair, judged: Sequence[Judged]) -> list[Divergent]:
+    def first(self, pair: Pair, judged: Sequence[Judged]) -> list[DivergentEvent]:
         """Return the rank's first divergence, if it is in this step."""
         if self.diverges:
             return []
@@ -180,13 +180,13 @@ class _Passed:
         self.diverges = True
         return [found]
 
-    def _divergent(self, pair: Pair, stage: Stage, name: str, distance: float) -> Divergent:
-        return Divergent(
+    def _divergent(self, pair: Pair, stage: Stage, name: str, distance: float) -> DivergentEvent:
+        return DivergentEvent(
             self.rank, pair.step, stage, name, 0, self.number, self.largest, distance, 0.0, self.before, []
         )
 
 
-def _name(seen: Seen) -> str:
+def _name(seen: RecordedEvent) -> str:
     return name_of_seen(seen) or seen.module
 
 
@@ -253,7 +253,7 @@ def render(found: Comparison) -> str:
             lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
             text = "not judged: whether ranks that hold the same elements have equal bits; the doctor does"
             lines.append(f"{text} [{codes.EQUAL_PARAMETERS}]")
-    groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[Divergent]] = {}
+    groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[DivergentEvent]] = {}
     for one in found.divergent:
         groups.setdefault((one.step, one.stage, one.name, tuple(one.lines)), []).append(one)
     for number, own in enumerate(groups.values()):
@@ -266,12 +266,12 @@ def render(found: Comparison) -> str:
     return "\n".join(map(printable, [*lines, *found.notes]))
 
 
-def text_of(one: Divergent) -> str:
+def text_of(one: DivergentEvent) -> str:
     """Return a divergence in lines that are printable."""
     return "\n".join(map(printable, _lines_of(one)))
 
 
-def _lines_of(one: Divergent) -> list[str]:
+def _lines_of(one: DivergentEvent) -> list[str]:
     lines = [f"{one.what} in step {one.step} (event {one.n}); the {one.number} before agree "
              f"(largest distance {one.largest:.1g})"]  # fmt: skip
     if math.isfinite(one.distance):

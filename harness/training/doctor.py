@@ -20,7 +20,7 @@ from shardproof.harness.training import invariants, report
 from shardproof.harness.training.evidence import Evidence, Start, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
-from shardproof.harness.training.findings import Finding, next_lines
+from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
@@ -37,7 +37,7 @@ from shardproof.harness.watching.names import as_list, name_of, parameters_of, u
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import Watch
-from shardproof.harness.watching.watching import Watching
+from shardproof.harness.watching.watching import Watcher
 
 CHECKS = tuple(codes.CHECKS)
 
@@ -50,7 +50,7 @@ class Unhealthy(RuntimeError):
     """A step has findings; every rank raises it at the end of the same step. The text has all of them."""
 
 
-class Doctor(Watching):
+class Doctor(Watcher):
     """Watch the first steps of a training loop and report what no right training does.
 
     Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
@@ -123,7 +123,7 @@ class Doctor(Watching):
         self._patches = contextlib.ExitStack()
 
     @property
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DoctorFinding]:
         """What was found, in the order of steps; equal on all ranks."""
         return self._examination.findings
 
@@ -277,7 +277,7 @@ class Doctor(Watching):
     def _expected_ties(self) -> list[tuple[str, ...]]:
         return [*self._ties, *(self._registered.names(self._watch.model.roots) if self._registered is not None else [])]
 
-    def _add(self, found: Sequence[Finding], *, may_raise: bool = True) -> None:
+    def _add(self, found: Sequence[DoctorFinding], *, may_raise: bool = True) -> None:
         more = next_lines(len(self._ranks.starts))
         new = self._examination.add(
             dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in found

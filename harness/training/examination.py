@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from shardproof.harness.judging import codes
 from shardproof.harness.training import invariants, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.training.reduction import Reduced, check_reduction
 
 #: Findings of these explain that replicas drift apart from the step on.
@@ -27,21 +27,21 @@ class Examination:
     """
 
     def __init__(self, checks: Collection[str], *, waits: bool) -> None:
-        self.findings: list[Finding] = []
+        self.findings: list[DoctorFinding] = []
         self.seen: list[Evidence] = []
         self.reduced: list[Reduced] = []
         self.checks, self._waits = frozenset(checks), waits
         #: The steps in which ranks that hold the same elements were to be alike, as gradients were reduced.
         self._of_replicas: list[Evidence] = []
         #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
-        self._doubts: list[tuple[Evidence, list[Finding]]] = []
+        self._doubts: list[tuple[Evidence, list[DoctorFinding]]] = []
         #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
-        self._apart: list[Finding] = []
+        self._apart: list[DoctorFinding] = []
         self._are_averaged = False
 
-    def add(self, found: Iterable[Finding]) -> list[Finding]:
+    def add(self, found: Iterable[DoctorFinding]) -> list[DoctorFinding]:
         """Add findings and return the new ones among them."""
-        new: list[Finding] = []
+        new: list[DoctorFinding] = []
         for one in found:
             is_known = any(one.key == other.key for other in (*self.findings, *new))
             if set(one.checks) & self.checks and not is_known:
@@ -49,7 +49,7 @@ class Examination:
         self.findings += new
         return new
 
-    def judge(self, evidence: Evidence, ties: Sequence[tuple[str, ...]]) -> list[Finding]:
+    def judge(self, evidence: Evidence, ties: Sequence[tuple[str, ...]]) -> list[DoctorFinding]:
         """Return what is wrong in a step; ``ties`` are the names of parameters that should be one."""
         self.seen.append(evidence)
         found = [
@@ -76,9 +76,9 @@ class Examination:
             *invariants.check_memory(memory),
         ]
 
-    def settle(self) -> list[Finding]:
+    def settle(self) -> list[DoctorFinding]:
         """Judge what was dropped, and what ranks that train apart have: a later step tells whether each is meant."""
-        found: list[Finding] = []
+        found: list[DoctorFinding] = []
         # A loop that clears gradients for each microbatch drops as many in each step.
         if len({one.drops for one in self.seen}) > 1:
             found += [invariants.of_dropped(evidence) for evidence, _ in self._doubts]
@@ -91,14 +91,14 @@ class Examination:
             self._apart.clear()
         return found
 
-    def take_waiting(self) -> list[Finding]:
+    def take_waiting(self) -> list[DoctorFinding]:
         """Return the findings that a later step might have cleared, and keep them no longer."""
         found = [*(one for _, found in self._doubts for one in found), *self._apart]
         self._doubts.clear()
         self._apart.clear()
         return found
 
-    def at_the_end(self) -> Iterator[list[Finding]]:
+    def at_the_end(self) -> Iterator[list[DoctorFinding]]:
         """What all steps together show; each is added before the next is asked for."""
         yield self.settle()
         yield self.take_waiting()
@@ -113,7 +113,7 @@ class Examination:
 
     # Gradients, from their cause to its consequences: replicas and norms are wrong where a reduction is -----------
 
-    def _of_gradients(self, evidence: Evidence) -> list[Finding]:
+    def _of_gradients(self, evidence: Evidence) -> list[DoctorFinding]:
         found = [*self._of_reduction(evidence), *invariants.check_leaks(evidence)]
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
@@ -126,7 +126,7 @@ class Examination:
                 found += norms.check_limit(self.seen)
         return self._put_apart(self._without_consequences(found))
 
-    def _of_reduction(self, evidence: Evidence) -> list[Finding]:
+    def _of_reduction(self, evidence: Evidence) -> list[DoctorFinding]:
         found, reduced = check_reduction(evidence, self.reduced)
         if evidence.drops and found:
             # Gradients that are gone count where the rest is not all that the optimizer has.
@@ -138,7 +138,7 @@ class Examination:
         self.reduced.insert(0, reduced)
         return found
 
-    def _without_consequences(self, found: list[Finding]) -> list[Finding]:
+    def _without_consequences(self, found: list[DoctorFinding]) -> list[DoctorFinding]:
         """Leave out what an earlier step explains."""
         known = [*self.findings, *self._apart, *(one for _, doubts in self._doubts for one in doubts)]
         # Replicas whose gradients were not reduced go on drifting apart.
@@ -149,7 +149,7 @@ class Examination:
             found = [one for one in found if one.title != reduction.UNKNOWN and one.signature != codes.WEIGHTED]
         return found
 
-    def _put_apart(self, found: list[Finding]) -> list[Finding]:
+    def _put_apart(self, found: list[DoctorFinding]) -> list[DoctorFinding]:
         """Keep what parameters that are averaged later would explain; whoever wants an exception has it now."""
         if not self._waits:
             return found
@@ -158,17 +158,17 @@ class Examination:
         return [one for one in found if one not in apart]
 
 
-def _is_of_replicas(finding: Finding) -> bool:
+def _is_of_replicas(finding: DoctorFinding) -> bool:
     return bool(_OF_REPLICAS & set(finding.checks)) and not finding.is_note
 
 
-def _is_not_reduced(finding: Finding) -> bool:
+def _is_not_reduced(finding: DoctorFinding) -> bool:
     """Whether gradients are wrong, so that replicas are."""
     is_wrong = not finding.is_note or finding.title == reduction.NOT_REDUCED
     return codes.REDUCED_ONCE in finding.checks and is_wrong
 
 
-def _is_of_apart(finding: Finding) -> bool:
+def _is_of_apart(finding: DoctorFinding) -> bool:
     """Whether parameters that are averaged later explain a finding."""
     is_local = finding.title in (reduction.NOT_REDUCED, reduction.SOME_MISSING, invariants.DIFFER)
     return not finding.is_note and (is_local or codes.EQUAL_PARAMETERS in finding.checks)

@@ -13,7 +13,7 @@ from shardproof.harness.training.alignment import FIELDS, name_of_seen
 from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.pairs import Judged, Pair
-from shardproof.harness.training.recording import Recorded, Seen
+from shardproof.harness.training.recording import Recorded, RecordedEvent
 from shardproof.harness.watching.records import Gradient
 
 
@@ -40,7 +40,7 @@ class Explained:
                 return one
         return far[0]
 
-    def lines(self, seen: Seen) -> list[str]:
+    def lines(self, seen: RecordedEvent) -> list[str]:
         """Return what a tensor that diverges is, in lines."""
         if seen.stage in (Stage.LOSS, Stage.OWN_GRADIENT, Stage.OUTPUT_GRADIENT):
             return self._weights() or self._forward()

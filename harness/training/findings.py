@@ -9,7 +9,7 @@ from shardproof.door import printable
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """Something that no right training does, or that nobody but the user can judge.
 
     Attributes:

@@ -9,14 +9,14 @@ from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import part_of
 from shardproof.harness.training.findings import listed
-from shardproof.harness.training.outcome import Divergent, Outcome, location_of
+from shardproof.harness.training.outcome import Deviation, StepOutcome, location_of
 from shardproof.harness.training.sides import state_of
 from shardproof.harness.watching.observation import ByKey, Key, Observed
 
 
-def compare_initial(starts: Sequence[ByKey], expected: ByKey) -> Outcome:
+def compare_initial(starts: Sequence[ByKey], expected: ByKey) -> StepOutcome:
     """Compare the parameters of all ranks of the run with those of the reference."""
-    outcome = Outcome(0)
+    outcome = StepOutcome(0)
     full = {key: one for key, one in state_of([expected]).items() if key[0] == Stage.PARAMETER}
     moved = _Moved(starts)
     for rank, seen in enumerate(starts):
@@ -86,10 +86,10 @@ def _is_transposed(mine: torch.Tensor, expected: torch.Tensor) -> bool:
     return mine.ndim == 2 and not torch.equal(mine, expected) and torch.equal(mine.t(), expected)
 
 
-def _divergent(rank: int, mine: Observed, whole: torch.Tensor) -> Divergent:
+def _divergent(rank: int, mine: Observed, whole: torch.Tensor) -> Deviation:
     assert mine.layout is not None
     expected = _part(whole, mine, mine.layout.box)
     index = int((mine.value != expected).flatten().nonzero()[0])
     text = f"run {float(mine.value.flatten()[index]):.9g}, reference {float(expected.flatten()[index]):.9g}"
     location = location_of(Stage.INITIAL, mine, 0, rank, index)
-    return Divergent(location, mine.module, f"{text}: initial values must be equal")
+    return Deviation(location, mine.module, f"{text}: initial values must be equal")

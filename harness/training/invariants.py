@@ -12,7 +12,7 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, Start, vector_of
-from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.watching.groups import ITERABLE
 from shardproof.harness.watching.records import Parameter, StepRecord
 
@@ -39,7 +39,7 @@ _FROM_THE_SAME = (
 DIFFER = "replicas differ"
 
 
-def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[Finding]:
+def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[DoctorFinding]:
     """D1 before the first step: declared replicas are equal."""
     if differ:
         names = list(differ)
@@ -49,7 +49,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         if len(seeds) > 1:
             lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
         lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
-        yield Finding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
+        yield DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 
 
 _Sets = dict[str, list[tuple[int, ...]]]
@@ -96,7 +96,7 @@ class _Apart:
             self.distance[name] = max(self.distance.get(name, 0.0), relative)
 
 
-def check_replicas(evidence: Evidence) -> Iterator[Finding]:
+def check_replicas(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D1 and D2: ranks that hold the same elements have equal gradients and parameters.
 
     Where the step has moved parameters and they are equal after it, it has gathered what differs before: gradients and
@@ -117,16 +117,16 @@ def check_replicas(evidence: Evidence) -> Iterator[Finding]:
         yield _of_parameters(evidence, alike, names)
 
 
-def _of_partly(evidence: Evidence, members: Sequence[int], names: list[str]) -> Finding:
+def _of_partly(evidence: Evidence, members: Sequence[int], names: list[str]) -> DoctorFinding:
     """Make the finding of replicas of which some have no gradient."""
     without = [rank for rank in members if names[0] not in evidence.gradients[rank].at_step]
     have = "has" if len(without) == 1 else "have"
     line = f"{listed(names)}: {ranks_of(members)} hold the same elements, and {ranks_of(without)} {have} no gradient"
     title = "replicas differ: some have no gradient"
-    return Finding((codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, title, (line,))
+    return DoctorFinding((codes.EQUAL_GRADIENTS,), codes.APART, evidence.step, title, (line,))
 
 
-def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: list[str]) -> Finding:
+def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: list[str]) -> DoctorFinding:
     """Make the finding of replicas that differ after the step, and whose gradients do not."""
     of = _sets(evidence, alike)
     lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
@@ -142,10 +142,12 @@ def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: 
     elif has_gradient and not any(len(one) > 1 for one in states):
         lines.append(_why_alone(evidence, alike[0], names[0]))
     title = "replicas differ after the step"
-    return Finding((codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states)
+    return DoctorFinding(
+        (codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, title, tuple(lines), is_open=not is_of_states
+    )
 
 
-def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_states_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D3, after the last step: ranks that hold the same elements have equal optimizer states.
 
     A step that moves parameters to equal values from states that differ has ranks divide the work, and states with it.
@@ -161,7 +163,7 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             line = (
                 f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
             )
-            yield Finding(
+            yield DoctorFinding(
                 (codes.EQUAL_STATES,), codes.APART, first, "optimizer states of replicas differ", (line,), is_open=True
             )
 
@@ -216,7 +218,7 @@ def _why_alone(evidence: Evidence, members: Sequence[int], name: str) -> str:
 
 def _of_gradients(
     evidence: Evidence, members: Sequence[tuple[int, ...]], names: list[str], largest: float, drifted: set[str]
-) -> Finding:
+) -> DoctorFinding:
     """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
     is_noise = largest < numerics.REPLICAS_NOISE
     lines = [
@@ -231,7 +233,7 @@ def _of_gradients(
         lines += _why_replicas_differ(evidence, members[0], names)
     if drift := [name for name in names if name in drifted]:
         lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [{codes.EQUAL_PARAMETERS}]")
-    return Finding(
+    return DoctorFinding(
         (codes.EQUAL_GRADIENTS,),
         codes.APART,
         evidence.step,
@@ -318,7 +320,7 @@ def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
     return f"{shown}{more}{_where(evidence, members[0])}"
 
 
-def check_data(evidence: Evidence) -> Iterator[Finding]:
+def check_data(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D9: data ranks read different microbatches, ranks of one data rank the same, and none one twice."""
     batches = [record.forwards.batches for record in evidence.records]
     if not any(batches):
@@ -326,7 +328,7 @@ def check_data(evidence: Evidence) -> Iterator[Finding]:
     apart = [ranks for ranks in evidence.readers if _read_apart(evidence, ranks)]
     if apart:
         line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
-        yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
+        yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
     same: dict[tuple[int, ...], list[int]] = {}
     for number, ranks in enumerate(evidence.readers):
         same.setdefault(batches[ranks[0]], []).append(number)
@@ -342,7 +344,7 @@ def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
     return len(set(batches)) > 1 and all(batches) and not _divide_inputs(evidence, ranks)
 
 
-def _of_same(evidence: Evidence, readers: Sequence[int]) -> Finding:
+def _of_same(evidence: Evidence, readers: Sequence[int]) -> DoctorFinding:
     """Make the finding of data ranks that read the same; a note where that may be meant."""
     over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
     lines = [
@@ -362,7 +364,7 @@ def _of_same(evidence: Evidence, readers: Sequence[int]) -> Finding:
         has_dropout = any(evidence.records[rank].modules.has_dropout for rank in readers)
         is_note |= not has_dropout
         lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
-    return Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
+    return DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
 
 
 def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
@@ -378,7 +380,7 @@ def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
     return distance > numerics.ALIKE**2 * size
 
 
-def check_batches_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_batches_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D9, after the last step: a rank does not read in each step what it has read in the one before."""
     batches = [[frozenset(record.forwards.batches) for record in one.records] for one in records]
     ranks = [rank for rank, mine in enumerate(zip(*batches, strict=True)) if all(mine) and len(set(mine)) == 1]
@@ -390,10 +392,10 @@ def check_batches_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             "benchmark? else each step begins to read anew: keep one iterator of the loader for all of them",
         )
         title = "each step reads the same data"
-        yield Finding((codes.DATA,), codes.SHARED_DATA, records[-1].step, title, lines, is_note=True)
+        yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, title, lines, is_note=True)
 
 
-def _read_twice(evidence: Evidence) -> Iterator[Finding]:
+def _read_twice(evidence: Evidence) -> Iterator[DoctorFinding]:
     """Find a microbatch that is read again for another backward: several forwards for one backward are meant."""
     again: dict[int, tuple[int, ...]] = {}
     most = 0
@@ -413,7 +415,7 @@ def _read_twice(evidence: Evidence) -> Iterator[Finding]:
     if is_note:
         lines.append("its gradients differ: meant, as where a batch has several losses or dropout? else the sampler "
                      "repeats it")  # fmt: skip
-    yield Finding((codes.DATA,), codes.SHARED_DATA, evidence.step, title, tuple(lines), is_note)
+    yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, title, tuple(lines), is_note)
 
 
 def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
@@ -428,7 +430,7 @@ def _are_alike(evidence: Evidence, rank: int, numbers: Sequence[int]) -> bool:
     return True
 
 
-def check_leaks(evidence: Evidence) -> Iterator[Finding]:
+def check_leaks(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D11: what was computed for the step of another model's optimizer is dropped before this model's."""
     if ranks := [rank for rank, own in enumerate(evidence.gradients) if own.leaks]:
         lines = (
@@ -437,7 +439,7 @@ def check_leaks(evidence: Evidence) -> Iterator[Finding]:
             "meant? else zero_grad() belongs between the two, as where a generator's loss goes through a discriminator",
         )
         title = "gradients for another model's optimizer are never zeroed"
-        yield Finding((codes.REDUCED_ONCE,), codes.SOME_MICROBATCHES, evidence.step, title, lines, is_note=True)
+        yield DoctorFinding((codes.REDUCED_ONCE,), codes.SOME_MICROBATCHES, evidence.step, title, lines, is_note=True)
 
 
 def are_averaged(before: Evidence, now: Evidence) -> bool:
@@ -453,14 +455,14 @@ def are_averaged(before: Evidence, now: Evidence) -> bool:
     return bool(apart) and not any(differ(now, *one, "before") for one in apart)
 
 
-def of_averaged(evidence: Evidence) -> Finding:
+def of_averaged(evidence: Evidence) -> DoctorFinding:
     """Make the note of ranks that train apart, and whose parameters become equal between steps."""
     lines = (
         "each rank steps by gradients that are not those of all ranks, and parameters are equal again when a later "
         "step begins",
         "meant, as in local SGD? else reduce gradients in each step",
     )
-    return Finding(
+    return DoctorFinding(
         (codes.REDUCED_ONCE,),
         codes.UNREDUCED,
         evidence.step,
@@ -470,7 +472,7 @@ def of_averaged(evidence: Evidence) -> Finding:
     )
 
 
-def of_dropped(evidence: Evidence) -> Finding:
+def of_dropped(evidence: Evidence) -> DoctorFinding:
     """Make the note of gradients that all ranks have dropped in one of the steps and not in others."""
     drops = evidence.gradients[0].drops
     count = drops[-1].backwards if drops else 0
@@ -478,7 +480,7 @@ def of_dropped(evidence: Evidence) -> Finding:
         f"all ranks dropped the gradients of {count} backward{'s' * (count != 1)}, and stepped by those that followed",
         "meant, as where a step is skipped for its norm? else zero_grad() is called between microbatches",
     )
-    return Finding(
+    return DoctorFinding(
         (codes.REDUCED_ONCE,),
         codes.SOME_MICROBATCHES,
         evidence.step,
@@ -488,7 +490,7 @@ def of_dropped(evidence: Evidence) -> Finding:
     )
 
 
-def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
+def of_skip(step: int, without: Sequence[int], count: int) -> DoctorFinding:
     """Make the finding of ranks that go on without a step that the others make."""
     others = [rank for rank in range(count) if rank not in without]
     lines = (
@@ -496,10 +498,10 @@ def of_skip(step: int, without: Sequence[int], count: int) -> Finding:
         "them: the parameters drift apart, and watching ends",
         "each rank decides by a number of its own: reduce the norm, loss or overflow that decides over all ranks first",
     )
-    return Finding((codes.EQUAL_PARAMETERS,), codes.APART, step, "some ranks skip a step", lines)
+    return DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, step, "some ranks skip a step", lines)
 
 
-def with_samplers(finding: Finding, seen: Sequence[Sequence[str]]) -> Finding:
+def with_samplers(finding: DoctorFinding, seen: Sequence[Sequence[str]]) -> DoctorFinding:
     """Return the finding that ranks read the same data with the samplers that ranks have, which give it to them."""
     is_note = finding.is_note
     if not any(seen):
@@ -525,7 +527,7 @@ def _divide_inputs(evidence: Evidence, ranks: Sequence[int]) -> bool:
     return all(marks) and len(set(marks)) == 1
 
 
-def check_collectives(evidence: Evidence) -> Iterator[Finding]:
+def check_collectives(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D13: the members of each group issue the same collectives, as far as Python issues them."""
     # Where a collective is issued may differ: a rank that is ahead gathers in another phase.
     traces = [
@@ -536,10 +538,10 @@ def check_collectives(evidence: Evidence) -> Iterator[Finding]:
     ]
     if (found := first_difference(traces)) is not None:
         lines = tuple(line.strip() for line in found.text.splitlines())
-        yield Finding((codes.COLLECTIVES,), "", evidence.step, "ranks issue different collectives", lines)
+        yield DoctorFinding((codes.COLLECTIVES,), "", evidence.step, "ranks issue different collectives", lines)
 
 
-def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Finding]:
+def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[DoctorFinding]:
     """D8: parameters that were one are one still."""
     kept = [set(names) for names in evidence.records[0].modules.ties]
     known = {name for record in evidence.records for name in record.parameters} | {n for s in kept for n in s}
@@ -550,10 +552,10 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Fi
                 f"{' and '.join(map(repr, mine))} were one parameter and are {len(mine)}",
                 "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
             )
-            yield Finding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
+            yield DoctorFinding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
 
 
-def check_tokens(evidence: Evidence) -> Iterator[Finding]:
+def check_tokens(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D17: a token counts as much as any other, whichever rank and microbatch it is in."""
     calls = [record.losses.tokens for record in evidence.records]
     ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
@@ -570,7 +572,7 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
                 f"{seen}: sum, divide by those of all ranks and microbatches,",
                 "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
             )
-            yield Finding(
+            yield DoctorFinding(
                 (codes.TOKENS,),
                 codes.WEIGHTED,
                 evidence.step,
@@ -581,7 +583,7 @@ def check_tokens(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def check_finite(evidence: Evidence) -> Iterator[Finding]:
+def check_finite(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D16: the first NaN or infinity, by rank and module."""
     found = [(record.not_finite[0].what, record.rank) for record in evidence.records if record.not_finite]
     if found:
@@ -595,7 +597,7 @@ def check_finite(evidence: Evidence) -> Iterator[Finding]:
         if is_note:
             lines.append("all gradients are finite: meant, as in a mask, or where such a batch is left out?")
         on = f"seen on {ranks_of(ranks)} of {len(evidence.records)}"
-        yield Finding((codes.FINITE,), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
+        yield DoctorFinding((codes.FINITE,), "", evidence.step, NOT_FINITE, (*lines, on), is_note)
 
 
 #: How parameters that stay gathered are resharded.
@@ -605,7 +607,7 @@ _RESHARD = (
 )
 
 
-def check_gathered(evidence: Evidence) -> Iterator[Finding]:
+def check_gathered(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D14: forwards compute with the values that the shards have."""
     if names := _names(record.modules.outdated for record in evidence.records):
         lines = (
@@ -613,14 +615,14 @@ def check_gathered(evidence: Evidence) -> Iterator[Finding]:
             "step, and the forward after it computes with their values from before: the loss is not of the new values",
             _RESHARD,
         )
-        yield Finding((codes.RESHARDED,), "", evidence.step, "forwards compute with outdated parameters", lines)
+        yield DoctorFinding((codes.RESHARDED,), "", evidence.step, "forwards compute with outdated parameters", lines)
 
 
 def _names(lists: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
-def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D14, after the last step: no unit stays gathered after the optimizer's step; outdated values are worse."""
     left = [(one, _names(record.modules.gathered for record in one.records)) for one in records]
     evidence, names = next(((one, names) for one, names in left if names), (None, []))
@@ -632,10 +634,10 @@ def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         "forward was seen to compute with outdated values",
         f"meant, as where the next forward gathers anew? else {_RESHARD}",
     )
-    yield Finding((codes.RESHARDED,), "", evidence.step, "units stay gathered", lines, is_note=True)
+    yield DoctorFinding((codes.RESHARDED,), "", evidence.step, "units stay gathered", lines, is_note=True)
 
 
-def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding]:
+def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[DoctorFinding]:
     """D15: allocated bytes at the same point of two steps that are not the first."""
     if len(memory) < 3:
         return
@@ -649,10 +651,10 @@ def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[Finding
         most, rank, then = max(grown)
         more, of = f"{most / 2**20:.1f} MiB", f"{then / 2**20:.1f} MiB"
         line = f"rank {rank} holds {more} more after step {last} than after step {before} ({of})"
-        yield Finding((codes.MEMORY,), "", last, "memory grows", (line,), is_note=True)
+        yield DoctorFinding((codes.MEMORY,), "", last, "memory grows", (line,), is_note=True)
 
 
-def check_contributions(evidence: Evidence) -> Iterator[Finding]:
+def check_contributions(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D5: each rank contributes to some gradient."""
     own = [[one for parts in mine.own.values() for _, one in parts] for mine in evidence.gradients]
     if not any(gradient.fingerprint.squares for mine in own for gradient in mine):
@@ -662,7 +664,9 @@ def check_contributions(evidence: Evidence) -> Iterator[Finding]:
         line = f"each gradient that {ranks_of(silent)} compute{'s' * (len(silent) == 1)} is zero, and others' are not"
         lines = [line, *_why_silent([evidence.records[rank].losses.tokens for rank in silent])]
         title = "a rank contributes nothing"
-        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, evidence.step, title, tuple(lines), is_open=len(lines) == 1)
+        yield DoctorFinding(
+            (codes.HAS_GRADIENT,), codes.MISSING, evidence.step, title, tuple(lines), is_open=len(lines) == 1
+        )
 
 
 def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
@@ -676,7 +680,7 @@ def _why_silent(tokens: Sequence[Sequence[tuple[int, float]]]) -> list[str]:
     return []
 
 
-def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D5, after the last step: each parameter that trains had a gradient in one of the steps."""
     never = [name for name in records[0].names if _trains(records, name) and not _had_gradient(records, name)]
     steps = f"the {len(records)} steps" if len(records) > 1 else "the step"
@@ -687,14 +691,14 @@ def check_gradients_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             "meant, as where layers or experts are drawn at random, or a part is unused? else the forward leaves it "
             "out; more steps tell (--steps)",
         )
-        yield Finding(
+        yield DoctorFinding(
             (codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "modules have no turn", lines, is_note=True
         )
     never = [name for name in never if name not in idle]
     if never and len(never) < len(records[0].names):
         line = f"{listed(never)} get{'s' * (len(never) == 1)} no gradient on any rank in {steps}"
         told = (line, *_why_never(records, never))
-        yield Finding((codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "parameters get no gradient", told)
+        yield DoctorFinding((codes.HAS_GRADIENT,), codes.MISSING, records[-1].step, "parameters get no gradient", told)
 
 
 def _trains(records: Sequence[Evidence], name: str) -> bool:

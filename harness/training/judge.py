@@ -24,7 +24,7 @@ from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import part_of
 from shardproof.harness.training import causes
-from shardproof.harness.training.outcome import Divergent, Outcome, location_of
+from shardproof.harness.training.outcome import Deviation, StepOutcome, location_of
 from shardproof.harness.training.sides import OfRank, Sides
 from shardproof.harness.watching.observation import Key, Observed, of_parameter
 
@@ -36,15 +36,15 @@ class Judge:
 
     def __init__(self, sides: Sides) -> None:
         self._sides = sides
-        self._ill: dict[Stage, list[Divergent]] = {}
+        self._ill: dict[Stage, list[Deviation]] = {}
         self._well: dict[Stage, int] = {}
         self._is_routed_otherwise = False
         #: Whether a gradient before its reduction could be compared.
         self._has_own = False
         self._agrees_after_backward = False
-        self.outcome = Outcome(sides.step)
+        self.outcome = StepOutcome(sides.step)
 
-    def judge(self) -> Outcome:
+    def judge(self) -> StepOutcome:
         """Return what the first stage that diverges shows."""
         if (found := list(self._routing())) or self._is_routed_otherwise:
             self.outcome.found = found
@@ -65,7 +65,7 @@ class Judge:
 
     # Stages ---------------------------------------------------------------------------------
 
-    def _routing(self) -> Iterator[Divergent]:
+    def _routing(self) -> Iterator[Deviation]:
         """Compare which elements were chosen; a choice between almost equal ones judges nothing after it."""
         for rank, event in self._sides.events(Stage.ROUTING):
             key, chosen = event.key, event.value
@@ -100,7 +100,7 @@ class Judge:
                 self._is_routed_otherwise = True
                 self.outcome.note(f"routing: {text}, so that step {self.outcome.step} is judged no further")
 
-    def shown(self) -> Divergent | None:
+    def shown(self) -> Deviation | None:
         """Return the first tensor of a module that diverges, in execution order, of all that were seen."""
         firsts = []
         for rank in self._sides.ranks:
@@ -112,12 +112,12 @@ class Judge:
                     break
         return min(firsts, key=lambda one: one[:2])[2] if firsts else None
 
-    def _outputs(self) -> Iterator[Divergent]:
+    def _outputs(self) -> Iterator[Deviation]:
         for rank, event in self._sides.events(Stage.MODULE_OUTPUT):
             if not event.module and not event.call and event.value.ndim:  # a scalar is a loss
                 yield from self._of_module(rank, event)
 
-    def _of_module(self, rank: OfRank, event: Observed) -> Iterator[Divergent]:
+    def _of_module(self, rank: OfRank, event: Observed) -> Iterator[Deviation]:
         """Compare what a module returned, or the gradient of that."""
         key, tensor, sides = event.key, event.value, self._sides
         if event.stage not in (Stage.MODULE_OUTPUT, Stage.OUTPUT_GRADIENT):
@@ -140,7 +140,7 @@ class Judge:
         name = f"{event.module}, microbatch {key[3]}" if event.module else f"microbatch {key[3]}"
         yield from self._compared(stage, event, rank.rank, tensor, pair, box, name=name)
 
-    def _losses(self) -> Iterator[Divergent]:
+    def _losses(self) -> Iterator[Deviation]:
         found, places = [], []
         for rank, event in self._sides.events(Stage.LOSS):
             key, tensor = event.key, event.value
@@ -177,11 +177,11 @@ class Judge:
                 text = f"{_values(*values)}; no factor is common to the losses of all microbatches"
                 yield self._divergent(Stage.LOSS, event, rank.rank, text, name=f"microbatch {key[3]}")
 
-    def _own_gradients(self) -> Iterator[Divergent]:
+    def _own_gradients(self) -> Iterator[Deviation]:
         for rank, event in self._sides.events(Stage.OWN_GRADIENT):
             yield from self._own_gradient(rank, event)
 
-    def _own_gradient(self, rank: OfRank, event: Observed) -> Iterator[Divergent]:
+    def _own_gradient(self, rank: OfRank, event: Observed) -> Iterator[Deviation]:
         key, sketch = event.key, event.value
         pair, layout, factor = self._sides.pair(self._sides.there(key, rank)), event.layout, self.outcome.loss_factor
         if factor is None:
@@ -206,7 +206,7 @@ class Judge:
                     f"{apart:.2g}, and {allowed:.2g} are allowed")  # fmt: skip
             yield self._divergent(Stage.OWN_GRADIENT, event, rank.rank, text)
 
-    def _gradients(self) -> Iterator[Divergent]:
+    def _gradients(self) -> Iterator[Deviation]:
         found = list(self._of_parameters(Stage.GRADIENT))
         clipped = list(self._of_parameters(Stage.CLIPPED_GRADIENT)) if found else []
         if not clipped:
@@ -220,7 +220,7 @@ class Judge:
         else:
             yield from self._wrong_gradients(found, clipped)
 
-    def _wrong_gradients(self, found: list[Divergent], clipped: list[Divergent]) -> Iterator[Divergent]:
+    def _wrong_gradients(self, found: list[Deviation], clipped: list[Deviation]) -> Iterator[Deviation]:
         """Say what gradients are that are wrong after backward and at the optimizer's step, and return one of both."""
         made = causes.diagnosed(self._sides, Stage.GRADIENT)
         since = None
@@ -256,7 +256,7 @@ class Judge:
         self.outcome.signature = cause.signature or self.outcome.signature
         self.outcome.factor = self.outcome.factor if cause.factor is None else cause.factor
 
-    def _norms(self) -> Iterator[Divergent]:
+    def _norms(self) -> Iterator[Deviation]:
         for rank, event in self._sides.events(Stage.TOTAL_NORM):
             key, tensor = event.key, event.value
             pair = self._sides.pair(key)
@@ -278,9 +278,9 @@ class Judge:
 
     # Comparisons ----------------------------------------------------------------------------
 
-    def _of_parameters(self, stage: Stage) -> Iterator[Divergent]:
+    def _of_parameters(self, stage: Stage) -> Iterator[Deviation]:
         """Compare a stage's tensor of each parameter on each rank; ranks with the same elements and bits once."""
-        known: dict[tuple[Key, Box], tuple[torch.Tensor, list[Divergent]]] = {}
+        known: dict[tuple[Key, Box], tuple[torch.Tensor, list[Deviation]]] = {}
         expected = self._sides.exact(stage)
         for rank in self._sides.ranks:
             mine = rank.state if stage in (Stage.PARAMETER, Stage.OPTIMIZER_STATE) else rank.events
@@ -297,13 +297,13 @@ class Judge:
                         known.setdefault((key, here.layout.box), before)
                     yield from (one.on(rank.rank) for one in before[1])
 
-    def _of_parameter(self, stage: Stage, rank: int, here: Observed, box: Box) -> Iterator[Divergent]:
+    def _of_parameter(self, stage: Stage, rank: int, here: Observed, box: Box) -> Iterator[Deviation]:
         pair = self._sides.pair(here.key)
         assert pair is not None
         name = here.parameter + (f": {here.state}" if here.state else "")
         yield from self._compared(stage, here, rank, here.value, pair, box, name=name)
 
-    def _absent(self, stage: Stage, key: Key, rank: OfRank, here: Observed | None) -> Iterator[Divergent]:
+    def _absent(self, stage: Stage, key: Key, rank: OfRank, here: Observed | None) -> Iterator[Deviation]:
         pair = self._sides.pair(key)
         held = rank.state.get((Stage.PARAMETER, *key[1:-1], ""))
         is_empty = held is None or held.value.numel() == 0
@@ -316,7 +316,7 @@ class Judge:
     def _compared(
         self, stage: Stage, event: Observed, rank: int, tensor: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor],
         box: Box, *, name: str = "",
-    ) -> Iterator[Divergent]:  # fmt: skip
+    ) -> Iterator[Deviation]:  # fmt: skip
         if not tensor.is_floating_point():
             return
         if tuple(box.shape) != tuple(pair[1].shape) or box.numel != tensor.numel():
@@ -378,9 +378,9 @@ class Judge:
             self.outcome.measured[event.module, stage] = made
 
     def _divergent(self, stage: Stage, event: Observed, rank: int, text: str, *, name: str = "", index: int = -1,
-                   box: Box | None = None) -> Divergent:  # fmt: skip
+                   box: Box | None = None) -> Deviation:  # fmt: skip
         location = location_of(stage, event, self.outcome.step, rank, index, name=name, box=box)
-        return Divergent(location, event.module, text)
+        return Deviation(location, event.module, text)
 
 
 def _middle(runs: torch.Tensor, exact: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, vector_of
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.watching.records import NormCall
 
 #: The title of the finding that gradients are scaled by another norm than theirs.
@@ -18,12 +18,12 @@ OTHER_NORM = "the norm is not the norm of all gradients"
 _NUMBER = 8
 
 
-def check_norm(evidence: Evidence) -> Iterator[Finding]:
+def check_norm(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
     count = len(evidence.records)
     if any(record.norms.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
-        yield Finding(
+        yield DoctorFinding(
             (codes.NORM,), codes.LOCAL_NORM, evidence.step, "gradients are clipped while they are scaled", (line,)
         )
     local = _local_norms(evidence)
@@ -41,11 +41,11 @@ def check_norm(evidence: Evidence) -> Iterator[Finding]:
                     f"{true[rank]:.4g}",
                     what,
                 )
-                yield Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
+                yield DoctorFinding((codes.NORM,), codes.LOCAL_NORM, evidence.step, OTHER_NORM, told)
                 return
 
 
-def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[float], true: float) -> Finding:
+def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[float], true: float) -> DoctorFinding:
     """Make the finding of ranks that scale gradients differently; by the norms of what each holds, or by others."""
     count = len(scales)
     listed_scales = ", ".join(f"{one:.4g}" for one in scales[:8])
@@ -60,7 +60,9 @@ def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[floa
         lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
     else:
         lines.append(_why_scaled(evidence, scales))
-    return Finding((codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines))
+    return DoctorFinding(
+        (codes.NORM,), codes.LOCAL_NORM, evidence.step, "ranks scale gradients differently", tuple(lines)
+    )
 
 
 def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, true: float) -> str:
@@ -87,7 +89,7 @@ def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
     return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
 
 
-def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
+def check_limit(seen: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D10, where nobody knows the norm that was computed: to what norm two steps were clipped.
 
     Users clip to round numbers. A limit that is none, and becomes one times the square root of the size of a group,
@@ -108,7 +110,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[Finding]:
         yield from _of_counted_twice(seen[-1], limits[1])
 
 
-def _of_combined(seen: Sequence[Evidence], limits: Sequence[float], scales: Sequence[float]) -> Iterator[Finding]:
+def _of_combined(seen: Sequence[Evidence], limits: Sequence[float], scales: Sequence[float]) -> Iterator[DoctorFinding]:
     """Find that two steps were clipped to one round number by a combination of the norms of what each rank holds."""
     last = seen[-1]
     for what, combined in (("sum", sum), ("largest", max)):
@@ -121,11 +123,11 @@ def _of_combined(seen: Sequence[Evidence], limits: Sequence[float], scales: Sequ
                 f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
                 "reduce the sum of the squares, and take its root last",
             )
-            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
+            yield DoctorFinding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
             return
 
 
-def _of_counted_twice(last: Evidence, limit: float) -> Iterator[Finding]:
+def _of_counted_twice(last: Evidence, limit: float) -> Iterator[DoctorFinding]:
     """Find that a limit is a round number times the root of the number of ranks that hold the same elements."""
     for name, members in last.groups_of(0).items():
         times = limit * math.sqrt(len(members))
@@ -134,7 +136,7 @@ def _of_counted_twice(last: Evidence, limit: float) -> Iterator[Finding]:
                 f"gradients are clipped to a norm of {limit:.4g}, which is {times:.2g} / sqrt({len(members)})",
                 f"seen: the {len(members)} ranks of {name} hold the same elements: the norm must count these once",
             )
-            yield Finding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
+            yield DoctorFinding((codes.NORM,), codes.LOCAL_NORM, last.step, OTHER_NORM, lines)
             return
 
 

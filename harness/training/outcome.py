@@ -12,20 +12,20 @@ from shardproof.harness.watching.observation import Observed
 
 
 @dataclasses.dataclass(frozen=True)
-class Divergent:
+class Deviation:
     """A tensor that is too far from the oracle on a rank."""
 
     location: Location
     module: str
     text: str
 
-    def on(self, rank: int) -> "Divergent":
+    def on(self, rank: int) -> "Deviation":
         """Return the same of another rank, which has the same bits."""
         return dataclasses.replace(self, location=dataclasses.replace(self.location, rank=rank))
 
 
 @dataclasses.dataclass
-class Outcome:
+class StepOutcome:
     """What is said of one step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Outcome:
     """
 
     step: int
-    found: list[Divergent] = dataclasses.field(default_factory=list)
+    found: list[Deviation] = dataclasses.field(default_factory=list)
     lines: list[str] = dataclasses.field(default_factory=list)
     signature: str = ""
     factor: float | None = None
@@ -48,7 +48,7 @@ class Outcome:
     compared: int = 0
     measured: dict[tuple[str, Stage], Measured] = dataclasses.field(default_factory=dict)
     notes: dict[str, int] = dataclasses.field(default_factory=dict)
-    shown: Divergent | None = None
+    shown: Deviation | None = None
 
     def note(self, text: str) -> None:
         """Count one more tensor that was not judged for a reason."""

@@ -25,7 +25,7 @@ from shardproof.harness.training.alignment import (
     OF_MODULES,
     Key,
     Part,
-    Step,
+    RecordedStep,
     components_of,
     key_of,
     name_of_seen,
@@ -33,7 +33,7 @@ from shardproof.harness.training.alignment import (
     values_of,
 )  # fmt: skip
 from shardproof.harness.training.findings import listed
-from shardproof.harness.training.recording import Seen
+from shardproof.harness.training.recording import RecordedEvent
 from shardproof.harness.training.reduction import is_scaled
 from shardproof.harness.watching.records import Gradient
 
@@ -50,7 +50,7 @@ _WORDS = {
 class Judged:
     """An event of the run that was compared: its distance, and what is allowed."""
 
-    seen: Seen
+    seen: RecordedEvent
     distance: float
     allowed: float
 
@@ -70,7 +70,13 @@ def what(stage: Stage, name: str) -> str:
 class Pair:
     """One step of the reference and of the run."""
 
-    def __init__(self, ref: Step, run: Step, noise: Mapping[tuple[int, Key], float] | None, earlier: Sequence["Pair"]):
+    def __init__(
+        self,
+        ref: RecordedStep,
+        run: RecordedStep,
+        noise: Mapping[tuple[int, Key], float] | None,
+        earlier: Sequence["Pair"],
+    ):
         self.ref, self.run, self.earlier, self._noise = ref, run, [*earlier], noise
         self.step = run.evidence.step
         self.components = components_of(ref, run)
@@ -155,7 +161,7 @@ class Pair:
             found.append(factor if residual <= 8 * self.allowed and factor else None)
         return found
 
-    def stacked(self, step: Step, parts: Sequence[Part]) -> torch.Tensor | None:
+    def stacked(self, step: RecordedStep, parts: Sequence[Part]) -> torch.Tensor | None:
         """Return the own gradients of all parameters in one vector."""
         found = [step.own(name, parts) for name in self.own_names]
         if not found or any(one is None for one in found):
@@ -173,7 +179,7 @@ class Pair:
             if name in of_ref and self._own_shape(self.ref, name) == self._own_shape(self.run, name)
         ]
 
-    def _own_shape(self, step: Step, name: str) -> tuple[int, ...]:
+    def _own_shape(self, step: RecordedStep, name: str) -> tuple[int, ...]:
         return next(one.own[name][0][1].box.shape for one in step.gradients if name in one.own)
 
     def judge(self, rank: int) -> list[Judged]:
@@ -185,7 +191,7 @@ class Pair:
                 found.append(one)
         return found
 
-    def _judge(self, rank: int, seen: Seen) -> Judged | None:
+    def _judge(self, rank: int, seen: RecordedEvent) -> Judged | None:
         if seen.stage is Stage.INPUT:
             return None
         if seen.stage is Stage.TOTAL_NORM:
@@ -207,7 +213,7 @@ class Pair:
             return None
         return Judged(seen, distance, allowed)
 
-    def _allow(self, seen: Seen) -> float:
+    def _allow(self, seen: RecordedEvent) -> float:
         name, allowed = name_of_seen(seen), self.allowed
         if self._noise is not None:
             return numerics.RUNS_FACTOR * self._noise.get((self.step, key_of(seen)), 0.0) + self.slack()
@@ -232,14 +238,14 @@ class Pair:
             self._distances[key] = max((one for one in found if one is not None), default=None)
         return self._distances[key]
 
-    def _judge_norm(self, rank: int, seen: Seen) -> Judged | None:
+    def _judge_norm(self, rank: int, seen: RecordedEvent) -> Judged | None:
         mine, other = norm_of(self.run, rank, seen), norm_of(self.ref, self.peer(rank), seen)
         if mine is None or other is None:
             return None
         distance = abs(mine - other) / abs(other) if other else math.inf if mine else 0.0
         return Judged(seen, distance, self._allow(seen))
 
-    def _judge_data(self, rank: int, seen: Seen) -> Judged | None:
+    def _judge_data(self, rank: int, seen: RecordedEvent) -> Judged | None:
         component = self.of_run.get((rank, seen.microbatch))
         if component is None:
             return self._skip(seen, "data", seen.parameter or seen.module)
@@ -284,7 +290,7 @@ class Pair:
             return False
         return len(rows) == 1 or (len(found) == 2 and len(boxes) == 1 and next(iter(boxes)).is_full)
 
-    def _skip(self, seen: Seen, field: str, name: str) -> Judged | None:
+    def _skip(self, seen: RecordedEvent, field: str, name: str) -> Judged | None:
         reason = "the reference has none, or of another shape"
         if field in FIELDS.values() and (field, name) in self.ref.first and self.ref.first[field, name] is not None:
             whole = math.prod(self.run.shape(field, name))
@@ -384,7 +390,7 @@ class Pair:
         have = "has" if len(names) == 1 else "have"
         return f"{listed(names)} {have} no gradient when the optimizer steps [{codes.MISSING}]"
 
-    def scale(self, rank: int, seen: Seen) -> float:
+    def scale(self, rank: int, seen: RecordedEvent) -> float:
         """By what the distance to a small tensor is more, if it is relative to the tensor itself."""
         if seen.stage is Stage.OWN_GRADIENT:
             parts = self.of_run[rank, seen.microbatch][0]
@@ -397,7 +403,7 @@ class Pair:
         size = float(other.norm()) if other is not None else 0.0
         return max(1.0, floor / size) if size else 1.0
 
-    def element(self, rank: int, seen: Seen) -> tuple[tuple[int, ...], float, float] | None:
+    def element(self, rank: int, seen: RecordedEvent) -> tuple[tuple[int, ...], float, float] | None:
         """Return the element that differs most, if both have the values, and what both have there."""
         mine, other = (values_of(side, own, seen) for side, own in ((self.run, rank), (self.ref, self.peer(rank))))
         if mine is None or other is None or mine.shape != other.shape or not mine.numel():
@@ -406,7 +412,7 @@ class Pair:
         return index_at(at, mine.shape), float(other.flatten()[at]), float(mine.flatten()[at])
 
 
-def _outputs(side: Step, key: Key, parts: Sequence[Part]) -> list[tuple[Seen, int]] | None:
+def _outputs(side: RecordedStep, key: Key, parts: Sequence[Part]) -> list[tuple[RecordedEvent, int]] | None:
     """Return the outputs of microbatches, each data rank's once, with their rows; None if one lacks, or its rows."""
     found = []
     for part in parts:

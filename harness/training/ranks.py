@@ -7,7 +7,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training import invariants
 from shardproof.harness.training.evidence import Start, holders_of
 from shardproof.harness.training.exchange import Exchange
-from shardproof.harness.training.findings import Finding
+from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
 
@@ -35,7 +35,7 @@ class Ranks:
         """Whether the group of the exchange still exists; None before there is one."""
         return None if self._exchange is None else self._exchange.is_there
 
-    def begin(self, mine: Start | None) -> list[Finding]:
+    def begin(self, mine: Start | None) -> list[DoctorFinding]:
         """Exchange what ranks are, and return what is wrong about it.
 
         Ranks come together where user code makes the doctor, and at the end of a step; not in a forward: the first one
@@ -57,7 +57,7 @@ class Ranks:
         assert self._exchange is not None
         return self._exchange.all(value)
 
-    def records_of(self, seen: StepRecord | int) -> tuple[list[StepRecord], list[Finding]]:
+    def records_of(self, seen: StepRecord | int) -> tuple[list[StepRecord], list[DoctorFinding]]:
         """Exchange the records of a step and return them, and what is wrong if only some ranks have taken it.
 
         Of a step that is skipped there are none: a rank says how many backward passes it has dropped. A rank alone does

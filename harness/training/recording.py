@@ -52,7 +52,7 @@ from shardproof.harness.watching.names import as_list, name_of, parameters_of, u
 from shardproof.harness.watching.observation import Observation, Observed
 from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
 from shardproof.harness.watching.watch import Watch
-from shardproof.harness.watching.watching import Watching
+from shardproof.harness.watching.watching import Watcher
 from shardproof.jsonfiles import (
     Number,
     RecordError,
@@ -424,7 +424,7 @@ def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
     return dict(encode(line))
 
 
-class Recording(Watching):
+class Recording(Watcher):
     """Write what this rank sees of some steps to a folder, for ``shardproof compare``.
 
     It communicates with no other rank and waits for none. It records from this call until the last of ``steps`` has
@@ -615,7 +615,7 @@ record = Recording
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Seen(Observation[Fingerprint]):
+class RecordedEvent(Observation[Fingerprint]):
     """An observation of a recording: a line of events.jsonl, which leaves out what is 0, empty or false.
 
     Attributes:
@@ -655,11 +655,11 @@ class OfRank:
     rank: int
     folder: Path
     groups: Groups
-    events: dict[int, list[Seen]]
+    events: dict[int, list[RecordedEvent]]
     is_complete: bool
     autocast: set[str]
 
-    def value(self, seen: Seen) -> torch.Tensor | None:
+    def value(self, seen: RecordedEvent) -> torch.Tensor | None:
         """Return the values of an event; None if they were not recorded, or safetensors is not installed."""
         if not seen.has_value or importlib.util.find_spec("safetensors") is None:
             return None
@@ -723,7 +723,7 @@ class _Reading:
         self._layouts: dict[int, Layout] = {}
         self._taken = 0
         self.groups = Groups({}, "", ())
-        self.events: dict[int, list[Seen]] = {}
+        self.events: dict[int, list[RecordedEvent]] = {}
         self.ended: set[int] = set()
         self.autocast: set[str] = set()
 
@@ -771,7 +771,7 @@ class _Reading:
             [flat] = _spans([line.flat], math.prod(shape))
         return Layout(Box(shape, dims, flat), self._ranks(line.pending, "pending"), self._ranks(line.mesh, "mesh"))
 
-    def _seen(self, line: EventLine) -> Seen:
+    def _seen(self, line: EventLine) -> RecordedEvent:
         self._taken += 1
         if line.stage not in RECORDED:
             raise RecordError(f"stage: {line.stage.value!r} is in no recording")
@@ -787,7 +787,7 @@ class _Reading:
         if line.by_rows and not shape:
             raise RecordError("by_rows: a tensor without dimensions has no rows")
         name = self._first_names.get(line.parameter, line.parameter)
-        return Seen(
+        return RecordedEvent(
             line.stage, line.module or name.rpartition(".")[0], name, line.microbatch, line.call, line.index, layout,
             line.key, mark, line.n, line.step, shape, line.dtype, line.by_rows, tuple(line.rows), line.value,
             line.noise,

@@ -14,7 +14,7 @@ from shardproof.harness.judging.signatures import Diagnosis, diagnose, fit, name
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import K
 from shardproof.harness.training.evidence import Evidence, vector_of
-from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.watching.records import StepRecord
 
 #: The titles of findings of gradients that are not summed over all ranks.
@@ -73,7 +73,7 @@ class Reduced:
     is_skipped: bool = False
 
 
-def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[list[Finding], Reduced]:
+def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[list[DoctorFinding], Reduced]:
     """Judge the gradients of a step.
 
     Args:
@@ -257,7 +257,7 @@ class _Sorting:
             # Parallel parts, as of one element, fit any sum of them: their factor counts where nothing else is wrong.
             reduced.factors = [one for one in reduced.factors if not all(_are_parallel(evidence, n) for n in one.names)]
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[DoctorFinding]:
         """Return what is wrong, the causes first."""
         evidence, factors = self.evidence, self.reduced.factors
         found = [_finding(evidence, wrong) for wrong in self.wrong.values() if not _is_drift(evidence, wrong)]
@@ -294,7 +294,7 @@ def _is_of_part(gradient: _Gradient, rank: int) -> bool:
     return any(one.is_multiple(gradient.tolerance) for one in fitted)
 
 
-def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
+def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
     """Make the note of gradients that are not reduced over ranks whose parameters were others from the start."""
     alike = [name for name in names if all(name in start.constant for start in evidence.starts)]
     copies = f"{listed(alike)}: of one value when training begins, so parts or copies; copies, as norms in sequence "
@@ -305,7 +305,7 @@ def _of_parts(evidence: Evidence, names: list[str]) -> Finding:
         "meant, as for parts of one model (tensor, expert or pipeline parallel by hand)? else initial values are not "
         "broadcast, and gradients are not reduced",
     )
-    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, PARTS, lines, is_note=True)
+    return DoctorFinding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, PARTS, lines, is_note=True)
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:
@@ -401,7 +401,7 @@ def _is_drift(evidence: Evidence, wrong: _Wrong) -> bool:
     return True
 
 
-def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
+def _finding(evidence: Evidence, wrong: _Wrong) -> DoctorFinding:
     """Make one finding of the parameters whose gradients have the same signature."""
     names = list(wrong)
     count = f"{len(names)} of {len(evidence.trained)} parameters"
@@ -424,19 +424,19 @@ def _finding(evidence: Evidence, wrong: _Wrong) -> Finding:
     cause = note or _CAUSES.get(diagnosis.signature, _of_earlier)(evidence, names, diagnosis)
     is_open = note is None and diagnosis.signature in (codes.WEIGHTED, codes.MISPLACED)
     lines = (line + cause.over, *cause.lines)
-    return Finding(
+    return DoctorFinding(
         (codes.REDUCED_ONCE,), diagnosis.signature, evidence.step, cause.title, lines, note is not None, is_open
     )
 
 
-def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float, of: str) -> Finding:
+def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float, of: str) -> DoctorFinding:
     """Make the finding of gradients that no known mistake makes."""
     lines = (
         f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
         f"of {residual:.2g} remains, and rounding explains {evidence.tolerance(names[0]):.1g}{of}",
         "and they match no known mistake",
     )
-    return Finding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
+    return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
 
 
 class _Cause(NamedTuple):
@@ -595,7 +595,7 @@ def _why_never_zeroed(evidence: Evidence) -> str:
     return "zero_grad() was called, of an optimizer or a module without these parameters: zero these as well"
 
 
-def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) -> Finding:
+def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) -> DoctorFinding:
     """Make the finding of gradients that a communication hook changes: it may, and may lose no rank."""
     hook = " and ".join(map(repr, evidence.hooks))
     if (found := _nearer(evidence, names)) is not None:
@@ -605,13 +605,13 @@ def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) 
             f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
             f"look in the hook for where it leaves out what rank {rank} has, or reduces over a part of the ranks",
         )
-        return Finding((codes.REDUCED_ONCE,), codes.SOME_RANKS, evidence.step, SOME_MISSING, lines)
+        return DoctorFinding((codes.REDUCED_ONCE,), codes.SOME_RANKS, evidence.step, SOME_MISSING, lines)
     lines = (
         f"{hook}: a relative distance of {residual:.2g} to the sum of what all ranks computed remains{of}",
         "meant, as where it compresses? then a mistake of that size is not seen: train a few steps without it",
     )
     title = "a communication hook changes gradients, which are not judged"
-    return Finding((codes.REDUCED_ONCE,), "", evidence.step, title, lines, is_note=True)
+    return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, title, lines, is_note=True)
 
 
 def _nearer(evidence: Evidence, names: Sequence[str]) -> tuple[int, float, float] | None:
@@ -637,17 +637,17 @@ def _over(evidence: Evidence) -> str:
     return " and ".join(f"{name} ({ranks_of(members)})" for name, members in named.items()) or everyone
 
 
-def _of_lost(evidence: Evidence, names: list[str]) -> Finding:
+def _of_lost(evidence: Evidence, names: list[str]) -> DoctorFinding:
     """Make the finding of parameters whose own gradients were computed and are in no ``.grad``."""
     lines = (
         f"{listed(names)}: ranks computed gradients, and no .grad has one when the optimizer steps "
         f"({len(names)} of {len(evidence.trained)} parameters)",
         *_why_not_reduced(evidence, names),
     )
-    return Finding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, NOT_REDUCED, lines)
+    return DoctorFinding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, NOT_REDUCED, lines)
 
 
-def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
+def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> DoctorFinding:
     """Make the finding of parameters with different factors; of whole classes of modules, as in muP, it is a note."""
     most = factors[0]
     lines = [f"{len(most.names)} of {sum(len(one.names) for one in factors)} parameters: {most.render()}"]
@@ -667,12 +667,12 @@ def _of_factors(evidence: Evidence, factors: Sequence[Factor]) -> Finding:
     lines.append("an optimizer such as Adam hides the difference, the norm of all gradients and clipping do not")
     if is_note:
         lines.append("meant, as in muP, for experts or by layer? else these are reduced or scaled otherwise")
-    return Finding(
+    return DoctorFinding(
         (codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note, is_open=not is_note
     )
 
 
-def _of_scales(evidence: Evidence, before: _Scales, after: _Scales) -> list[Finding]:
+def _of_scales(evidence: Evidence, before: _Scales, after: _Scales) -> list[DoctorFinding]:
     """Make the note of parameters that user code scales otherwise than others of their class before the step.
 
     Clipping of each parameter by its own norm gives each a factor of its own.
@@ -688,7 +688,9 @@ def _of_scales(evidence: Evidence, before: _Scales, after: _Scales) -> list[Find
     lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
     lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]
     lines.append("meant? others of the same class of modules have another factor")
-    return [Finding((codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)]
+    return [
+        DoctorFinding((codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, tuple(lines), is_note=True)
+    ]
 
 
 def _are_of_classes(evidence: Evidence, values: dict[str, float]) -> bool:

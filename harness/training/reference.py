@@ -27,10 +27,10 @@ from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.initial import compare_initial
 from shardproof.harness.training.judge import Judge
-from shardproof.harness.training.outcome import Divergent, Outcome
+from shardproof.harness.training.outcome import Deviation, StepOutcome
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.sides import OfRank, OfReference, Sides, full_of, state_of
-from shardproof.harness.training.trainee import StepSeen, Trainee, digest_of, read
+from shardproof.harness.training.trained_model import StepSeen, TrainedModel, digest_of, read
 from shardproof.harness.watching.observation import ByKey, Key
 
 Answer = dict[str, Any]
@@ -122,22 +122,22 @@ class Worker:
         self._device, self._mesh = device, init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
         functions = functions_of(request) if switches is None else switches.over(functions_of(request))
         with self._users("parallelize()", 0):
-            self._baseline = Trainee(request, functions, "baseline", self._mesh, device, explains=self._explains)
+            self._baseline = TrainedModel(request, functions, "baseline", self._mesh, device, explains=self._explains)
         numel = sum(one.numel() for one in self._baseline.original.built.model.parameters())
         home = home_of(request, numel, _free(device), device)
         self._baseline.home = home
         self._expected = self._baseline.state()
         self._earlier: list[dict[str, torch.Tensor]] = []
-        self._oracle: Trainee | None = None
+        self._oracle: TrainedModel | None = None
         self._notes: list[str] = []
         if request.oracle != "none":
-            self._oracle = Trainee(request, functions, "oracle", self._mesh, device, explains=self._explains,
+            self._oracle = TrainedModel(request, functions, "oracle", self._mesh, device, explains=self._explains,
                                    baseline=self._baseline)  # fmt: skip
             self._oracle.home = home
             if not self._oracle.original.is_deferred:
                 self._notes += self._changes(self._oracle)
 
-    def _changes(self, oracle: Trainee) -> Iterator[str]:
+    def _changes(self, oracle: TrainedModel) -> Iterator[str]:
         """Say what parallelize() changes on one rank too: the reference begins each step with what the run has."""
         plain, made = (state_of([{key: one for key, one in seen.items() if key[0] == Stage.PARAMETER}])
                        for seen in (oracle.state(), self._expected))  # fmt: skip
@@ -155,7 +155,7 @@ class Worker:
         """Train a step from the run's state before it, and judge what the files of all ranks say of it."""
         request = self._request
         before = [read(self._file(rank, number - 1))[0] for rank in range(request.size)]
-        outcome = Outcome(number)
+        outcome = StepOutcome(number)
         if number == 0 and not self._baseline.original.is_deferred:
             outcome = compare_initial(before, self._expected)
             outcome.notes |= dict.fromkeys(self._notes, 1)
@@ -163,7 +163,7 @@ class Worker:
             outcome = self._judged(number, before, outcome)
         return outcome_as_json(outcome)
 
-    def _judged(self, number: int, before: list[ByKey], initial: Outcome) -> Outcome:
+    def _judged(self, number: int, before: list[ByKey], initial: StepOutcome) -> StepOutcome:
         request = self._request
         seen = [read(self._file(rank, number, "events")) for rank in range(request.size)]
         microbatches = self._microbatches(number, [more for _, more in seen])
@@ -244,12 +244,12 @@ class Worker:
         if min(tokens) in (0, max(tokens)) or not _can_be_joined(parts):
             return
         rows = iter([torch.cat(mine) for mine in zip(*parts, strict=True)])
-        trainee = Trainee(self._request, functions_of(self._request), "oracle", self._mesh, self._device,
+        trained = TrainedModel(self._request, functions_of(self._request), "oracle", self._mesh, self._device,
                           baseline=self._baseline)  # fmt: skip
-        trainee.home = self._baseline.home
-        trainee.load(state)
-        seen = trainee.step([map_tensors(lambda _: next(rows), microbatches[0])])
-        trainee.close()
+        trained.home = self._baseline.home
+        trained.load(state)
+        seen = trained.step([map_tensors(lambda _: next(rows), microbatches[0])])
+        trained.close()
         keys = [key for key in oracle.events if key[0] == Stage.GRADIENT and key in seen.events]
         one, other = (torch.cat([mine.events[key].value.double().flatten() for key in keys]) for mine in (seen, oracle))
         if (apart := float((one - other).norm() / one.norm())) > numerics.MICROBATCHES_APART:
@@ -258,15 +258,19 @@ class Worker:
                    f"one batch of them all has another gradient, at a relative distance of {apart:.2g}")  # fmt: skip
 
     def _trained(
-        self, trainee: Trainee, microbatches: list[Any], state: dict[Key, torch.Tensor], given: dict[str, torch.Tensor]
+        self,
+        trained: TrainedModel,
+        microbatches: list[Any],
+        state: dict[Key, torch.Tensor],
+        given: dict[str, torch.Tensor],
     ) -> StepSeen:
-        trainee.load(state)
-        trainee.given = given
-        with self._users("step()", len(microbatches), trainee):
-            return trainee.step(microbatches)
+        trained.load(state)
+        trained.given = given
+        with self._users("step()", len(microbatches), trained):
+            return trained.step(microbatches)
 
     @contextlib.contextmanager
-    def _users(self, function: str, microbatches: int, trainee: Trainee | None = None) -> Iterator[None]:
+    def _users(self, function: str, microbatches: int, trained: TrainedModel | None = None) -> Iterator[None]:
         """Turn what the user's code raises into one line."""
         try:
             yield
@@ -276,7 +280,7 @@ class Worker:
             text = line_of_error(error)
             if "not implemented for 'Double'" in text:
                 raise NotCheckable(f"check: the oracle cannot run: {text}; use --oracle float32") from error
-            is_oracle = trainee is not None and trainee is self._oracle
+            is_oracle = trained is not None and trained is self._oracle
             hint = ": offer it by --plain module:function" if isinstance(error, AttributeError) and is_oracle else ""
             of = f", {microbatches} microbatches" if microbatches else ""
             raise NotCheckable(f"check: {function} raised in the reference (1 rank{of}): {text}{hint}") from error
@@ -359,7 +363,7 @@ def _labels(microbatch: Any) -> int:
     return int((integers[-1] >= 0).sum()) if integers else 0
 
 
-def outcome_as_json(outcome: Outcome) -> Answer:
+def outcome_as_json(outcome: StepOutcome) -> Answer:
     """Return an outcome as plain values."""
     found = [_plain(one) for one in outcome.found[:64]]
     measured = [{"module": module, **one.as_record()} for (module, _), one in outcome.measured.items()]
@@ -371,7 +375,7 @@ def outcome_as_json(outcome: Outcome) -> Answer:
     }  # fmt: skip
 
 
-def _plain(one: Divergent) -> Answer:
+def _plain(one: Deviation) -> Answer:
     return one.location.as_record() | {"stage": one.location.stage.name, "module": one.module, "text": one.text}
 
 

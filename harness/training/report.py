@@ -19,7 +19,7 @@ from shardproof.harness.judging.texts import rank_count, ranks_of
 from shardproof.harness.tensors import devices
 from shardproof.harness.training.comparing import Comparison, text_of
 from shardproof.harness.training.evidence import Evidence, Start
-from shardproof.harness.training.findings import Finding, count_of, listed
+from shardproof.harness.training.findings import DoctorFinding, count_of, listed
 from shardproof.harness.training.norms import scale_of
 from shardproof.harness.training.reduction import Reduced
 from shardproof.jsonfiles import encode
@@ -29,7 +29,7 @@ _COLUMN = 10
 
 
 def summary(
-    starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced], findings: Sequence[Finding]
+    starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced], findings: Sequence[DoctorFinding]
 ) -> str:
     """Return what was seen: one line of what was watched, and one each of groups, gradients, norms and memory."""
     lines = [_title(starts, seen, findings)]
@@ -37,7 +37,7 @@ def summary(
     return "\n".join(map(printable, lines))
 
 
-def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence[Finding]) -> str:
+def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence[DoctorFinding]) -> str:
     record = seen[0].records[0]
     steps = f"steps {seen[0].step}-{seen[-1].step}" if len(seen) > 1 else f"step {seen[0].step}"
     boxes = [one.box for one in record.parameters.values() if one.box is not None]
@@ -136,7 +136,7 @@ def _range(ranks: Sequence[int]) -> str:
 
 
 def write(
-    path: str | os.PathLike[str], findings: Sequence[Finding], seen: Sequence[Evidence], checks: Collection[str],
+    path: str | os.PathLike[str], findings: Sequence[DoctorFinding], seen: Sequence[Evidence], checks: Collection[str],
     *, incomplete: str = "",
 ) -> None:  # fmt: skip
     """Write a run file with a record for each check that was made; a note is no failure.

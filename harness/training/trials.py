@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.harness.judging.texts import gist
 from shardproof.harness.training import axes, bisect
-from shardproof.harness.training.bisect import Axis, Outcome, Plan
+from shardproof.harness.training.bisect import Axis, Plan, TrialOutcome
 from shardproof.harness.training.request import ARGUMENTS, NotCheckable, Request, function_of
 from shardproof.harness.training.starting import record_of
 from shardproof.runfile import CaseRecord
@@ -56,7 +56,7 @@ def search(
             changed = changed if axis in plan else change(changed)
         return changed
 
-    def trial(plan: Plan) -> Outcome:
+    def trial(plan: Plan) -> TrialOutcome:
         nonlocal number
         number += 1
         if len(plan) == len(changes):
@@ -131,7 +131,7 @@ def words_of(request: Request) -> list[str]:
     return words
 
 
-def run(words: Sequence[str], check: Check) -> Outcome:
+def run(words: Sequence[str], check: Check) -> TrialOutcome:
     """Run a check, and return how it ended."""
     said = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="shardproof-bisect-") as folder:
@@ -140,14 +140,14 @@ def run(words: Sequence[str], check: Check) -> Outcome:
             check([*words, "--report", report])
         record = record_of(report)
     if record is None:
-        return Outcome("refused", text=(said.getvalue().strip().splitlines() or ["there is no record"])[-1])
+        return TrialOutcome("refused", text=(said.getvalue().strip().splitlines() or ["there is no record"])[-1])
     return outcome_of(record)
 
 
-def outcome_of(record: CaseRecord) -> Outcome:
+def outcome_of(record: CaseRecord) -> TrialOutcome:
     """Return how a check ended, as a search compares it."""
     failure, own = record.failure, record.own
     if failure is None:
-        return Outcome(str(record.verdict))
+        return TrialOutcome(str(record.verdict))
     stage = str(failure.stage or "")
-    return Outcome(str(record.verdict), stage, own.signature if own is not None else "", gist(failure.text))
+    return TrialOutcome(str(record.verdict), stage, own.signature if own is not None else "", gist(failure.text))

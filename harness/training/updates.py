@@ -10,7 +10,7 @@ from shardproof.harness.judging import codes
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
-from shardproof.harness.training.findings import Finding, listed
+from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.training.invariants import has_gradient
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
@@ -24,7 +24,7 @@ _MOST_VALUES = 4
 NARROW = ("bfloat16", "float16")
 
 
-def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
+def check_optimizers(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D4: optimizers have the model's parameters."""
     record = evidence.records[0]
     dead = [one for one in record.optimizers if one.live + one.outside < one.size]
@@ -37,7 +37,7 @@ def check_optimizers(evidence: Evidence) -> Iterator[Finding]:
             what = f"{one.size - one.live - one.outside} of the {one.size} parameters of {one.kind} are not the model's"
         lines = (f"{what}{_why_dead(one)}", "its step does not move the model's own")
         title = DEAD if not one.live else "the optimizer holds some dead parameters"
-        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, evidence.step, title, lines)
+        yield DoctorFinding((codes.OPTIMIZED,), codes.UNMOVED, evidence.step, title, lines)
 
 
 def _why_dead(optimizer: Optimizer) -> str:
@@ -50,7 +50,7 @@ def _why_dead(optimizer: Optimizer) -> str:
     return " (shapes agree): it was made before sharding, or from another model" if optimizer.shapes_agree else ""
 
 
-def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D4, after the last step: each parameter that trains is in an optimizer.
 
     One that has stepped in none of the steps may have its turn in a later one. What is made to train later is not in
@@ -63,7 +63,9 @@ def check_optimizers_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
         yield _of_resting(records, {name: resting[name] for name in rest}, len(trains))
     if left := [name for name in left if name not in resting]:
         line = f"{listed(left)}: {len(left)} of {len(trains)} parameters that require a gradient are in no optimizer"
-        yield Finding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, "parameters are in no optimizer", (line,))
+        yield DoctorFinding(
+            (codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, "parameters are in no optimizer", (line,)
+        )
 
 
 def _trained_ever(records: Sequence[Evidence]) -> list[str]:
@@ -79,7 +81,7 @@ def _resting_ever(records: Sequence[Evidence]) -> dict[str, str]:
     return {name: one.resting for name, one in held if one.resting}
 
 
-def _of_resting(records: Sequence[Evidence], resting: Mapping[str, str], count: int) -> Finding:
+def _of_resting(records: Sequence[Evidence], resting: Mapping[str, str], count: int) -> DoctorFinding:
     """Make the note of parameters in optimizers that do not step, by name the class of each; ``count`` train."""
     kinds = " and ".join(dict.fromkeys(resting.values()))
     of = f"{len(resting)} of {count} parameters that require a gradient are"
@@ -89,7 +91,7 @@ def _of_resting(records: Sequence[Evidence], resting: Mapping[str, str], count: 
         "is never called",
     )
     title = "an optimizer does not step in the watched steps"
-    return Finding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, title, lines, is_note=True)
+    return DoctorFinding((codes.OPTIMIZED,), codes.UNMOVED, records[-1].step, title, lines, is_note=True)
 
 
 def _steps(seen: Sequence[Evidence]) -> str:
@@ -100,7 +102,7 @@ _Held = list[tuple[Parameter, Gradient | None]]
 """What ranks hold of a parameter that an optimizer steps, each with its gradient when it does."""
 
 
-def check_updates(evidence: Evidence) -> Iterator[Finding]:
+def check_updates(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D6 and D7: what has a gradient moves in the step, and gets state where others do."""
     stepped = _stepped(evidence)
     # Of what moves it does not matter which state its optimizer keeps, and where.
@@ -120,7 +122,7 @@ def _stepped(evidence: Evidence) -> dict[str, _Held]:
     return found
 
 
-def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> Iterator[Finding]:
+def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> Iterator[DoctorFinding]:
     """D6: an update moves a parameter, or is below the spacing of its values.
 
     Args:
@@ -135,14 +137,14 @@ def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> 
     if must_move:
         line = f"{listed(must_move)}: the gradient is not zero, and no bit changes in the step"
         lines = (line, *_too_small(evidence, must_move))
-        yield Finding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", lines)
+        yield DoctorFinding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", lines)
     dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
     if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
         yield _of_rounded(evidence, narrow, dtypes[narrow[0]])
 
 
-def _of_rounded(evidence: Evidence, names: list[str], dtype: str) -> Finding:
+def _of_rounded(evidence: Evidence, names: list[str], dtype: str) -> DoctorFinding:
     """Make the note of updates that are below the spacing of the values of parameters."""
     mend = (
         "keep parameters in float32, or round stochastically" if dtype in NARROW else "the learning rate is too small"
@@ -152,10 +154,12 @@ def _of_rounded(evidence: Evidence, names: list[str], dtype: str) -> Finding:
         f"{dtype} at the parameter's values, so no bit changes in the step",
         f"meant, as at the start of a warm-up? else {mend}",
     )
-    return Finding((codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", lines, is_note=True)
+    return DoctorFinding(
+        (codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", lines, is_note=True
+    )
 
 
-def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[Finding]:
+def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[DoctorFinding]:
     """D7: what does not move has optimizer state where other parameters of its optimizer do."""
     with_state = {one.optimizer for one in evidence.records[0].parameters.values() if one.state}
     stateless = [
@@ -165,10 +169,12 @@ def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[Fi
     ]
     if stateless:
         line = f"{listed(stateless)}: other parameters of the same optimizer have state"
-        yield Finding((codes.HAS_STATE,), codes.UNMOVED, evidence.step, "parameters have no optimizer state", (line,))
+        yield DoctorFinding(
+            (codes.HAS_STATE,), codes.UNMOVED, evidence.step, "parameters have no optimizer state", (line,)
+        )
 
 
-def check_settings(evidence: Evidence) -> Iterator[Finding]:
+def check_settings(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D18: ranks that hold parts of one parameter step them by the same settings, from states of the same age.
 
     Of ranks that hold the same elements D1 and D3 tell it.
@@ -187,7 +193,7 @@ def check_settings(evidence: Evidence) -> Iterator[Finding]:
             "reads a loss needs its mean over ranks, and load states on all of them",
         )
         title = "ranks step by different settings of the optimizer"
-        yield Finding((codes.STEPS_ALIKE,), "", evidence.step, title, lines)
+        yield DoctorFinding((codes.STEPS_ALIKE,), "", evidence.step, title, lines)
 
 
 _AGE = "step"
@@ -222,7 +228,7 @@ def _of_setting(key: str, values: Mapping[int, Any], names: Sequence[str]) -> st
     return f"{key} of {listed(list(dict.fromkeys(names)))}: {told}"
 
 
-def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
+def check_rates_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D6, after the last step: no group has a learning rate of 0 in all steps, beside groups that move."""
     held = [one for seen in records for record in seen.records for one in record.parameters.items()]
     stepped = [(name, one) for name, one in held if one.optimizer is not None and one.lr is not None]
@@ -234,7 +240,9 @@ def check_rates_ever(records: Sequence[Evidence]) -> Iterator[Finding]:
             f"{some} have a learning rate of 0 in the watched steps {_steps(records)}, and others one above 0",
             "meant, as where a part is frozen or warms up later? else look at how the rates of groups are computed",
         )
-        yield Finding((codes.MOVES,), codes.UNMOVED, records[-1].step, "a learning rate is 0", lines, is_note=True)
+        yield DoctorFinding(
+            (codes.MOVES,), codes.UNMOVED, records[-1].step, "a learning rate is 0", lines, is_note=True
+        )
 
 
 def _must_move(held: Parameter, gradient: Gradient | None) -> bool:

@@ -19,7 +19,7 @@ from shardproof.harness.watching.pending import Pending, few_values, last_number
 from shardproof.harness.watching.records import Drop
 
 
-class Seen(NamedTuple):
+class StepCounts(NamedTuple):
     """How much of a step was seen: outputs and gradients that must be finite, norms, and losses with tokens."""
 
     finite: int = 0
@@ -40,7 +40,7 @@ class _Beginning:
     """
 
     drop: Drop
-    seen: Seen
+    seen: StepCounts
     left: Sequence[torch.Tensor]
     after: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -74,7 +74,7 @@ class Left:
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         drop: Drop,
-        seen: Seen,
+        seen: StepCounts,
         *,
         after: Collection[Pending],
         is_cleared: bool,
@@ -99,7 +99,7 @@ class Left:
         is_there = all(is_on_host(one) for one in left)
         self._is_known = is_there or is_cleared or self._versions != _versions(one for _, one in mine)
 
-    def gone(self, *, is_last: bool) -> Iterator[tuple[Drop, Seen]]:
+    def gone(self, *, is_last: bool) -> Iterator[tuple[Drop, StepCounts]]:
         """Yield what is gone, each with how much was seen by then.
 
         Args:

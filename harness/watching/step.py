@@ -23,7 +23,7 @@ from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
-from shardproof.harness.watching.left import Left, Seen
+from shardproof.harness.watching.left import Left, StepCounts
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
 from shardproof.harness.watching.observation import Takes
@@ -252,7 +252,7 @@ class Drops:
     """
 
     def __init__(self) -> None:
-        self.seen = Seen()
+        self.seen = StepCounts()
         self.for_others = 0
         self._leaks = 0  # how many when one began after it
         self._left = Left()
@@ -266,7 +266,7 @@ class Drops:
         """Note that a backward pass begins, for which gradients of another model's may still be there."""
         self._leaks = self._leaks or (backwards if self.for_others else 0)
 
-    def note(self, model: Model, drop: Drop, seen: Seen, backwards: Backwards, *, is_cleared: bool) -> None:
+    def note(self, model: Model, drop: Drop, seen: StepCounts, backwards: Backwards, *, is_cleared: bool) -> None:
         """Note what is left where a forward or a backward begins; see :meth:`left.Left.begin`."""
         self._left.begin(model.parameters(), drop, seen, after=backwards.after.values(), is_cleared=is_cleared)
 
@@ -289,7 +289,7 @@ class Drops:
         return [dataclasses.replace(one, is_meant=one.is_meant or is_skipped) for one in self._all]
 
 
-class Step:
+class WatchedStep:
     """All that is seen of one step.
 
     Args:
@@ -338,7 +338,7 @@ class Step:
         """
         count, drops = self.backwards.count, self.drops
         drop = Drop(count, self.forwards.are_of_input(count) or drops.for_others > 0 or is_again)
-        seen = Seen(len(self.finite), len(self.norms), len(self.losses))
+        seen = StepCounts(len(self.finite), len(self.norms), len(self.losses))
         drops.note(self._model, drop, seen, self.backwards, is_cleared=count in self.zeroed)
 
     def gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, Pending]:

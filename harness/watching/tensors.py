@@ -20,7 +20,7 @@ OnGradient = Callable[[str, bool, bool, torch.Tensor], None]
 """Takes a parameter's name, whether what has the hook is a leaf, whether user code has hooks after it, the gradient."""
 
 
-class Tensors:
+class TensorHooks:
     """Finds the tensors, and hooks each once.
 
     Args:

@@ -44,8 +44,8 @@ from shardproof.harness.watching.names import (
 from shardproof.harness.watching.observation import Sink, Takes
 from shardproof.harness.watching.optimizers import seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
-from shardproof.harness.watching.step import Step
-from shardproof.harness.watching.tensors import Tensors
+from shardproof.harness.watching.step import WatchedStep
+from shardproof.harness.watching.tensors import TensorHooks
 from shardproof.harness.watching.updates import Nesting
 
 
@@ -108,10 +108,10 @@ class Watch:
         self.model = Model(layout)
         self.step = 0
         self.last = ""
-        self._now = Step(self.model, self._takes, [])
+        self._now = WatchedStep(self.model, self._takes, [])
         self._forward = _Forward()
         self._nesting = Nesting(optimizers)
-        self._tensors = Tensors(self._on_gradient, self._on_accumulated)
+        self._tensors = TensorHooks(self._on_gradient, self._on_accumulated)
         self._handles: list[Any] = []
         self._patches = contextlib.ExitStack()
 
@@ -191,7 +191,7 @@ class Watch:
     # A step ---------------------------------------------------------------------------------
 
     def _begin(self, zeroed: list[int]) -> None:
-        self._now = Step(self.model, self._takes, zeroed)
+        self._now = WatchedStep(self.model, self._takes, zeroed)
 
     @property
     def _sees(self) -> bool:

@@ -20,7 +20,7 @@ from shardproof.harness.watching.records import NotWatchable
 from shardproof.harness.watching.watch import Watch
 
 
-class Watching(contextlib.AbstractContextManager[Any]):
+class Watcher(contextlib.AbstractContextManager[Any]):
     """What a doctor and a recording share: they attach a watch to the model that the loop calls, and remove it.
 
     Attributes:

@@ -171,7 +171,7 @@ def _environment() -> Iterator[None]:
     # PYTHONPATH the ranks would test that one, and not the one that the controller names.
     root = str(pathlib.Path(shardproof.__file__).parents[1])
     path = os.pathsep.join(dict.fromkeys(filter(None, [*sys.path, root])))
-    interfaces = _LOOPBACK if meeting.place() is None else {}
+    interfaces = _LOOPBACK if meeting.this_process() is None else {}
     # torch._dynamo makes this directory where it is imported; ranks have another, of their world.
     compiled = {"TORCHINDUCTOR_CACHE_DIR": str(scratch.place("compiled"))}
     changes = {**_ENVIRONMENT, **interfaces, **compiled, "PYTHONPATH": path}

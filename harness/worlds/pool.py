@@ -11,7 +11,7 @@ from shardproof.harness.worlds.lease import Leases, device_of
 from shardproof.harness.worlds.world import Outcome, World, by_agreement
 from shardproof.runfile import Verdict
 
-Place = tuple[int, ...]
+Processes = tuple[int, ...]
 """Which processes of a torchrun job have the ranks of a world; empty where all are children of this process."""
 
 #: Idle worlds that the pool keeps besides the one in use, and the ranks that they have at most. Each rank holds memory
@@ -23,13 +23,13 @@ KEPT_RANKS = 24
 
 
 class Pool:
-    """The worlds of one pytest process, by key, by the implementation for which they are reserved, and by place.
+    """The worlds of one pytest process, by key, by the implementation for which they are reserved, and by process.
 
     The least recently used ones are stopped first. Those of different workers of xdist start on different devices.
     """
 
     def __init__(self, *, device_count: int = 0, worker: int = 0) -> None:
-        self._worlds: collections.OrderedDict[tuple[WorldKey, str, Place], World] = collections.OrderedDict()
+        self._worlds: collections.OrderedDict[tuple[WorldKey, str, Processes], World] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._leases = Leases()
         self._device_count = device_count
@@ -53,9 +53,9 @@ class Pool:
             WaitedTooLong: the lease or a new rank did not come in time.
             TooFewRanks: the torchrun job has lost too many.
         """
-        with self._placed(key, job.implementation, alone=alone) as place:
+        with self._placed(key, job.implementation, alone=alone) as processes:
             with self._leased(key, alone=alone):
-                world = self._take(key, job.implementation, place)
+                world = self._take(key, job.implementation, processes)
                 try:
                     outcome = self._run(world, job)
                     goes_on = world.is_in_step(outcome.results)
@@ -66,7 +66,7 @@ class Pool:
                 if any(result.kept or result.excused for result in outcome.results):
                     world.reserved_for = job.implementation
                 with self._lock:
-                    self._worlds[key, world.reserved_for, place] = world
+                    self._worlds[key, world.reserved_for, processes] = world
             else:
                 world.kill()
         return outcome
@@ -78,7 +78,9 @@ class Pool:
         again = passed and any(result.excused for result in outcome.results)
         return _run_again(world, job, outcome) if again else outcome
 
-    def _placed(self, key: WorldKey, implementation: str, *, alone: bool) -> contextlib.AbstractContextManager[Place]:
+    def _placed(
+        self, key: WorldKey, implementation: str, *, alone: bool
+    ) -> contextlib.AbstractContextManager[Processes]:
         """Where the world's ranks live, until the case has ended: as children of this process."""
         return contextlib.nullcontext(())
 
@@ -92,7 +94,7 @@ class Pool:
             return [0] * key.size
         return device_of(self._worker, size=key.size, count=self._device_count)
 
-    def _start(self, key: WorldKey, place: Place) -> World:
+    def _start(self, key: WorldKey, processes: Processes) -> World:
         return World(key, self._devices(key))
 
     def discard(self, key: WorldKey) -> None:
@@ -110,18 +112,18 @@ class Pool:
         # It would never notice the end of this process.
         forkserver.kill_if_stopped()
 
-    def _take(self, key: WorldKey, implementation: str, place: Place) -> World:
+    def _take(self, key: WorldKey, implementation: str, processes: Processes) -> World:
         """Take a world of ``key`` that the implementation may use out of the pool, or start one."""
         for reserved_for in (implementation, ""):
             with self._lock:
-                world = self._worlds.pop((key, reserved_for, place), None)
+                world = self._worlds.pop((key, reserved_for, processes), None)
             if world is not None and world.is_alive:
                 return world
             if world is not None:
                 world.kill()
         while (oldest := self._too_many()) is not None:
             oldest.stop()
-        return self._start(key, place)
+        return self._start(key, processes)
 
     def _too_many(self) -> World | None:
         with self._lock:

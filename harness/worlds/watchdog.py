@@ -34,7 +34,7 @@ ADVICE = "the ranks announced different collectives on one group: --check-collec
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagnosis:
+class HangDiagnosis:
     """The explanation of a hang, one fact per line, and the rank that the others wait for, if it can be told."""
 
     rank: int | None
@@ -115,7 +115,7 @@ def diagnose(
     stuck: Mapping[int, str],
     case_path: str,
     lost: Mapping[int, str] | None = None,
-) -> Diagnosis:
+) -> HangDiagnosis:
     """Determine which rank keeps the ``stuck`` ranks waiting, which did not answer and come with their stack dumps.
 
     Args:
@@ -127,7 +127,9 @@ def diagnose(
         reasons: dict[str, list[int]] = {}
         for rank, reason in lost.items():
             reasons.setdefault(reason, []).append(rank)
-        return Diagnosis(min(lost), "\n".join(f"{_are(ranks)} out of reach: {why}" for why, ranks in reasons.items()))
+        return HangDiagnosis(
+            min(lost), "\n".join(f"{_are(ranks)} out of reach: {why}" for why, ranks in reasons.items())
+        )
     waiting: dict[tuple[str, int, tuple[int, ...], tuple[int, ...], str], list[int]] = {}
     for rank in stuck:
         if missing := _missing(entries[rank], entries):
@@ -148,7 +150,7 @@ def diagnose(
     for rank in suspects:
         whereabouts.setdefault(_whereabouts(entries[rank], stuck.get(rank), case_path), []).append(rank)
     lines += [_place(ranks, where) for where, ranks in whereabouts.items()]
-    return Diagnosis(suspects[0] if suspects else None, "\n".join(lines))
+    return HangDiagnosis(suspects[0] if suspects else None, "\n".join(lines))
 
 
 def collectives(entries: Mapping[int, list[Announcement]], unknown: Collection[int] = ()) -> list[str]:

@@ -18,7 +18,7 @@ from shardproof.harness.worlds.jobs import BOARD, Job, RankSpec, Result, RollCal
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun.fleet import ANSWER_SECONDS, Fleet, Lost, RemoteRank, Seat, gathered, nodes_of
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
-from shardproof.harness.worlds.watchdog import Diagnosis, collectives, diagnose, dump_stacks, stacks
+from shardproof.harness.worlds.watchdog import HangDiagnosis, collectives, diagnose, dump_stacks, stacks
 from shardproof.runfile import Verdict
 
 # Whether the ranks of a world have done the same in a case, so that they can run another one.
@@ -75,7 +75,7 @@ class Outcome:
     results: list[Result]  # one result for each rank, in rank order
     outputs: list[str]  # the end of what each rank wrote to stdout and stderr
     seconds: float  # wall-clock time of the job, without the wait for a lease and the start of the world
-    diagnosis: Diagnosis | None = None
+    diagnosis: HangDiagnosis | None = None
     # The last collectives of the ranks, rendered, if they did not all pass or fail by agreement.
     collectives: list[str] = dataclasses.field(default_factory=list)
     hosts: tuple[str, ...] = ()  # the name of the host of each rank; empty if all are on one
@@ -109,7 +109,7 @@ class World:
         self.key = key
         self.reserved_for = ""
         self.devices = devices
-        self.hosts = tuple(seat.place.host for seat in seats) if len(set(nodes_of(seats))) > 1 else ()
+        self.hosts = tuple(seat.process.host for seat in seats) if len(set(nodes_of(seats))) > 1 else ()
         self._directory = scratch.directory("world-")
         try:
             self._board = Board(self._directory / BOARD, key.size)
@@ -135,9 +135,9 @@ class World:
                 self.ranks.append(self._spawn(self._spec(index)))
             return
         number = fleet.new_number()
-        directories: dict[int, pathlib.Path] = {fleet.place.node: self._directory}
+        directories: dict[int, pathlib.Path] = {fleet.process.node: self._directory}
         for index, seat in enumerate(seats):
-            node = seat.place.node
+            node = seat.process.node
             if node not in directories:
                 directories[node] = fleet.directory(seat)
             spec = dataclasses.replace(

@@ -334,13 +334,13 @@ def _run(options: argparse.Namespace, todo: list[Any], until: float, unsound: li
         folder = pathlib.Path(name)
         (folder / "claims").mkdir()
         terminal = os.dup(sys.stdout.fileno())
-        plan = tries.Plan(
+        settings = tries.TrySettings(
             results=str(options.file.absolute()), claims=str(folder / "claims"), map=str(options.map.absolute()),
             lines=read_lines(options.lines) if options.lines else {}, effort=options.effort, items=options.items,
             until=until, torch=TORCH, mutants=todo, unsound=unsound,
             implementations={name: list(one.implementations) for name, one in GROUPS.items()}, terminal=terminal,
         )  # fmt: skip
-        (folder / "plan").write_text(json.dumps(dataclasses.asdict(plan)))
+        (folder / "settings").write_text(json.dumps(dataclasses.asdict(settings)))
         # A call that is terminated ends its processes.
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         processes = [_started(command, folder, job, terminal) for job in range(min(options.jobs, len(todo)))]
@@ -366,7 +366,7 @@ def _started(command: Sequence[str], folder: pathlib.Path, job: int, terminal: i
     own.mkdir()
     environment = {
         **os.environ, "PYTHONPATH": run.search_path(), "OMP_NUM_THREADS": "1", "TMPDIR": str(own),
-        tries.VARIABLE: str(folder / "plan"), **instruments.environment(own, "planted.mutants.plant:planted"),
+        tries.VARIABLE: str(folder / "settings"), **instruments.environment(own, "planted.mutants.plant:planted"),
     }  # fmt: skip
     with (folder / f"{job}.out").open("wb") as output:
         # A session of its own, so that its ranks end with it.

@@ -28,12 +28,12 @@ from shardproof.harness.worlds import instruments
 from shardproof.harness.worlds.pool import Pool
 from shardproof.runfile import Verdict
 
-#: The environment variable with the file of a :class:`Plan`.
+#: The environment variable with the file of a :class:`TrySettings`.
 VARIABLE = "SHARDPROOF_MUTANTS"
 
 #: A case that may take longer does not run: a call must end.
 _LONGEST = 60.0
-#: Seconds after the time of a plan in which each process ends, or is killed.
+#: Seconds after the time limit in which each process ends, or is killed.
 GRACE = 50.0
 
 _PASSING = (Verdict.PASS, Verdict.EXPECTED_FAIL)
@@ -55,7 +55,7 @@ class Before:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrySettings:
     """What the processes of one call have in common.
 
     Attributes:
@@ -166,48 +166,48 @@ class _Worlds:
 
 
 class Tries:
-    """Runs the mutants of a plan until its time is over."""
+    """Runs the mutants of the settings until their time is over."""
 
-    def __init__(self, plan: Plan, state: State, items: Sequence[pytest.Item]) -> None:
-        self._plan, self._state = plan, state
+    def __init__(self, settings: TrySettings, state: State, items: Sequence[pytest.Item]) -> None:
+        self._settings, self._state = settings, state
         usable = [item for item in items if may_run(item, state)]
         self._items = {
             group: [item for item in usable if cases.launch_of(item).implementation in names]
-            for group, names in plan.implementations.items()
+            for group, names in settings.implementations.items()
         }
-        self._known = changed.read(pathlib.Path(plan.map))
+        self._known = changed.read(pathlib.Path(settings.map))
         self._worlds = _Worlds(state)
-        self._sound: dict[str, bool] = dict.fromkeys(plan.unsound, False)
-        self._results = pathlib.Path(plan.results)
+        self._sound: dict[str, bool] = dict.fromkeys(settings.unsound, False)
+        self._results = pathlib.Path(settings.results)
 
     @property
     def _is_over(self) -> bool:
-        return time.time() >= self._plan.until
+        return time.time() >= self._settings.until
 
     def _is_late(self, item: pytest.Function) -> bool:
         """Whether a run of an item, with a mutant and without, may not end in time."""
         longest = 2 * _deadline(item, self._state)
-        return self._is_over or time.time() + longest > self._plan.until + GRACE
+        return self._is_over or time.time() + longest > self._settings.until + GRACE
 
     def run(self) -> None:
         """Run each mutant that no other process has claimed."""
         try:
-            for group, fields, before in self._plan.mutants:
+            for group, fields, before in self._settings.mutants:
                 mutant = Mutant(**fields)
                 if self._is_over:
                     break
                 with contextlib.suppress(FileExistsError):
-                    os.close(os.open(pathlib.Path(self._plan.claims, mutant.id), os.O_CREAT | os.O_EXCL))
+                    os.close(os.open(pathlib.Path(self._settings.claims, mutant.id), os.O_CREAT | os.O_EXCL))
                     line = self._line(group, mutant, Before(**before))
                     append(self._results, line)
-                    os.write(self._plan.terminal, f"{said(line)}\n".encode())
+                    os.write(self._settings.terminal, f"{said(line)}\n".encode())
         finally:
             self._worlds.close()
 
     def _line(self, group: str, mutant: Mutant, before: Before) -> dict[str, Any]:
         started = time.time()
         packed = packed_of(mutant)
-        comers = self._plan.lines.get(mutant.module, {}).get(str(mutant.line), ())
+        comers = self._settings.lines.get(mutant.module, {}).get(str(mutant.line), ())
         change = changed.Change(functions=frozenset({mutant.place}))
         callers = alternating(comers, changed.ordered(self._items[group], change, self._known))
         todo = [item for item in callers if self._sound.get(item.nodeid, True) and item.nodeid not in before.others]
@@ -217,7 +217,7 @@ class Tries:
                 if item.nodeid in before.ran:
                     continue
                 counts = len(before.ran) + len(ran), before.reached + reached
-                if self._is_late(item) or is_enough(*counts, items=self._plan.items, covering=len(todo)):
+                if self._is_late(item) or is_enough(*counts, items=self._settings.items, covering=len(todo)):
                     break
                 made, has_reached = self._worlds.with_mutant(item)
                 if made.verdict == Verdict.HARNESS_ERROR:  # of the machine, perhaps
@@ -232,8 +232,8 @@ class Tries:
                     break
         covering = sum(self._sound.get(item.nodeid, True) for item in todo)
         return {
-            "id": mutant.id, "group": group, "torch": self._plan.torch, **dataclasses.asdict(mutant),
-            "effort": self._plan.effort, "ran": ran, "reached": reached, "covering": covering,
+            "id": mutant.id, "group": group, "torch": self._settings.torch, **dataclasses.asdict(mutant),
+            "effort": self._settings.effort, "ran": ran, "reached": reached, "covering": covering,
             "seconds": round(time.time() - started, 1), **found,
         }  # fmt: skip
 
@@ -243,7 +243,7 @@ class Tries:
             made = self._worlds.without(item)
             self._sound[item.nodeid] = made.verdict in _PASSING
             if not self._sound[item.nodeid]:
-                append(self._results, {"unsound": item.nodeid, "torch": self._plan.torch, "verdict": made.verdict})
+                append(self._results, {"unsound": item.nodeid, "torch": self._settings.torch, "verdict": made.verdict})
         return self._sound[item.nodeid]
 
 
@@ -271,7 +271,7 @@ def said(line: dict[str, Any]) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool:
-    """Called by pytest; runs the plan in place of the items."""
-    plan = Plan(**json.loads(pathlib.Path(os.environ[VARIABLE]).read_text()))
-    Tries(plan, session.config.stash[STATE], session.items).run()
+    """Called by pytest; runs the mutants in place of the items."""
+    settings = TrySettings(**json.loads(pathlib.Path(os.environ[VARIABLE]).read_text()))
+    Tries(settings, session.config.stash[STATE], session.items).run()
     return True

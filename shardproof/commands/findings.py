@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from shardproof import commands
 from shardproof.commands import positive
 from shardproof.door import printable
-from shardproof.findings import Finding, FindingError, load
+from shardproof.findings import FindingError, KnownFinding, load
 from shardproof.reports.texts import table
 
 DIFFERS = 1
@@ -42,7 +42,7 @@ REPRODUCES, NOT, NOT_RUN, NOT_JUDGED = "reproduces", "does not reproduce", "not 
 class _Result:
     """What came of one finding: one of the words above, and why if it is one of the last two."""
 
-    finding: Finding
+    finding: KnownFinding
     said: str
     why: str = ""
 
@@ -68,14 +68,14 @@ def findings(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _chosen(known: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
+def _chosen(known: Sequence[KnownFinding], names: Sequence[str]) -> list[KnownFinding]:
     by_name = {one.id: one for one in known} | {one.path.stem: one for one in known}
     if unknown := [name for name in names if name not in by_name]:
         raise FindingError(f"there is no finding {unknown[0]!r}; `shardproof findings` lists them")
     return [by_name[name] for name in names] or list(known)
 
 
-def _run_all(chosen: Sequence[Finding], *, processes: int, seconds: int) -> int:
+def _run_all(chosen: Sequence[KnownFinding], *, processes: int, seconds: int) -> int:
     """Run what can be run, some at a time; print a line for each at its end, and what differs at the end of all."""
     torch = _version("torch")
     results = []
@@ -103,7 +103,7 @@ def _differs(result: _Result, torch: str) -> bool:
     return claim is not None and result.said == (NOT if claim else REPRODUCES)
 
 
-def _result(finding: Finding, seconds: int) -> _Result:
+def _result(finding: KnownFinding, seconds: int) -> _Result:
     if finding.by_hand is not None:
         return _Result(finding, NOT_RUN, finding.by_hand)
     if lacking := _lacking(finding):
@@ -118,7 +118,7 @@ def _result(finding: Finding, seconds: int) -> _Result:
     return _Result(finding, NOT_JUDGED, f"{lines[-1]}, after {next(filter(None, lines[-2::-1]), 'no output')!r}")
 
 
-def _lacking(finding: Finding) -> list[str]:
+def _lacking(finding: KnownFinding) -> list[str]:
     # Late: the index needs the standard library alone.
     from packaging.requirements import Requirement
 
@@ -142,7 +142,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(finding: Finding, seconds: int) -> list[str]:
+def _output(finding: KnownFinding, seconds: int) -> list[str]:
     """Run the reproducer until its end or the time limit; return what it printed, and how it ended as the last line."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile(dir=folder) as printed:
         process = subprocess.Popen(

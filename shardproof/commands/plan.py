@@ -19,7 +19,7 @@ from shardproof.planfile import MARK, VERSION, Plan
 from shardproof.reports.plan_text import render_plan
 
 if TYPE_CHECKING:
-    from shardproof.harness.planning.request import Request
+    from shardproof.harness.planning.request import PlanRequest
 
 _EPILOG = """\
 examples:
@@ -79,13 +79,13 @@ def _made(options: argparse.Namespace, command: Sequence[str]) -> Plan:
     return dataclasses.replace(found, shardproof=_version(), command=tuple(command))
 
 
-def _request(options: argparse.Namespace) -> Request:
-    from shardproof.harness.planning.request import DTYPES, Request
+def _request(options: argparse.Namespace) -> PlanRequest:
+    from shardproof.harness.planning.request import DTYPES, PlanRequest
 
     names = {"dtype": options.dtype, "compute": options.param_dtype, "reduce": options.reduce_dtype}
     dtypes = {of: DTYPES[name] for of, name in names.items() if name}
     own = {"implementation": options.impl, "units": tuple(options.unit)}
-    return Request(**commands.values_of(options, Request) | dtypes | own)
+    return PlanRequest(**commands.values_of(options, PlanRequest) | dtypes | own)
 
 
 def _version() -> str:

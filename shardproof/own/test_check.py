@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from shardproof.harness.judging.finding import Finding
-from shardproof.harness.parity.explainer import Place
+from shardproof.harness.parity.explainer import ModuleFinding
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training import checking
 from shardproof.harness.training.request import COMMAND, Request, asked
@@ -50,12 +50,14 @@ class _Step:
     compared: int = 0
     unseen: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def in_order(self) -> Iterator[Place]:
+    def in_order(self) -> Iterator[ModuleFinding]:
         self.compared = self.answers[-1]["compared"]
         shown: dict[str, Any] | None = self.answers[-1]["shown"]
         if shown is not None:
             location = checking.location_of(shown, len(self.answers) - 1)
-            yield Place(Finding(location, shown["text"]), (0,), shown["module"] or "(root)", location.name or "")
+            yield ModuleFinding(
+                Finding(location, shown["text"]), (0,), shown["module"] or "(root)", location.name or ""
+            )
 
     def lacking(self, parameter: str) -> list[str]:
         return []

@@ -317,7 +317,7 @@ def check_equal(member: Member, run: Run, step: StepPicture, expected: StepPictu
         member.explainer.add(seen)
     everyone = member.exchange((next(findings(), None), step.show(step=number)))
     raise_first([found for found, _ in everyone], title=f"the sharded run diverges from {_SAME_CASTS}")
-    run.evidence.judge([shown for _, shown in everyone])
+    run.coverage.judge([shown for _, shown in everyone])
 
 
 def _differences(step: StepPicture, expected: StepPicture) -> Iterator[tuple[Stage, str, str]]:

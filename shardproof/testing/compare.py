@@ -93,8 +93,8 @@ def check_exact(member: Member, first: StepPicture, second: StepPicture, *, step
     everyone = member.exchange((next(findings(), None), [picture.show(step=step) for picture in pictures]))
     raise_first([found for found, _ in everyone], title="two runs that should be equal differ")
     for number, picture in enumerate(pictures):
-        assert picture.evidence is not None
-        picture.evidence.judge([shown[number] for _, shown in everyone])
+        assert picture.coverage is not None
+        picture.coverage.judge([shown[number] for _, shown in everyone])
 
 
 def _compared(first: StepPicture, second: StepPicture) -> Iterator[tuple[Stage, str, torch.Tensor, torch.Tensor]]:
@@ -198,7 +198,7 @@ class Undivided:
         losses["oracle"] = oracle.losses[member.index]
         member.record.add_losses(**{who: sum(map(float, values)) for who, values in losses.items()})
         raise_first(everyone.exchange(finding), title="the run diverges from one process with the whole batch")
-        run.evidence.judge(shown)
+        run.coverage.judge(shown)
 
 
 def each_once(named: Mapping[str, _Tensor]) -> dict[str, _Tensor]:

@@ -117,7 +117,7 @@ def _other_than_first(member: Member, run: Run, state: State) -> Iterator[_Probl
 
 def _divided(run: Run) -> Set[str]:
     """The names of the parameters that ranks share; buffers, and parameters that are ignored, are each rank's own."""
-    return run.evidence.shapes.keys() - set(run.adapter.config.ignored)
+    return run.coverage.shapes.keys() - set(run.adapter.config.ignored)
 
 
 def _digest(value: torch.Tensor) -> bytes:

@@ -57,7 +57,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/reproducing/program.py": 2,
         "harness/reproducing/shrinking.py": 2,
         "harness/training/exchange.py": 1,
-        "harness/training/trainee.py": 1,
+        "harness/training/trained_model.py": 1,
         "harness/worlds/flight_recorder.py": 5,
         "harness/worlds/forkserver.py": 2,
         "harness/worlds/lease.py": 2,

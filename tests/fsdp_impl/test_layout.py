@@ -9,7 +9,7 @@ import torch
 
 from fsdp_impl.common.layout import chunk_rows, shard_rows
 from fsdp_impl.per_parameter.layout import (
-    Layout,
+    BufferLayout,
     UnshardedBuffer,
     build_layout,
     copy_out,
@@ -29,7 +29,7 @@ class Params(NamedTuple):
     dims: list[int]
     dtypes: list[torch.dtype]
 
-    def layout(self, rank: int, world: int | None = None) -> Layout:
+    def layout(self, rank: int, world: int | None = None) -> BufferLayout:
         return build_layout(self.sizes, self.dtypes, world or self.world, rank, self.dims)
 
     def values(self) -> list[torch.Tensor]:

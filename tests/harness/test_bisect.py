@@ -7,11 +7,11 @@ import pytest
 
 from shardproof.commands import check
 from shardproof.harness.training import trials
-from shardproof.harness.training.bisect import Axis, Outcome, bisect
+from shardproof.harness.training.bisect import Axis, TrialOutcome, bisect
 from shardproof.harness.training.request import NotCheckable, Request
 from shardproof.runfile import CaseRecord, Failure, Own, Verdict
 
-FAILS, PASSES = Outcome("fail", "gradient", "S1", "off by 9 ulps"), Outcome("pass")
+FAILS, PASSES = TrialOutcome("fail", "gradient", "S1", "off by 9 ulps"), TrialOutcome("pass")
 
 
 def axes(names):
@@ -25,7 +25,7 @@ def search(names, fails, **options):
     def trial(plan):
         tried.append(frozenset(one.name for one in plan))
         outcome = fails(tried[-1])
-        return outcome if isinstance(outcome, Outcome) else FAILS if outcome else PASSES
+        return outcome if isinstance(outcome, TrialOutcome) else FAILS if outcome else PASSES
 
     found = bisect(axes(names), trial, **options)
     assert len(set(tried)) == len(tried) == found.trials
@@ -57,7 +57,7 @@ def test_ddmin_finds_what_it_takes_of_many():
 
 
 def test_another_failure_is_no_cure_and_no_success():
-    other = Outcome("hang", "", "", "rank 1 waits")
+    other = TrialOutcome("hang", "", "", "rank 1 waits")
     found, smallest, cures = search("dp tp compile", lambda on: other if "dp" not in on else "tp" in on)
     assert (smallest, cures) == (["dp", "tp"], [["tp"]])
     assert found.others == ("without dp: hang: rank 1 waits",)
@@ -65,7 +65,7 @@ def test_another_failure_is_no_cure_and_no_success():
 
 @pytest.mark.parametrize("changed", [{"stage": "loss"}, {"signature": "S2"}, {"verdict": "crash"}])
 def test_failures_are_alike_by_verdict_stage_and_signature(changed):
-    other = Outcome(**({"verdict": "fail", "stage": "gradient", "signature": "S1"} | changed))
+    other = TrialOutcome(**({"verdict": "fail", "stage": "gradient", "signature": "S1"} | changed))
     _, smallest, cures = search("dp tp", lambda on: True if "dp" in on else other)
     assert (smallest, cures) == (["dp"], [])
 

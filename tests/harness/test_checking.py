@@ -25,7 +25,7 @@ from shardproof.harness.training.initial import compare_initial
 from shardproof.harness.training.reference import Worker, file_of, home_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of, parse_mesh
 from shardproof.harness.training.starting import name_of
-from shardproof.harness.training.trainee import KeepDouble, Trainee, digest_of, plain_root, save
+from shardproof.harness.training.trained_model import KeepDouble, TrainedModel, digest_of, plain_root, save
 from shardproof.harness.watching.observation import of_parameter
 from shardproof.runfile import Verdict
 from tests.errors import error_of
@@ -186,14 +186,14 @@ def other_data(step, rank):
 
 @pytest.fixture(autouse=True)
 def detached(monkeypatch):
-    """Detach the trainees of references, which in a run live as long as their process."""
-    made, start = [], Trainee.__init__
+    """Detach the trained models of references, which in a run live as long as their process."""
+    made, start = [], TrainedModel.__init__
 
     def remember(self, *args, **kwargs):
         made.append(self)
         start(self, *args, **kwargs)
 
-    monkeypatch.setattr(Trainee, "__init__", remember)
+    monkeypatch.setattr(TrainedModel, "__init__", remember)
     yield
     for one in made:
         if hasattr(one, "watch"):
@@ -213,9 +213,9 @@ def asked(**fields):
     return Request(**given | fields)
 
 
-def trainee_of(request, what="run"):
+def trained_model(request, what="run"):
     mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    return Trainee(request, functions_of(request), what, mesh, torch.device("cpu"))
+    return TrainedModel(request, functions_of(request), what, mesh, torch.device("cpu"))
 
 
 def worker(folder, request):
@@ -227,17 +227,17 @@ def answer(folder, *, seen=None, **fields):
     request = asked(**{"data": f"{HERE}:data", "step": f"{HERE}:right", "steps": 1} | fields)
     for rank in range(2):
         RANK[0] = rank
-        trainee = trainee_of(request)
-        save(file_of(str(folder), rank, -1), trainee.state())
-        microbatches = trainee.data(0, rank)
-        one = trainee.step(microbatches)
+        trained = trained_model(request)
+        save(file_of(str(folder), rank, -1), trained.state())
+        microbatches = trained.data(0, rank)
+        one = trained.step(microbatches)
         if seen is not None:
             seen(rank, one)
         more = {"data": [digest_of(batch) for batch in microbatches], "forwards": one.forwards, "norm_types": [2.0]}
         more["is_fully_sharded"] = one.is_fully_sharded
         save(file_of(str(folder), rank, 0, "events"), one.events, **more)
         save(file_of(str(folder), rank, 0), one.state)
-        trainee.close()
+        trained.close()
     RANK[0] = None
     return worker(folder, request).step(0)
 
@@ -282,9 +282,9 @@ def test_what_parallelize_changes_on_one_rank_too_is_said(world, tmp_path):
 def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
     starts = []
     for way in ("alone", "turned"):
-        trainee = trainee_of(asked(parallelize=f"{HERE}:{way}"))
-        starts.append(trainee.state())
-        trainee.close()
+        trained = trained_model(asked(parallelize=f"{HERE}:{way}"))
+        starts.append(trained.state())
+        trained.close()
     outcome = compare_initial([starts[1], starts[1]], starts[0])
     assert outcome.lines == ["'hidden.weight': the transpose of the reference's"]
     assert {one.location.rank for one in outcome.found} == {0, 1}
@@ -507,12 +507,12 @@ def test_a_reference_is_kept_where_it_fits():
 
 def test_the_optimizer_of_the_reference_takes_the_gradients_of_the_run(world):
     request = asked(data=f"{HERE}:data", step=f"{HERE}:unreduced", optimizer=f"{HERE}:halves")
-    trainee = trainee_of(request, "oracle")
-    before = {name: parameter.detach().clone() for name, parameter in trainee.model.named_parameters()}
-    trainee.given = {name: torch.ones(value.shape) for name, value in before.items()}
-    trainee.step(trainee.cast(trainee.data(0, 0)))
-    assert all(torch.equal(after, before[name] - 0.5) for name, after in trainee.model.named_parameters())
-    trainee.close()
+    trained = trained_model(request, "oracle")
+    before = {name: parameter.detach().clone() for name, parameter in trained.model.named_parameters()}
+    trained.given = {name: torch.ones(value.shape) for name, value in before.items()}
+    trained.step(trained.cast(trained.data(0, 0)))
+    assert all(torch.equal(after, before[name] - 0.5) for name, after in trained.model.named_parameters())
+    trained.close()
 
 
 # From Python.

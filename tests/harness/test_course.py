@@ -4,7 +4,7 @@ import gc
 import json
 
 from shardproof.alike import kind_of_text
-from shardproof.harness.parity.course import Call, Course
+from shardproof.harness.parity.course import AdapterCall, Course
 from shardproof.runfile import Failure
 
 SOURCE = """
@@ -139,4 +139,4 @@ def test_a_long_training_is_kept_by_its_last_calls():
     first, *_, last = course.listed().removeprefix("...; ").split("; ")
     assert first == "step 196: evaluation, forward, backward, step"
     assert last == "step 199: evaluation, evaluation, evaluation, evaluation, forward, backward, step"
-    assert sum(type(one) is Call for one in gc.get_objects()) < 20  # isinstance asks proxies of what is gone
+    assert sum(type(one) is AdapterCall for one in gc.get_objects()) < 20  # isinstance asks proxies of what is gone

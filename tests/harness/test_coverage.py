@@ -10,7 +10,7 @@ from torch import nn
 
 from shardproof.harness.adapters.base import Config, Traits
 from shardproof.harness.judging.finding import Divergence, Stage
-from shardproof.harness.parity.coverage import Evidence, _joined
+from shardproof.harness.parity.coverage import Coverage, _joined
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.tensors.pieces import Piece, spans_of, whole
 from shardproof.testing import models, world
@@ -36,14 +36,14 @@ def columns(chosen):
 def judge(pieces, *, meshes=None, traits=None, parts=None, stage=Stage.PARAMETER):
     """Judge what ranks show of one parameter with six rows and four columns, one piece for each rank."""
     model = nn.Linear(4, 6, bias=False)
-    evidence = []
+    coverage = []
     for rank in range(len(pieces)):
         config = Config(mesh=mesh_of(list(range(len(pieces)))) if meshes is None else mesh_of(meshes[rank]))
-        evidence.append(Evidence(model, config=config, traits=traits or Traits(), rank=rank))
+        coverage.append(Coverage(model, config=config, traits=traits or Traits(), rank=rank))
         if parts is not None:
-            evidence[-1]._cuts["weight"] = parts[rank].cut
-    shown = [one.show([(stage, {"weight": piece})], step=0) for one, piece in zip(evidence, pieces, strict=True)]
-    evidence[0].judge(shown)
+            coverage[-1]._cuts["weight"] = parts[rank].cut
+    shown = [one.show([(stage, {"weight": piece})], step=0) for one, piece in zip(coverage, pieces, strict=True)]
+    coverage[0].judge(shown)
 
 
 HYBRID = [[[0, 1], [2, 3]]] * 4
@@ -147,8 +147,8 @@ def test_spans():
 )
 def test_what_trains_can_be_too_small_to_see_it_divided(shape, frozen, ignored, can_tell):
     model = nn.ParameterDict({"matrix": torch.ones(shape), "gain": torch.ones(1)})
-    evidence = Evidence(model, config=Config(mesh=mesh_of([0, 1]), ignored=ignored), traits=Traits(), rank=0)
-    assert evidence.can_tell(frozen) == can_tell
+    coverage = Coverage(model, config=Config(mesh=mesh_of([0, 1]), ignored=ignored), traits=Traits(), rank=0)
+    assert coverage.can_tell(frozen) == can_tell
 
 
 @world(2)
@@ -180,6 +180,6 @@ def test_a_piece_in_memory_of_the_baseline_is_found_out(rank: Rank):
     pair.adapter.gradients = functools.partial(borrowed, pair.adapter.gradients)
     pair.adapter.parameters = functools.partial(borrowed, pair.adapter.parameters)
     pair.step(rank.batch(0, (2, 9)))
-    assert "it shares its memory with the run" in pair.sharded.evidence._borrowed[1]
+    assert "it shares its memory with the run" in pair.sharded.coverage._borrowed[1]
     with pytest.raises(AssertionError):
         pair.check()

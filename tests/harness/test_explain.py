@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardproof.harness.judging.explanation import Divergent
+from shardproof.harness.judging.explanation import DivergentTensor
 from shardproof.harness.judging.finding import Location, Stage
 from tests.harness import explained_cases
 from tests.harness.inner import PYTHONPATH, run_cases
@@ -192,7 +192,7 @@ def test_workers_explain_too_and_nobody_unasked(tmp_path):
 
 
 def test_what_a_check_tells_all_ranks_is_said_of_one():
-    one = Divergent(order=(0,), title="others", location=Location(stage=Stage.OUTPUT, step=0, rank=0, name="a"),
+    one = DivergentTensor(order=(0,), title="others", location=Location(stage=Stage.OUTPUT, step=0, rank=0, name="a"),
                     module="a", parameter="", where="", text="text")  # fmt: skip
     other = dataclasses.replace(one, location=dataclasses.replace(one.location, rank=1))
     assert not any("rank 1 too" in line or "no other rank" in line for line in one.render([one], size=2))

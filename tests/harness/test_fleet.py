@@ -36,30 +36,30 @@ VARIABLES = {
 }  # fmt: skip
 
 
-def place(**changes):
-    return dataclasses.replace(meeting.place(VARIABLES), **changes)
+def process(**changes):
+    return dataclasses.replace(meeting.this_process(VARIABLES), **changes)
 
 
 def test_the_place_of_a_process_is_that_of_torchrun():
-    here = place()
+    here = process()
     assert (here.rank, here.size, here.local_rank, here.local_size, here.node, here.nodes) == (5, 8, 1, 4, 1, 2)
     assert (here.run_id, here.attempt, here.may_restart, here.is_controller) == ("job", 1, True, False)
-    assert not place(attempt=3).may_restart and place(rank=0).is_controller
+    assert not process(attempt=3).may_restart and process(rank=0).is_controller
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "RANK"])
 def test_without_the_marks_of_torch_elastic_there_is_no_job(name):
-    assert meeting.place({key: value for key, value in VARIABLES.items() if key != name}) is None
+    assert meeting.this_process({key: value for key, value in VARIABLES.items() if key != name}) is None
 
 
 def fleet(nodes, lost=()):
     """The controller's view of a job with a rank on each of these hosts."""
     made = object.__new__(Fleet)
-    made.place = place(rank=0, size=len(nodes), node=nodes[0])
+    made.process = process(rank=0, size=len(nodes), node=nodes[0])
     made._links, made._busy, made._is_alone, made._changed = {}, set(), False, threading.Condition()
     for rank, node in list(enumerate(nodes))[1:]:
         ours, _ = multiprocessing.connection.Pipe()
-        made._links[rank] = Link(ours, place(rank=rank, node=node, host=f"host{node}"))
+        made._links[rank] = Link(ours, process(rank=rank, node=node, host=f"host{node}"))
         if rank in lost:
             made._links[rank]._lose(None)
     return made
@@ -83,13 +83,13 @@ def test_too_few_ranks_name_the_host_that_is_lost():
 
 
 def test_hosts_of_a_world_are_numbered_from_0():
-    seats = [Seat(place(rank=rank, node=node)) for rank, node in enumerate((3, 1, 3))]
+    seats = [Seat(process(rank=rank, node=node)) for rank, node in enumerate((3, 1, 3))]
     assert nodes_of(seats) == (0, 1, 0)
 
 
 def test_the_variables_of_a_rank_are_those_of_its_place_in_the_world():
     job = fleet((0, 0, 1, 1))
-    seats = [Seat(place(rank=rank, node=1, local_rank=rank - 2)) for rank in (2, 3)]
+    seats = [Seat(process(rank=rank, node=1, local_rank=rank - 2)) for rank in (2, 3)]
     assert job.environment(1, seats) == {
         "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
@@ -115,7 +115,7 @@ def test_worlds_share_no_rank_and_what_is_alone_waits():
 
 def test_answers_come_to_those_who_asked():
     ours, theirs = multiprocessing.connection.Pipe()
-    link = Link(ours, place())
+    link = Link(ours, process())
     first, second = link.ask("one"), link.ask("two", 2)
     assert theirs.recv() == (1, "one", ()) and theirs.recv() == (2, "two", (2,))
     theirs.send((1, "first"))
@@ -125,19 +125,19 @@ def test_answers_come_to_those_who_asked():
 
 def test_a_closed_connection_and_a_silent_one_are_told_apart():
     (one, other), (two, _kept) = multiprocessing.connection.Pipe(), multiprocessing.connection.Pipe()
-    closed, silent = Link(one, place(host="one")), Link(two, place(host="two"))
+    closed, silent = Link(one, process(host="one")), Link(two, process(host="two"))
     other.close()
     for link, is_silent in ((closed, False), (silent, True)):
         with pytest.raises(Lost) as caught:
             link.call("one", within=0.01)
-        assert caught.value.is_silent is is_silent and f"host {link.place.host} " in str(caught.value)
+        assert caught.value.is_silent is is_silent and f"host {link.process.host} " in str(caught.value)
         with pytest.raises(Lost):
             link.call("two")
 
 
 def test_the_answers_of_those_that_are_there_are_gathered():
     (ours, theirs), (others, _kept) = multiprocessing.connection.Pipe(), multiprocessing.connection.Pipe()
-    here, gone = Link(ours, place()), Link(others, place())
+    here, gone = Link(ours, process()), Link(others, process())
     theirs.send((1, "answer"))
     assert gathered({0: gone.ask("one"), 1: here.ask("one")}, within=0.1) == {1: "answer"}
 
@@ -253,16 +253,16 @@ def test_who_passes_on_a_proof_and_keeps_back_the_rest_keeps_nobody_else_waiting
     """As who can write into the job's store, and announces a port of his own there, may do."""
     monkeypatch.setenv("SHARDPROOF_SECRET", "a secret of the job")
     monkeypatch.setattr(meeting, "announce", lambda *_: None)
-    job = Fleet(place(rank=0, size=3, node=0, nodes=1))
+    job = Fleet(process(rank=0, size=3, node=0, nodes=1))
     with contextlib.closing(job._listening):
         silent = meeting.connect(job._listening.getsockname(), job._key)
         other = meeting.connect(job._listening.getsockname(), job._key)
-        other.send(place(rank=2, size=3))
+        other.send(process(rank=2, size=3))
         until = time.monotonic() + 20
         while 2 not in job._links and time.monotonic() < until:
             time.sleep(0.01)
         assert job._missing() == [1], "the silent one has kept the other waiting"
-        silent.send(place(rank=1, size=3))
+        silent.send(process(rank=1, size=3))
         job.await_all()
         job._links[2].close(), job._links[1].close(), silent.close(), other.close()
 
@@ -272,7 +272,7 @@ def test_a_rank_that_does_not_connect_is_one_that_did_not_start(monkeypatch):
     job, link = fleet((0, 0)), SimpleNamespace(call=lambda *_, **__: "")
     job._connections = {}
     spec = RankSpec(WorldKey(1, "cpu"), 0, "", device_index=0)
-    told = error_of(job.spawn, Seat(place(host="one"), link), 7, spec, kind=ForkserverEnded)
+    told = error_of(job.spawn, Seat(process(host="one"), link), 7, spec, kind=ForkserverEnded)
     assert told == "host one: rank 0 did not connect within 0 s"
 
 
@@ -424,23 +424,23 @@ def test_the_key_is_in_a_file_of_the_user_and_not_in_the_store(tmp_path, monkeyp
     environment = {"XDG_CACHE_HOME": str(tmp_path / "home")}
     stored = {}
     store = SimpleNamespace(set=stored.__setitem__)
-    monkeypatch.setattr(meeting, "_job", lambda place: store)
-    made = meeting.Keys(place(nodes=nodes), environment)
+    monkeypatch.setattr(meeting, "_job", lambda process: store)
+    made = meeting.Keys(process(nodes=nodes), environment)
     name, key = made.make()
-    meeting.announce(place(nodes=nodes), 29500, name)
+    meeting.announce(process(nodes=nodes), 29500, name)
     assert key.hex() not in str(stored) and key not in str(stored).encode()
     folder = tmp_path / ("tmp" if nodes == 1 else "home") / f"shardproof-keys-{os.getuid()}"
     assert [stat.S_IMODE(one.stat().st_mode) for one in (folder, folder / name)] == [0o700, 0o600]
-    assert meeting.Keys(place(nodes=nodes, rank=1), environment).find(name) == key
+    assert meeting.Keys(process(nodes=nodes, rank=1), environment).find(name) == key
     made.remove(name, os.getpid())
     assert not folder.exists(), "nothing stays behind"
-    assert meeting.Keys(place(nodes=nodes), environment).find(name) is None
+    assert meeting.Keys(process(nodes=nodes), environment).find(name) is None
 
 
 def test_a_job_that_ends_takes_no_folder_from_one_that_begins(tmp_path, monkeypatch):
     """The folder is removed with the last key in it, perhaps between its making and the next key."""
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    keys, check, removed = meeting.Keys(place(nodes=1), {}), meeting.Keys._check, []
+    keys, check, removed = meeting.Keys(process(nodes=1), {}), meeting.Keys._check, []
 
     def checked(path, is_kind):
         check(path, is_kind)
@@ -455,10 +455,10 @@ def test_a_job_that_ends_takes_no_folder_from_one_that_begins(tmp_path, monkeypa
 def test_the_secret_of_the_environment_needs_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     environment = {"SHARDPROOF_SECRET": "a secret of the job", "XDG_CACHE_HOME": str(tmp_path)}
-    name, key = meeting.Keys(place(), environment).make()
-    assert meeting.Keys(place(), environment).find(name) == key and not [*tmp_path.iterdir()]
-    assert meeting.Keys(place(), environment | {"SHARDPROOF_SECRET": "another secret of it"}).find(name) != key
-    short = error_of(meeting.Keys, place(), {"SHARDPROOF_SECRET": "short"}, kind=meeting.NoKey)
+    name, key = meeting.Keys(process(), environment).make()
+    assert meeting.Keys(process(), environment).find(name) == key and not [*tmp_path.iterdir()]
+    assert meeting.Keys(process(), environment | {"SHARDPROOF_SECRET": "another secret of it"}).find(name) != key
+    short = error_of(meeting.Keys, process(), {"SHARDPROOF_SECRET": "short"}, kind=meeting.NoKey)
     assert short == "SHARDPROOF_SECRET has 5 characters; it needs 16 or more"
 
 
@@ -473,7 +473,7 @@ def test_the_secret_of_the_environment_needs_no_file(tmp_path, monkeypatch):
 )
 def test_a_key_that_others_could_have_is_refused(tmp_path, monkeypatch, change):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
-    keys = meeting.Keys(place(nodes=1), {})
+    keys = meeting.Keys(process(nodes=1), {})
     name, _ = keys.make()
     change(tmp_path / f"shardproof-keys-{os.getuid()}", name)
     assert "must be yours, and nobody else may read it" in error_of(keys.find, name, kind=meeting.NoKey)
@@ -484,8 +484,8 @@ def test_a_host_without_the_file_says_how_it_gets_the_key(tmp_path, monkeypatch)
     monkeypatch.setattr(meeting, "_SEEN_SECONDS", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = SimpleNamespace(wait=lambda *_: None, get=lambda _: b"29500 " + b"0" * 32)
-    monkeypatch.setattr(meeting, "_job", lambda place: store)
-    told = error_of(meeting.join, place(nodes=2), kind=meeting.NoKey)
+    monkeypatch.setattr(meeting, "_job", lambda process: store)
+    told = error_of(meeting.join, process(nodes=2), kind=meeting.NoKey)
     assert "set SHARDPROOF_SECRET to the same secret on each of them" in told
 
 
@@ -520,7 +520,7 @@ RECORD = {"id": "test_a.py::test_one[w2]", "implementation": "reference", "verdi
     ids=str,
 )
 def test_only_the_journal_of_this_job_is_taken(tmp_path, changes, is_ours):
-    here = place()
+    here = process()
     job = {"run_id": "job", "attempt": 0, "agent": here.agent}
     content = {"environment": {"torchrun": job}, "cases": [RECORD]}
     (tmp_path / "run.json.partial").write_text(json.dumps(content) + "\n")
@@ -535,8 +535,8 @@ def test_a_run_that_an_earlier_attempt_completed_is_not_repeated(tmp_path):
     job = {"run_id": "job", "attempt": 0, "agent": "another"}
     run = {"environment": {"torchrun": job}, "cases": [RECORD], "end": {"complete": True, "exit_code": 1}}
     (tmp_path / "run.json").write_text(json.dumps(run) + "\n")
-    assert resuming.Resuming(tmp_path / "run.json", place()).exit_code == 1
-    assert resuming.Resuming(tmp_path / "run.json", place(attempt=0)).exit_code is None
+    assert resuming.Resuming(tmp_path / "run.json", process()).exit_code == 1
+    assert resuming.Resuming(tmp_path / "run.json", process(attempt=0)).exit_code is None
 
 
 def test_a_case_that_was_about_to_start_its_ranks_is_ended_too(monkeypatch):

@@ -22,7 +22,7 @@ NO_THRESHOLDS = {
     "training/norms.py": {1e-300},  # instead of a division by zero
     "training/recording.py": {0.9},  # a part of the bytes
     "training/reference.py": {1e9},  # a unit
-    "training/trainee.py": {1e-2, 1e-3, 0.9},  # the rates of optimizers
+    "training/trained_model.py": {1e-2, 1e-3, 0.9},  # the rates of optimizers
     "judging/signatures.py": {0.5},  # a square root
 }
 

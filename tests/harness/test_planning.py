@@ -11,7 +11,7 @@ from torch import nn
 from shardproof.harness.adapters import registry
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.planning import anatomy, packaged, planned, presets, request, tensor_parallel
-from shardproof.harness.planning.request import Request
+from shardproof.harness.planning.request import PlanRequest
 from shardproof.harness.planning.subject import Built, ModelError, microbatch, subject_of
 from shardproof.harness.simulation.memory import Ledger
 from shardproof.harness.simulation.world import simulated_world
@@ -26,7 +26,7 @@ MIXED = {"compute": torch.bfloat16, "reduce": torch.float32}
 
 
 def request_of(model, implementation, **changes):
-    return Request(model=f"{MODELS}:{model}", implementation=implementation, batch=2, sequence=16, **changes)
+    return PlanRequest(model=f"{MODELS}:{model}", implementation=implementation, batch=2, sequence=16, **changes)
 
 
 class Real:

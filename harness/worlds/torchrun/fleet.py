@@ -18,7 +18,7 @@ from shardproof.harness.worlds import forkserver
 from shardproof.harness.worlds.forkserver import FORK_SECONDS
 from shardproof.harness.worlds.jobs import Meeting, RankSpec
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.meeting import Channel, Place
+from shardproof.harness.worlds.torchrun.meeting import Channel, JobProcess
 from shardproof.harness.worlds.waiting import Blockers, Wait, WaitedTooLong
 from shardproof.runfile import Verdict
 
@@ -46,8 +46,8 @@ class Link:
     ``lost`` says why the supervisor cannot be reached; None while it can.
     """
 
-    def __init__(self, connection: Channel, place: Place) -> None:
-        self.place = place
+    def __init__(self, connection: Channel, process: JobProcess) -> None:
+        self.process = process
         self.lost: Lost | None = None
         self._connection = connection
         self._lock = threading.Lock()
@@ -92,9 +92,9 @@ class Link:
         unreachable = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
         is_silent = error is None or isinstance(error, TimeoutError) or getattr(error, "errno", None) in unreachable
         if is_silent:
-            text = f"host {self.place.host} does not answer: it is cut off, or its processes are stopped"
+            text = f"host {self.process.host} does not answer: it is cut off, or its processes are stopped"
         else:
-            text = f"host {self.place.host} closed its connection: the host or its processes ended"
+            text = f"host {self.process.host} closed its connection: the host or its processes ended"
         self.lost = Lost(text, is_silent=is_silent)
         # If it is there after all, it then learns that it is given up, and ends with its ranks.
         self.close()
@@ -165,19 +165,19 @@ class TooFewRanks(Exception):
 class Seat:
     """One process of the job with at most one rank of each world; without a link it is the controller's own."""
 
-    place: Place
+    process: JobProcess
     link: Link | None = None
 
 
 class Fleet:
     """All processes of a job; made by its controller, once. OSError without a free port or the job's store."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        name, self._key = meeting.Keys(place).make()
+    def __init__(self, process: JobProcess) -> None:
+        self.process = process
+        name, self._key = meeting.Keys(process).make()
         # Where the job's store outlives a restart, the keys of the last attempt's worlds are still there.
         self._name = secrets.token_hex(8)
-        self._listening = meeting.listener(everywhere=place.nodes > 1)
+        self._listening = meeting.listener(everywhere=process.nodes > 1)
         self._links: dict[int, Link] = {}
         self._connections: dict[tuple[int, int], Channel] = {}
         self._changed = threading.Condition()
@@ -185,12 +185,12 @@ class Fleet:
         self._is_alone = False
         self._numbers = 0
         threading.Thread(target=self._accept, name="shardproof accepts", daemon=True).start()
-        meeting.announce(place, self._listening.getsockname()[1], name)
+        meeting.announce(process, self._listening.getsockname()[1], name)
 
     @property
     def size(self) -> int:
         """The number of ranks that torchrun started."""
-        return self.place.size
+        return self.process.size
 
     @property
     def lost(self) -> list[Lost]:
@@ -218,7 +218,7 @@ class Fleet:
     def reserve(self, size: int, *, known: Sequence[tuple[int, ...]] = (), alone: bool = False) -> tuple[int, ...]:
         """Take ranks of the job for a world, and return them; waits until the worlds that run leave enough.
 
-        The first place of ``known``, where there are worlds that the case can use, is taken if it is free. With
+        The first processes of ``known``, which have worlds that the case can use, are taken if they are free. With
         ``alone`` no other world of the job runs meanwhile.
 
         Raises:
@@ -227,16 +227,16 @@ class Fleet:
         """
         self.await_all()
         with self._changed:
-            while (place := self._free(size, known, alone=alone)) is None:
+            while (processes := self._free(size, known, alone=alone)) is None:
                 self._changed.wait(_POLL_SECONDS)
-            self._busy |= {*place}
+            self._busy |= {*processes}
             self._is_alone = alone
-        return place
+        return processes
 
-    def release(self, place: Collection[int]) -> None:
+    def release(self, processes: Collection[int]) -> None:
         """Give back what :meth:`reserve` returned."""
         with self._changed:
-            self._busy -= {*place}
+            self._busy -= {*processes}
             self._is_alone = False
             self._changed.notify_all()
 
@@ -247,28 +247,32 @@ class Fleet:
             raise TooFewRanks(f"{size} ranks are needed, and {len(left)} of {self.size} are left: {why}")
         if self._is_alone or (alone and self._busy):
             return None
-        free = [seat for seat in left if seat.place.rank not in self._busy]
-        ranks = {seat.place.rank for seat in free}
-        for place in known:
-            if ranks.issuperset(place):
-                return place
-        for node in dict.fromkeys(seat.place.node for seat in free):
-            together = [seat.place.rank for seat in free if seat.place.node == node]
+        free = [seat for seat in left if seat.process.rank not in self._busy]
+        ranks = {seat.process.rank for seat in free}
+        for processes in known:
+            if ranks.issuperset(processes):
+                return processes
+        for node in dict.fromkeys(seat.process.node for seat in free):
+            together = [seat.process.rank for seat in free if seat.process.node == node]
             if len(together) >= size:
                 return tuple(together[:size])
         # On several hosts, where no single one has so many, and not only because others are busy.
-        if any(sum(seat.place.node == node for seat in left) >= size for node in {seat.place.node for seat in left}):
+        if any(
+            sum(seat.process.node == node for seat in left) >= size for node in {seat.process.node for seat in left}
+        ):
             return None
-        return tuple(seat.place.rank for seat in free[:size]) if len(free) >= size else None
+        return tuple(seat.process.rank for seat in free[:size]) if len(free) >= size else None
 
     @property
     def left(self) -> int:
         """The number of ranks that have not been lost."""
         return self.size - len(self.lost)
 
-    def seats(self, place: Iterable[int]) -> list[Seat]:
+    def seats(self, processes: Iterable[int]) -> list[Seat]:
         """Return the seats of ranks of the job."""
-        return [Seat(self._links[rank].place, self._links[rank]) if rank else Seat(self.place) for rank in place]
+        return [
+            Seat(self._links[rank].process, self._links[rank]) if rank else Seat(self.process) for rank in processes
+        ]
 
     def new_number(self) -> int:
         """Return a number for a new world."""
@@ -281,26 +285,26 @@ class Fleet:
         assert seat.link is not None, "the controller starts its own rank"
         refusal = seat.link.call("spawn", number, spec, within=FORK_SECONDS)
         if refusal:
-            raise forkserver.ForkserverEnded(f"host {seat.place.host}: {refusal}")
+            raise forkserver.ForkserverEnded(f"host {seat.process.host}: {refusal}")
         until = time.monotonic() + FORK_SECONDS
         with self._changed:
             while (connection := self._connections.pop((number, spec.index), None)) is None:
                 if time.monotonic() > until:
-                    text = f"host {seat.place.host}: rank {spec.index} did not connect within {FORK_SECONDS:.0f} s"
+                    text = f"host {seat.process.host}: rank {spec.index} did not connect within {FORK_SECONDS:.0f} s"
                     raise forkserver.ForkserverEnded(text)
                 self._changed.wait(_POLL_SECONDS)
         return RemoteRank(seat.link, number, connection)
 
     def meeting(self, number: int) -> Meeting:
         """Return where the ranks of a world of several hosts meet."""
-        return Meeting(self.place.master, self.place.port, f"shardproof/{self._name}/world{number}", self._key)
+        return Meeting(self.process.master, self.process.port, f"shardproof/{self._name}/world{number}", self._key)
 
     def environment(self, index: int, seats: Sequence[Seat]) -> dict[str, str]:
         """Return the variables of a rank: those of torchrun, for its place in the world instead of in the job."""
-        place = seats[index].place
+        process = seats[index].process
         nodes = nodes_of(seats)
         return {
-            "RANK": str(index), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": str(place.local_rank),
+            "RANK": str(index), "WORLD_SIZE": str(len(seats)), "LOCAL_RANK": str(process.local_rank),
             "LOCAL_WORLD_SIZE": str(nodes.count(nodes[index])), "GROUP_RANK": str(nodes[index]),
             "GROUP_WORLD_SIZE": str(len(set(nodes))),
         }  # fmt: skip
@@ -331,7 +335,7 @@ class Fleet:
         with contextlib.suppress(EOFError, OSError):
             hello = connection.recv()
             with self._changed:
-                if isinstance(hello, Place):
+                if isinstance(hello, JobProcess):
                     self._links[hello.rank] = Link(connection, hello)
                 else:
                     self._connections[hello] = connection
@@ -341,4 +345,4 @@ class Fleet:
 def nodes_of(seats: Sequence[Seat]) -> tuple[int, ...]:
     """Return the host of each seat, numbered from 0 in the order of their first seats."""
     numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(seat.place.node, len(numbers)) for seat in seats)
+    return tuple(numbers.setdefault(seat.process.node, len(numbers)) for seat in seats)

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 
 from shardproof.harness.worlds.jobs import Job, WorldKey
-from shardproof.harness.worlds.pool import Place, Pool
+from shardproof.harness.worlds.pool import Pool, Processes
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.harness.worlds.world import Outcome, World
 
@@ -38,14 +38,16 @@ class FleetPool(Pool):
                 self._running.remove(world)
 
     @contextlib.contextmanager
-    def _placed(self, key: WorldKey, implementation: str, *, alone: bool) -> Iterator[Place]:
+    def _placed(self, key: WorldKey, implementation: str, *, alone: bool) -> Iterator[Processes]:
         with self._lock:
-            known = [place for (one, owner, place) in self._worlds if one == key and owner in (implementation, "")]
-        place = self._fleet.reserve(key.size, known=known, alone=alone)
+            known = [
+                processes for (one, owner, processes) in self._worlds if one == key and owner in (implementation, "")
+            ]
+        processes = self._fleet.reserve(key.size, known=known, alone=alone)
         try:
-            yield place
+            yield processes
         finally:
-            self._fleet.release(place)
+            self._fleet.release(processes)
 
     @contextlib.contextmanager
     def _leased(self, key: WorldKey, *, alone: bool) -> Iterator[None]:
@@ -68,12 +70,12 @@ class FleetPool(Pool):
                     self._lease = None
 
     def _lease_of_job(self, device: str, *, alone: bool) -> contextlib.AbstractContextManager[None]:
-        count = self._fleet.place.local_size
+        count = self._fleet.process.local_size
         if device == "cpu":
             return self._leases.cores(count, alone=alone)
         return self._leases.devices(range(count), alone=alone)
 
-    def _start(self, key: WorldKey, place: Place) -> World:
-        seats = self._fleet.seats(place)
-        devices = [0 if key.device == "cpu" else seat.place.local_rank for seat in seats]
+    def _start(self, key: WorldKey, processes: Processes) -> World:
+        seats = self._fleet.seats(processes)
+        devices = [0 if key.device == "cpu" else seat.process.local_rank for seat in seats]
         return World(key, devices, fleet=self._fleet, seats=seats)

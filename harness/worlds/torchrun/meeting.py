@@ -1,4 +1,4 @@
-"""The processes of a torchrun job: the place of each, how they find each other, and their authenticated messages.
+"""The processes of a torchrun job: the ranks of each, how they find each other, and their authenticated messages.
 
 Imports no torch at module level.
 """
@@ -32,7 +32,7 @@ from shardproof.harness.worlds.jobs import Meeting, RankSpec
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# The place of a process in its job, from the variables that torch elastic sets.
+# A process of a job, from the variables that torch elastic sets.
 
 #: Set by torch elastic in the processes that it starts, and by nothing else.
 _MARKS = ("TORCHELASTIC_RUN_ID", "RANK")
@@ -43,7 +43,7 @@ _FOREIGN = "TORCHELASTIC_"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class JobProcess:
     """One process of a job."""
 
     rank: int  # the number of the process in the job; 0 is the controller
@@ -71,11 +71,11 @@ class Place:
         return self.attempt < self.most_attempts
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return the place of this process, or None if torchrun did not start it."""
+def this_process(environment: Mapping[str, str] = os.environ) -> JobProcess | None:
+    """Return this process, or None if torchrun did not start it."""
     if not all(name in environment for name in _MARKS):
         return None
-    return Place(
+    return JobProcess(
         rank=int(environment["RANK"]), size=int(environment["WORLD_SIZE"]), local_rank=int(environment["LOCAL_RANK"]),
         node=int(environment["GROUP_RANK"]), nodes=int(environment["GROUP_WORLD_SIZE"]),
         master=environment["MASTER_ADDR"], port=int(environment["MASTER_PORT"]),
@@ -360,13 +360,13 @@ class Keys:
     directory of a single host, otherwise in the home directory that the hosts share.
     """
 
-    def __init__(self, place: Place, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, process: JobProcess, environment: Mapping[str, str] = os.environ) -> None:
         self._secret = environment.get(SECRET, "")
         if self._secret and len(self._secret) < _LEAST_OF_A_SECRET:
             raise NoKey(f"{SECRET} has {len(self._secret)} characters; it needs {_LEAST_OF_A_SECRET} or more")
         shared = pathlib.Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         alone = pathlib.Path(tempfile.gettempdir())
-        self._folder = (alone if place.nodes == 1 else shared) / f"shardproof-keys-{os.getuid()}"
+        self._folder = (alone if process.nodes == 1 else shared) / f"shardproof-keys-{os.getuid()}"
 
     def make(self) -> tuple[str, bytes]:
         """Make a key, and return its name, which may be known, and the key; OSError if its file cannot be written."""
@@ -425,12 +425,12 @@ class Keys:
             raise NoKey(f"{path} must be yours, and nobody else may read it or write to it")
 
 
-def announce(place: Place, port: int, name: str) -> None:
+def announce(process: JobProcess, port: int, name: str) -> None:
     """Write where the controller listens and the name of the job's key: what everybody who can read it may know."""
-    _job(place).set(_CONTROLLER, f"{port} {name}")
+    _job(process).set(_CONTROLLER, f"{port} {name}")
 
 
-def join(place: Place) -> tuple[tuple[str, int], bytes, Channel]:
+def join(process: JobProcess) -> tuple[tuple[str, int], bytes, Channel]:
     """Wait for the controller's address, and connect with it by the job's key.
 
     Where the job's store outlives a restart, as with a static rendezvous, what the last controller announced is there
@@ -439,9 +439,9 @@ def join(place: Place) -> tuple[tuple[str, int], bytes, Channel]:
     Raises:
         OSError: there is no controller, or this process has no key of the job.
     """
-    keys, store = Keys(place), _job(place)
+    keys, store = Keys(process), _job(process)
     store.wait([_CONTROLLER], _TIMEOUT)
-    master = place.master if place.nodes > 1 else "127.0.0.1"
+    master = process.master if process.nodes > 1 else "127.0.0.1"
     until, unseen = time.monotonic() + _TIMEOUT.total_seconds(), time.monotonic() + _SEEN_SECONDS
     while True:
         port, _, name = store.get(_CONTROLLER).decode(errors="replace").partition(" ")
@@ -458,7 +458,7 @@ def join(place: Place) -> tuple[tuple[str, int], bytes, Channel]:
         time.sleep(_POLL_SECONDS)
 
 
-def _job(place: Place) -> Store:
+def _job(process: JobProcess) -> Store:
     """Join the job's store as torch itself does, which also starts it where no torchrun has."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -466,7 +466,7 @@ def _job(place: Place) -> Store:
     store, _, _ = next(iter(rendezvous("env://", timeout=_TIMEOUT)))
     # Where this process holds the store, it lives as long as the process.
     _KEEP.append(store)
-    return PrefixStore(f"shardproof/{place.run_id}", store)
+    return PrefixStore(f"shardproof/{process.run_id}", store)
 
 
 def store_of(meeting: Meeting) -> Store:

@@ -19,7 +19,7 @@ from shardproof.harness.worlds import flight_recorder, forkserver, rank_process,
 from shardproof.harness.worlds.jobs import BOARD, RankSpec
 from shardproof.harness.worlds.rank_process import RankProcess
 from shardproof.harness.worlds.torchrun import meeting
-from shardproof.harness.worlds.torchrun.meeting import Channel, Place
+from shardproof.harness.worlds.torchrun.meeting import Channel, JobProcess
 from shardproof.harness.worlds.waiting import WaitedTooLong
 from shardproof.harness.worlds.watchdog import dump_stacks, stacks
 
@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _LEAVE_SECONDS = 30.0
 
 
-def main(place: Place) -> int:
+def main(process: JobProcess) -> int:
     """Serve the controller until it ends this process, and return the exit code of the job, which it sent."""
     # SIGTERM, with which torchrun ends processes, ends this one with what it has to clean up.
     for number in _SIGNALS:
@@ -41,13 +41,13 @@ def main(place: Place) -> int:
     forkserver.start()
     supervisor = None
     try:
-        address, key, connection = meeting.join(place)
+        address, key, connection = meeting.join(process)
         supervisor = Supervisor(address, key)
-        connection.send(place)
+        connection.send(process)
         return supervisor.serve(connection)
     except (EOFError, OSError, RuntimeError) as error:
         why = str(error) or "its connection was closed"
-        print(f"shardproof: rank {place.rank} on host {place.host} lost the controller: {why}", file=sys.stderr)
+        print(f"shardproof: rank {process.rank} on host {process.host} lost the controller: {why}", file=sys.stderr)
         return LOST
     finally:
         if supervisor is not None:

@@ -324,7 +324,7 @@ class Observations:
         self.events[seen.key] = dataclasses.replace(seen, value=seen.value.detach().to(home, copy=True))
 
 
-class Trainee:
+class TrainedModel:
     """A model that trains by a request's functions.
 
     Args:
@@ -335,7 +335,7 @@ class Trainee:
 
     def __init__(
         self, request: Request, functions: Functions, role: Role, mesh: DeviceMesh, device: torch.device, *,
-        explains: bool = False, baseline: "Trainee | None" = None,
+        explains: bool = False, baseline: "TrainedModel | None" = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
         self._device, self._observations = device, Observations(role, explains=explains)
@@ -412,7 +412,7 @@ class Trainee:
     def step(self, microbatches: list[Any]) -> StepSeen:
         """Train one step, and return what was seen of it."""
         self._observations.events = {}
-        self.watch.forget()  # calls of torch's functions that it has seen another trainee make
+        self.watch.forget()  # calls of torch's functions that it has seen another model in training make
         narrow = Narrowest() if self.role == "baseline" else None
         keeps = self.role == "oracle" and self.request.oracle == "float64"
         double = KeepDouble() if keeps else contextlib.nullcontext()  # type: ignore[no-untyped-call]
