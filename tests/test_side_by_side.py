@@ -71,7 +71,7 @@ def test_what_cannot_be_measured_is_named(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_process_that_dies_is_reported(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = benchmark.Ranks("no-such-backend", "none", "cpu", 2, tmp_path)
+    ranks = benchmark.RankProcesses("no-such-backend", "none", "cpu", 2, tmp_path)
     assert ranks.answers() == []
     assert ranks.failed is not None and "none" in ranks.failed
     assert ranks.ask(do="drop") == []  # and nothing waits for it any more
