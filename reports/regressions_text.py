@@ -28,7 +28,7 @@ def described(run: Run, name: str, path: str) -> str:
 
 
 def as_text(outcome: RunComparison) -> str:
-    """Render an outcome for a terminal: the verdict comes last."""
+    """Render a comparison of runs for a terminal: the verdict comes last."""
     lines = [*map(printable, outcome.runs), ""] if outcome.runs else []
     for kind, found in _by_kind(outcome).items():
         members = [one for group in found for one in group.members]
@@ -47,7 +47,7 @@ def as_text(outcome: RunComparison) -> str:
 
 
 def as_markdown(outcome: RunComparison) -> str:
-    """Render an outcome as a comment on a pull request: the verdict comes first, long lists are folded."""
+    """Render a comparison of runs as a comment on a pull request: the verdict comes first, long lists are folded."""
     parts = [f"### shardproof: {_verdict(outcome)}", ""]
     parts += [*(f"- {_escaped(line)}" for line in outcome.runs), ""] if outcome.runs else []
     if outcome.worse:
@@ -81,7 +81,7 @@ def as_markdown(outcome: RunComparison) -> str:
 
 
 def as_github(outcome: RunComparison) -> str:
-    """Render an outcome as workflow commands, which GitHub shows in the summary and at files of the repository."""
+    """Render a comparison of runs as workflow commands, which GitHub shows in the summary and at files."""
     lines = [_message(line) for line in outcome.runs]
     for group in outcome.groups:
         one, cases = group.first, group.cases

@@ -2,8 +2,8 @@
 
 Imports ``simulation``, ``collectives``, ``adapters`` and ``tensors``. The command is ``shardproof plan``.
 
-- ``request``: what is asked for (``Request``), meshes as a command line names them, and what an implementation must be
-  capable of.
+- ``request``: what is asked for (``PlanRequest``), meshes as a command line names them, and what an implementation must
+  be capable of.
 - ``presets``: models of known shapes.
 - ``subject``: what ``--model`` names, a known shape or a function of the user's.
 - ``anatomy``: which modules become units, the units and sizes of a model, and how it is built.

@@ -364,7 +364,7 @@ def _labels(microbatch: Any) -> int:
 
 
 def outcome_as_json(outcome: StepOutcome) -> Answer:
-    """Return an outcome as plain values."""
+    """Return the outcome of a step as plain values."""
     found = [_plain(one) for one in outcome.found[:64]]
     measured = [{"module": module, **one.as_record()} for (module, _), one in outcome.measured.items()]
     return {
