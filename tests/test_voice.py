@@ -26,11 +26,10 @@ COMMANDS = ("shardproof/__main__.py", "shardproof/commands/")
 PACKAGES = ("harness", "fsdp_impl", "suites", "shardproof", "reports", "planted")
 
 #: Places without a hit, now and later.
-PLAIN = {"docs/gate.md"}
+PLAIN = {"README.md", "docs/gate.md"}
 
 #: Hits that are left, by place. A number may only fall: whoever rewrites a sentence lowers it.
 ALLOWED: dict[str, int] = {
-    "README.md": 7,
     "docs/adapter-reference.md": 3,
     "docs/adapters.md": 1,
     "docs/architecture.md": 7,
