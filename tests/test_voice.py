@@ -26,7 +26,15 @@ COMMANDS = ("shardproof/__main__.py", "shardproof/commands/")
 PACKAGES = ("harness", "fsdp_impl", "suites", "shardproof", "reports", "planted")
 
 #: Places without a hit, now and later.
-PLAIN = {"README.md", "docs/gate.md"}
+PLAIN = {
+    "README.md",
+    "docs/check.md",
+    "docs/doctor.md",
+    "docs/gate.md",
+    "docs/options.md",
+    "help and messages of commands",
+    *(f"messages of harness/{room}" for room in PRINTED),
+}
 
 #: Hits that are left, by place. A number may only fall: whoever rewrites a sentence lowers it.
 ALLOWED: dict[str, int] = {
@@ -34,14 +42,11 @@ ALLOWED: dict[str, int] = {
     "docs/adapters.md": 1,
     "docs/architecture.md": 7,
     "docs/cases.md": 4,
-    "docs/check.md": 3,
     "docs/contract.md": 19,
     "docs/coverage.md": 8,
-    "docs/doctor.md": 17,
     "docs/implementations.md": 6,
     "docs/incidents.md": 1,
     "docs/judging.md": 10,
-    "docs/options.md": 5,
     "docs/page.md": 3,
     "docs/performance.md": 23,
     "docs/plan.md": 1,
@@ -74,13 +79,9 @@ ALLOWED: dict[str, int] = {
     "docstrings of reports": 15,
     "docstrings of shardproof": 32,
     "docstrings of suites": 65,
-    "help and messages of commands": 11,
     "messages of harness/adapters": 1,
-    "messages of harness/judging": 1,
     "messages of harness/models": 1,
-    "messages of harness/plugin": 8,
     "messages of harness/reproducing": 1,
-    "messages of harness/training": 11,
     "messages of suites": 7,
     "names in suites": 56,
     "names in tests": 165,
