@@ -50,7 +50,7 @@ TOGETHER = 20
 #: The sentences by which suites tell a signature, as ``judging/signatures.py`` makes them.
 SENTENCES = (
     ("S13", r"it equals the expected value rounded|all of its elements are|its errors are as large"),
-    ("S6", r"it equals the norm of what this rank alone|it is the oracle's times"),
+    ("S6", r"it equals the norm of this rank's shards|it is the oracle's times"),
     ("S1", r"it is \S+ times the oracle's"),
     ("S2", r"it is (this rank's own gradient|the gradient of rank)|it has .* microbatches of all ranks, and this"),
     ("S3", r"it is reduced (over|without)|it counts rank"),

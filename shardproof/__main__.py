@@ -34,7 +34,7 @@ commands:
   reproduce
            write a failing case of torch's own implementations as a program of plain torch
   check    train your own model on several ranks and in one process, and compare every stage
-  plan     simulate a step of your own model: what a rank holds and sends, at any number of ranks
+  plan     simulate a step of your own model: memory and traffic of a rank, at any number of ranks
   implementations
            list the implementations that --impl accepts, with version and devices, or why they do not run
   torch-names

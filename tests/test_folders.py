@@ -376,7 +376,7 @@ OTHERS = {
     ("harness/plugin/state.py", "finish_journal"): "a folder of scratch",
     ("harness/plugin/state.py", "select"): "a folder of scratch",
     ("harness/plugin/resuming.py", "__init__"): "the journal of an earlier attempt, beside that of this one",
-    ("harness/plugin/resuming.py", "close"): "the note of running cases beside the run file",
+    ("harness/plugin/resuming.py", "close"): "the note of running cases next to the run file",
     ("harness/plugin/resuming.py", "forget"): "the journal of an earlier attempt",
     ("harness/training/checking.py", "_remove"): "a temporary folder",
     ("harness/training/recording.py", "_attach_to"): "the folder that make_new has made, of a module that was no model",

@@ -24,7 +24,7 @@ FAILURE = {"stage": "gradient", "step": 0, "rank": 1, "name": "0.weight", "eleme
             {},
             "S1",
         ),
-        ("a title\n  it equals the norm of what this rank alone holds", {}, "S6"),
+        ("a title\n  it equals the norm of this rank's shards alone", {}, "S6"),
         ("Unhealthy: step 0: gradients are not reduced [D11, S2]", {}, "S2"),
         ("a title\n  it is zero", {}, ""),
         ("a title\n  it is 2 times the oracle's everywhere", {"signature": ""}, ""),

@@ -20,7 +20,11 @@ SAID = {
     "g02_no_sync": ("[D11, S2]", "is this rank's own gradient", "nothing was reduced over dp (ranks 0-3)"),
     "g03_sub_mesh": ("[D11, S3]", "is reduced over shard (ranks 0-1) only: ranks 2-3 are missing (c = 0.5"),
     "g04_zero_grad": ("[D11, S4]", "has the last of 4 microbatches only (c = 0.25"),
-    "g06_local_norm": ("[D10, S6]", "is the norm of what rank 0 alone holds", "the scale differs between ranks"),
+    "g06_local_norm": (
+        "[D10, S6]",
+        "each rank scales its gradients by the norm of its own shards",
+        "the scale differs between ranks",
+    ),
     "g07_early_optimizer": ("[D4, S7]", "none of the 14 parameters of AdamW is the model's"),
     "g08_untied": ("[D8, S8]", "'embed.weight'", "'head.weight'", "were one parameter and are 2"),
     "g09_sequence_parallel_norm": ("[D2, S9]", "ranks 0-1 and ranks 2-3 (tp)", "the sum over tp is missing"),
@@ -30,7 +34,7 @@ SAID = {
 COMPARED = {
     "g03_sub_mesh": (4, "gradient of '0.norm.weight' in step 0", "is reduced over shard (ranks 0-1) only", "[S3]"),
     "g04_zero_grad": (4, "gradient of '0.norm.weight' in step 0", "it has the last of 4 microbatches only", "[S4]"),
-    "g06_local_norm": (4, "gradient at the optimizer's step of '0.norm.weight'", "factors of their own", "[S6]"),
+    "g06_local_norm": (4, "gradient at the optimizer's step of '0.norm.weight'", "by a factor of its own", "[S6]"),
     "g07_early_optimizer": (4, "gradient at the optimizer's step of ", "no optimizer steps '0.norm.weight'", "[S7]"),
     "g08_untied": (4, "parameter before step of 'embed.weight' in step 0", "'head.weight' are one parameter", "[S8]"),
     "g09_sequence_parallel_norm": (
@@ -60,7 +64,7 @@ CHECKED = {
         "step", ("parallelize", "data"),
         ("gradient of 'tokens.weight' in the first step", "every gradient is exactly 0.2500 x the reference's (9 of 9",
          "1/4 is 1 / the size of dp [S1]", "losses and own gradients agree (factor 1)",
-         "multiply it by the size of dp (4 here, and 1 on one rank)"),
+         "multiply the loss by the size of dp (4 here, and 1 on one rank)"),
     ),
     "g05_means_of_means": (
         "step", ("parallelize", "data"),
@@ -69,7 +73,7 @@ CHECKED = {
     ),
     "g12_reversed_shards": (
         "parallelize", (),
-        ("parameter before step of '0.weight' in the first step", "rank 0 holds what rank 3 should", "[S12]"),
+        ("parameter before step of '0.weight' in the first step", "rank 0 has the shard of rank 3", "[S12]"),
     ),
 }  # fmt: skip
 MESHES = {"bf16_norm": ("--mesh", "dp=2,tp=2")}

@@ -62,7 +62,7 @@ class DivergentTensor:
         if at.rank is not None:
             yield f"rank {at.rank}"
         if self.numbers is not None:
-            yield f"offset {self.numbers.offset} in what the rank holds"
+            yield f"offset {self.numbers.offset} in the rank's shard"
             if at.element is not None:
                 yield f"element {list(at.element)}"
 

@@ -339,7 +339,7 @@ def guess_weights(sharded: torch.Tensor, shares: Mapping[str, torch.Tensor]) -> 
     return Guess(
         f"it counts parts of the batch more or less than the loss of the whole batch does: {', '.join(listed[:8])}"
         + ", ..." * (len(listed) > 8),
-        "the loss of each is divided by its own tokens, not by those of all",
+        "the loss of each part is divided by its own tokens, not by the tokens of all parts",
     )
 
 
@@ -403,7 +403,7 @@ def _is_noise(errors: torch.Tensor) -> bool:
 def guess_norm(sharded: float, oracle: float, local: float, size: int, norm_type: float) -> Guess | None:
     """Guess the cause of a wrong total norm; ``local`` is the norm over this rank's local shards alone."""
     if _near(sharded, local):
-        return Guess("it equals the norm of what this rank alone holds", "its reduction over the ranks is missing")
+        return Guess("it equals the norm of this rank's shards alone", "its reduction over the ranks is missing")
     if norm_type != float("inf") and _near(sharded, oracle * size ** (1 / norm_type)):
         seen = f"it is the oracle's times {size}^(1/{norm_type:g})"
         return Guess(seen, "replicated parts are counted on every rank")

@@ -304,7 +304,7 @@ def _keep(dumps: Mapping[int, bytes], made: MadeRecord, report: pathlib.Path, ca
     kept = f"{report.name}.flight/{case}"
     try:
         folders.write(report.parent, {f"{kept}/rank{rank}": dump for rank, dump in dumps.items()})
-        text = f"dumps of torch's flight recorder: {kept}, beside the run file (torchfrtrace reads it)"
+        text = f"dumps of torch's flight recorder: {kept}, next to the run file (torchfrtrace reads it)"
     except folders.NotWritten as error:
         text = f"dumps of torch's flight recorder are not kept: {error}"
     made.text = bounded(f"{made.text.rstrip()}\n{text}")

@@ -206,7 +206,7 @@ class Search:
         assert self._failed_at is not None
         seconds = time.monotonic() - self._failed_at
         again, record = self._run(example, None), self._records[example]
-        assert record is not None, "what hypothesis found has failed"
+        assert record is not None, "the example that hypothesis found has failed"
         repeats = again.verdict.fails
         return Found(
             example=example,

@@ -21,7 +21,7 @@ MARKER_LINES = (
     "meaningful_from(size): on fewer ranks this value of a parameter tests nothing that other values do not",
     "drawn(name=kind): the controller draws this parameter, many times, and the ranks run each example",
     "each_value(*names): --effort quick keeps an item for each value of these parameters, not one in all",
-    "reproduced_by(command): the command line that repeats the case, in place of pytest's",
+    "reproduced_by(command): the command line that repeats the case, instead of pytest's",
     "deadline(seconds): how long the case may take before its verdict is hang",
 )
 

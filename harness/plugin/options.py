@@ -443,14 +443,13 @@ class Options:
         check=_seconds,
         help=f"how long cases may run after --changed or --changed-since (default: {_DEFAULT_SECONDS:g})",
         page="how long cases may run after `--changed` or `--changed-since`, from the first of each worker on (default "
-        f"{_DEFAULT_SECONDS:g}); what is not run is left out of the run file, with that reason",
+        f"{_DEFAULT_SECONDS:g}); the other cases are left out of the run file, with that reason",
     )
     map: pathlib.Path | None = _option(  # noqa: RUF009  (a field)
         metavar="FILE",
         check=_map,
-        help="the map of items to functions for --changed, in place of the packed one",
-        page="the map of items to functions for `--changed`, in place of the packed one "
-        "([how it is made](coverage.md))",
+        help="the map of items to functions for --changed, instead of the packed one",
+        page="the map of items to functions for `--changed`, instead of the packed one ([how it is made](coverage.md))",
     )
     deadline: float = _option(
         metavar="SECONDS",
@@ -493,8 +492,8 @@ class Options:
         repeats=True,
         help="how many ranks may share a GPU; more than one use gloo, because NCCL refuses them (default: 1)",
         page="with `--device cuda`, up to N ranks share a GPU (default 1). More than one use gloo, because NCCL "
-        "refuses them: `--ranks-per-gpu 2` runs cases with two ranks on a single GPU, on real device memory; those "
-        "that need NCCL's streams are `unmet`, and with torch 2.11 those that gather DTensors `crash` (F-250)",
+        "refuses them: `--ranks-per-gpu 2` runs cases with two ranks on a single GPU, on real device memory; cases "
+        "that need NCCL's streams are `unmet`, and with torch 2.11 cases that gather DTensors `crash` (F-250)",
     )
     check_collectives: bool = _option(
         check=_check_collectives,

@@ -30,7 +30,7 @@ _FLAGS = (("--noconftest",), ("--runxfail",))
 _FIXED = ("--config-file", "--rootdir", "--confcutdir", "--import-mode")
 
 #: What stands instead of a command for a drawn example that no seed repeats.
-PASTE = "paste the case: what --fuzz draws is random"
+PASTE = "paste the case: --fuzz draws random examples"
 
 
 @dataclasses.dataclass(frozen=True)

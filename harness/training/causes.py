@@ -155,8 +155,8 @@ def _of_factor(sides: Sides, factors: Mapping[str, float], count: int, before: B
 
 def _scaled_since(sides: Sides, back: float, last: float) -> list[str]:
     return [
-        f"after backward it is {back:.4g} x, and user code multiplies it by {last / back:.4g} x what "
-        f"the reference's is multiplied by: {1 / back:.4g} x is right",
+        f"after backward it is {back:.4g} x the reference's, and user code multiplies it by {last / back:.4g} x "
+        f"the reference's multiplier: {1 / back:.4g} x is right",
         f"multiply gradients by {_remedy(sides, last)} more before the step",
     ]
 
@@ -177,8 +177,8 @@ def _scaled_in_backward(sides: Sides, exact: float | None, factor: float, before
     others = ", or set_gradient_divide_factor(1) of fully_shard"
     return [
         *lines,
-        "the loss of a microbatch is the reference's, and its gradients are averaged over the ranks besides: "
-        f"multiply it by {_remedy(sides, 1 / size)}{others * sides.ranks[0].is_fully_sharded}",
+        "the loss of a microbatch equals the reference's, and the ranks average its gradients: "
+        f"multiply the loss by {_remedy(sides, 1 / size)}{others * sides.ranks[0].is_fully_sharded}",
     ]
 
 
@@ -197,7 +197,7 @@ def _hidden(sides: Sides) -> list[str]:
     ):
         return []
     told = f" ({norms[0][0]:.3g} for {norms[0][1]:.3g} on rank 0)" if norms else ""
-    return [f"Adam hides it, as it divides by the size of the gradient; the norm{told} and clipping do not"]
+    return [f"Adam hides the factor, as it divides by the size of the gradient; the norm{told} and clipping do not"]
 
 
 def of_sums(sides: Sides, names: Iterable[str]) -> Cause:
@@ -243,7 +243,7 @@ def of_scale(sides: Sides) -> Cause:
     if norm:
         why = "they are scaled by another norm"
     elif len(named) == 1 and len(wrong) == len(sides.ranks):
-        why = f"user code multiplies them by {named.pop()} x what the reference's are multiplied by"
+        why = f"user code multiplies them by {named.pop()} x the reference's multiplier"
     text = f"gradients agree after backward and are {shown} x the reference's at the optimizer's step on {where}: {why}"
     return Cause([text, norm], codes.LOCAL_NORM) if norm else Cause([text])
 
@@ -283,11 +283,11 @@ def over_dimensions(sides: Sides, norm: float, exact: float, rank: OfRank, kind:
         if abs(float(torch.linalg.vector_norm(torch.stack([held[one] for one in group]), kind)) - norm) > near:
             continue
         if not some:
-            text = "it is the norm of what this rank alone holds: nothing of other ranks is in it"
+            text = "it is the norm of this rank's shards: the shards of other ranks are missing"
         elif norm > exact:
-            text = f"it sums what each rank of {some} holds, and what several hold as often as they do"
+            text = f"it sums the shards of all ranks of {some}, and counts an element once for each rank that has it"
         else:
-            text = f"it sums what the ranks of {some} hold, and nothing over {others}"
+            text = f"it sums the shards of the ranks of {some}, and nothing over {others}"
         return f"{text} [{codes.LOCAL_NORM}]"
     return ""
 

@@ -250,7 +250,7 @@ def render(found: Comparison) -> str:
         lines.append(f"no divergence (largest distance {found.largest:.1g})")
         if found.slack > numerics.WIDE:
             wide = f"{found.slack:.0%} ({numerics.RUNS_EPS:g} eps of the narrowest dtype of the steps)"
-            lines.append(f"not judged: what differs by less than {wide}: record both in float32, or give --noise")
+            lines.append(f"not judged: differences below {wide}: record both in float32, or give --noise")
             text = "not judged: whether ranks that hold the same elements have equal bits; the doctor does"
             lines.append(f"{text} [{codes.EQUAL_PARAMETERS}]")
     groups: dict[tuple[int, Stage, str, tuple[str, ...]], list[DivergentEvent]] = {}

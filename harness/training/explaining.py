@@ -77,7 +77,7 @@ class Explained:
         if known is None:
             return self._parts(field, name) or ["it matches no known mistake"]
         if known.signature == codes.SCALED:
-            return [f"it is {known.factor:.4g} x the sum of what all ranks computed: what they computed differs"]
+            return [f"it is {known.factor:.4g} x the sum of all ranks' own gradients: the own gradients differ"]
         return [f"it {known.text} (c = {known.factor:.4f}) [{known.signature}]"]
 
     def _factor(self, field: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> list[str]:
@@ -164,7 +164,7 @@ class Explained:
             return []
         listed_ = ", ".join(f"{one:.3g}" for one in factors[:8])
         more = f" and {len(factors) - 8} more" if len(factors) > 8 else ""
-        return [f"with equal gradients, what ranks hold moved {listed_}{more} times as far as the reference's, by "
+        return [f"with equal gradients, the shards of ranks moved {listed_}{more} times as far as the reference's, by "
                 "rank: learning rates differ"]  # fmt: skip
 
     def _updates_of_ranks(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -265,7 +265,7 @@ class Explained:
     def _misplaced(self, mine: Gradient, expected: Mapping[int, Gradient | None]) -> list[str]:
         for other, part in expected.items():
             if part is not None and other != self._rank and part.fingerprint.bits == mine.fingerprint.bits:
-                return [f"rank {self._rank} holds what rank {other} should [{codes.MISPLACED}]"]
+                return [f"rank {self._rank} has the shard of rank {other} [{codes.MISPLACED}]"]
         return []
 
     def _scaled_by_rank(self, parts: Mapping[int, Gradient], expected: Mapping[int, Gradient | None]) -> list[str]:
@@ -280,7 +280,7 @@ class Explained:
         if spread <= near or not all(rest <= near for _, rest in fits):
             return []
         listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
-        text = f"ranks scale what they hold by factors of their own: {listed_} x the reference's"
+        text = f"each rank scales its shards by a factor of its own: {listed_} x the reference's"
         return [f"{text} [{codes.LOCAL_NORM}]"]
 
 

@@ -57,7 +57,7 @@ def count_of(number: int, one: str, more: str) -> str:
 def next_lines(ranks: int) -> tuple[str, ...]:
     """Return what to run where a finding does not show its cause: the script of this process, recorded and compared."""
     return (
-        "next: record the same data in each step on one rank and on these, and see where the runs first part",
+        "next: record the same data in each step on one rank and on these ranks, and see where the runs first diverge",
         f"  {launched('record --out ref', 1, sys.argv)}",
         f"  {launched('record --out run', ranks, sys.argv)}",
         "  shardproof compare ref run",

@@ -22,7 +22,7 @@ def compare_initial(starts: Sequence[ByKey], expected: ByKey) -> StepOutcome:
     for rank, seen in enumerate(starts):
         for key, whole in full.items():
             if key not in seen or seen[key].layout is None:
-                outcome.note("initial parameters of which it is not known where their elements belong")
+                outcome.note("initial parameters of unknown layout")
                 continue
             outcome.compared += 1
             if not moved.is_right(key, rank, whole):
@@ -70,11 +70,11 @@ class _Moved:
 
     def lines(self, which: str) -> list[str]:
         """Say who holds what."""
-        told = [f"rank {rank} holds what rank {other} should" for rank, other in sorted(self.ranks)[:4]]
+        told = [f"rank {rank} has the shard of rank {other}" for rank, other in sorted(self.ranks)[:4]]
         is_another_order = all(len(boxes) == 1 for boxes in self._held.values())
         return [f"{', '.join(told)} ({which}) [{codes.MISPLACED}]",
                 "shards are in another order of ranks than that of the mesh" if is_another_order
-                else "some shards are on several ranks in place of others"]  # fmt: skip
+                else "some shards are on several ranks, and others on none"]  # fmt: skip
 
 
 def _part(whole: torch.Tensor, mine: Observed, box: Box) -> torch.Tensor:

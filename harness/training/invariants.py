@@ -227,12 +227,13 @@ def _of_gradients(
     ]
     if is_noise:
         lines.append(
-            "by no more than rounding all of it: kernels, or the order of sums, differ; or else few elements do"
+            "the difference is no more than rounding of all elements: kernels, or the order of sums, differ; or few "
+            "elements differ by more"
         )
     else:
         lines += _why_replicas_differ(evidence, members[0], names)
     if drift := [name for name in names if name in drifted]:
-        lines.append(f"so the parameters drift apart: after the step {len(drift)} differ [{codes.EQUAL_PARAMETERS}]")
+        lines.append(f"the parameters drift apart: after the step {len(drift)} differ [{codes.EQUAL_PARAMETERS}]")
     return DoctorFinding(
         (codes.EQUAL_GRADIENTS,),
         codes.APART,
@@ -285,16 +286,16 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
     if not are.are_seen:
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
     if not are.are_own and are.are_alone:
-        lines = [f"each rank has what it computed itself: nothing has reduced them over {over}"]
+        lines = [f"each rank has its own gradients: nothing has reduced them over {over}"]
         if "DistributedDataParallel" in evidence.starts[0].wrappers:
             lines.append(
                 "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"
             )
         return lines
     if not are.are_own:
-        return ["something changes them on each rank after they were reduced: they are not what a rank computed itself"]
+        return ["something changes them on each rank after they were reduced: they are not the rank's own gradients"]
     is_reduced = any(len(evidence.data_peers(rank)) > 1 for rank in members)
-    itself = f"what it computed itself{', reduced over its data-parallel ranks' if is_reduced else ''}"
+    itself = f"its own gradients{', reduced over its data-parallel ranks' if is_reduced else ''}"
     lines = [f"each rank has {itself}: if ranks compute parts of it, the sum over {over} is missing"]
     if evidence.records[members[0]].modules.has_dropout:
         lines.append(f"dropout is on: if ranks compute the same, their random numbers must be equal over {over}")
@@ -388,8 +389,8 @@ def check_batches_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     if len(records) > 1 and ranks and not all(one.reduces_nothing for one in records):
         lines = (
             f"{ranks_of(ranks)} read the same microbatches in the steps {records[0].step}-{records[-1].step}",
-            "meant, as where one batch is to be learned by heart, serves several steps, or data are made up for a "
-            "benchmark? else each step begins to read anew: keep one iterator of the loader for all of them",
+            "meant, as for a batch to be learned by heart or to serve several steps, or for made-up data of a "
+            "benchmark? else each step starts the loader again: keep one iterator for all steps",
         )
         title = "each step reads the same data"
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, title, lines, is_note=True)
@@ -434,7 +435,7 @@ def check_leaks(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D11: what was computed for the step of another model's optimizer is dropped before this model's."""
     if ranks := [rank for rank, own in enumerate(evidence.gradients) if own.leaks]:
         lines = (
-            f"on {ranks_of(ranks)} they contain what was computed for the step of an optimizer that has none of these "
+            f"on {ranks_of(ranks)} they contain gradients computed for the step of an optimizer that has none of these "
             "parameters",
             "meant? else zero_grad() belongs between the two, as where a generator's loss goes through a discriminator",
         )
@@ -509,8 +510,8 @@ def with_samplers(finding: DoctorFinding, seen: Sequence[Sequence[str]]) -> Doct
         told = "no DataLoader was seen: each rank must read its own part of the data"
     elif streams := [one for one in seen[0] if one.startswith(ITERABLE)]:
         told = (
-            f"seen: {', '.join(streams[:3])} on each rank, to which no sampler gives a part: let its __iter__() divide "
-            "by rank, and what a rank has by worker (get_worker_info())"
+            f"seen: {', '.join(streams[:3])} on each rank, without a sampler: divide the data by rank in __iter__(), "
+            "and the part of a rank by worker (get_worker_info())"
         )
     elif len({*map(tuple, seen)}) > 1:
         told = f"seen: {', '.join(seen[0][:3])} on rank 0, and others on other ranks: the data have the same rows twice"
@@ -611,7 +612,7 @@ def check_gathered(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D14: forwards compute with the values that the shards have."""
     if names := _names(record.modules.outdated for record in evidence.records):
         lines = (
-            f"{listed(names)}: {len(names)} of {len(evidence.names)} parameters stay gathered over the optimizer's "
+            f"{listed(names)}: {len(names)} of {len(evidence.names)} parameters stay unsharded over the optimizer's "
             "step, and the forward after it computes with their values from before: the loss is not of the new values",
             _RESHARD,
         )
@@ -623,18 +624,18 @@ def _names(lists: Iterable[Sequence[str]]) -> list[str]:
 
 
 def check_gathered_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
-    """D14, after the last step: no unit stays gathered after the optimizer's step; outdated values are worse."""
+    """D14, after the last step: no unit stays unsharded after the optimizer's step; outdated values are worse."""
     left = [(one, _names(record.modules.gathered for record in one.records)) for one in records]
     evidence, names = next(((one, names) for one, names in left if names), (None, []))
     if evidence is None or any(record.modules.outdated for one in records for record in one.records):
         return
     are = "1 parameter is" if len(names) == 1 else f"{len(names)} parameters are"
     lines = (
-        f"{listed(names)}: {are} still gathered after the optimizer's step, where the shards save no memory, and no "
+        f"{listed(names)}: {are} still unsharded after the optimizer's step, where the shards save no memory, and no "
         "forward was seen to compute with outdated values",
-        f"meant, as where the next forward gathers anew? else {_RESHARD}",
+        f"meant, as where the next forward unshards again? else {_RESHARD}",
     )
-    yield DoctorFinding((codes.RESHARDED,), "", evidence.step, "units stay gathered", lines, is_note=True)
+    yield DoctorFinding((codes.RESHARDED,), "", evidence.step, "units stay unsharded", lines, is_note=True)
 
 
 def check_memory(memory: Mapping[int, Sequence[int | None]]) -> Iterator[DoctorFinding]:
@@ -728,8 +729,8 @@ def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
     if rest := [name for name in names if name not in detached]:
         kinds = _without_gradient(every, is_flat=bool(seen[0].starts[0].flat))
         through = f" ({', '.join(sorted(kinds))} was seen)" if kinds else ""
-        yield (f"seen: the forward of {_those(rest, names)} runs with gradients enabled: what it returns is detached "
-               f"or unused after it, or goes through a collective without a gradient{through}")  # fmt: skip
+        yield (f"seen: the forward of {_those(rest, names)} runs with gradients enabled: its output is detached "
+               f"or unused afterwards, or goes through a collective without a gradient{through}")  # fmt: skip
 
 
 def _without_gradient(records: Sequence[StepRecord], *, is_flat: bool) -> set[str]:

@@ -79,7 +79,7 @@ class Judge:
                 base.sort(-1)[0], exact.sort(-1)[0]
             ):
                 self._is_routed_otherwise = True
-                self.outcome.note("routing: baseline and oracle choose otherwise, so that nothing after it is judged")
+                self.outcome.note("routing: baseline and oracle choose differently, so nothing after it is judged")
                 continue
             width = values.shape[-1]
             mine, its = ((one.view(-1, one.shape[-1]) if one.ndim == values.ndim else one.view(-1, 1))
@@ -98,7 +98,7 @@ class Judge:
                                       name=f"choice {key[4]} of microbatch {key[3]}")  # fmt: skip
             elif not self._is_routed_otherwise:
                 self._is_routed_otherwise = True
-                self.outcome.note(f"routing: {text}, so that step {self.outcome.step} is judged no further")
+                self.outcome.note(f"routing: {text}, so later stages of step {self.outcome.step} are not judged")
 
     def shown(self) -> Deviation | None:
         """Return the first tensor of a module that diverges, in execution order, of all that were seen."""
@@ -189,7 +189,7 @@ class Judge:
         is_divided = self._sides.looser > 1 and layout is not None and not layout.mesh
         is_part = layout is None or layout.pending or not layout.box.is_full or is_divided
         if pair is None or is_part:
-            self.outcome.note("gradients before their reduction of which a rank has a part")
+            self.outcome.note("gradients before their reduction that a rank has in part")
             return
         base, exact = (one.double() * factor for one in pair)
         size = float(exact.norm())
@@ -289,7 +289,7 @@ class Judge:
                 if here is None or self._sides.pair(key) is None:
                     yield from self._absent(stage, key, rank, here)
                 elif here.layout is None or here.layout.pending:
-                    self.outcome.note(f"{stage.value}s of which it is not known where their elements belong")
+                    self.outcome.note(f"{stage.value}s of unknown layout")
                 else:
                     before = known.get((key, here.layout.box))
                     if before is None or not torch.equal(before[0], here.value):
@@ -336,8 +336,8 @@ class Judge:
         if apart.baseline_ulps > numerics.BASELINE_LIMIT_ULPS * slack:
             self.outcome.note(f"ill-conditioned: {stage.value} of {name or event.parameter!r}")
             self._ill.setdefault(stage, []).append(self._divergent(
-                stage, event, rank, f"on one rank, what parallelize() makes is {apart.baseline_ulps:.2g} ulps off the "
-                "model itself, as are most tensors of this stage", name=name,
+                stage, event, rank, f"on one rank, the model of parallelize() is {apart.baseline_ulps:.2g} ulps off "
+                "that of model(), as are most tensors of this stage", name=name,
             ))  # fmt: skip
             return
         self._well[stage] = self._well.get(stage, 0) + 1

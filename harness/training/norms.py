@@ -54,8 +54,8 @@ def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[floa
     if max(products) - min(products) <= numerics.SAME_NORM * max(products):
         lines.insert(
             0,
-            f"the norm is the norm of what rank 0 alone holds, {local[0]:.4g}, and on each other rank of what that "
-            f"rank holds; that of all gradients is {true:.4g}",
+            f"each rank scales its gradients by the norm of its own shards, {local[0]:.4g} on rank 0; the norm of all "
+            f"gradients is {true:.4g}",
         )
         lines.append("clip by the norm of all ranks: FSDP1 has clip_grad_norm_(), norms of DTensors full_tensor()")
     else:
@@ -73,7 +73,7 @@ def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, tru
     if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
         return ""
     if abs(call.value / max(local, 1e-300) - 1) < numerics.SAME_NORM:
-        return f"it is the norm of what rank {rank} alone holds"
+        return f"it is the norm of the shards of rank {rank} alone"
     if any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
         return f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
     return ""
@@ -118,7 +118,7 @@ def _of_combined(seen: Sequence[Evidence], limits: Sequence[float], scales: Sequ
         if abs(then - now) < numerics.LIMITS_APART * now and _is_round(now):
             by_hand = any(_is_of_number(one) for one in last.records[0].collectives)
             lines = (
-                f"gradients are clipped to {now:.2g} by the {what} of the norms of what each rank holds: "
+                f"gradients are clipped to {now:.2g} by the {what} of the norms of each rank's shards: "
                 f"all gradients have the norms {limits[0]:.4g} and {limits[1]:.4g} after it in two steps",
                 f"{'seen: an all_reduce of one number before the step: ' if by_hand else ''}"
                 "reduce the sum of the squares, and take its root last",

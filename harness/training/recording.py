@@ -112,7 +112,7 @@ class RankLine:
     rank: Count = says("the rank")
     groups: Mapping[str, Sequence[Count]] = says("the groups of ranks that it is in, by name")
     source: str = says("where they come from")
-    data: Sequence[str] = says("those over which ranks read different data")
+    data: Sequence[str] = says("the groups over which ranks read different data")
 
 
 @described()
@@ -146,8 +146,8 @@ class Digested:
 
     squares: Number = says("the sum of the squares of its elements", default=0.0)
     sketch: Sequence[Number] = says("its sketch; empty if some elements are not finite", default=())
-    bits: Sequence[int] = says("what its bits add to; the last of three, if the others are 0")
-    by_rows: bool = says("whether the sketch is the signed sum of those of its rows", default=False)
+    bits: Sequence[int] = says("the sums of its bits; the last of three, if the others are 0")
+    by_rows: bool = says("whether the sketch is the signed sum of the sketches of its rows", default=False)
     noise: Count = says("of a gradient of one dimension, the elements that are not 0 and rounding noise", default=0)
 
     def fingerprint(self, numel: int) -> Fingerprint:

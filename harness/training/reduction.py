@@ -96,7 +96,7 @@ _STAGES = ("after_backward", "at_step")
 _OF_SUMS = (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS)
 
 #: Why a gradient is not judged that is no sum of what ranks computed, where these are no gradients of the step.
-_MADE = "not judged, as user code makes it of what torch.autograd.grad() returns"
+_MADE = "not judged, as user code makes it from results of torch.autograd.grad()"
 #: Why a gradient is not judged whose values are not known on any rank.
 _NOT_KNOWN = "it is not known, or user code did more than scale it after backward"
 
@@ -432,7 +432,7 @@ def _finding(evidence: Evidence, wrong: _Wrong) -> DoctorFinding:
 def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float, of: str) -> DoctorFinding:
     """Make the finding of gradients that no known mistake makes."""
     lines = (
-        f"the gradients of {who} are not a multiple of the sum of what all ranks computed: a relative distance "
+        f"the gradients of {who} are not a multiple of the sum of all ranks' own gradients: a relative distance "
         f"of {residual:.2g} remains, and rounding explains {evidence.tolerance(names[0]):.1g}{of}",
         "and they match no known mistake",
     )
@@ -455,7 +455,7 @@ def _if_meant(evidence: Evidence, names: Sequence[str], diagnosis: Diagnosis) ->
     is_local = diagnosis.signature in (codes.UNREDUCED, codes.SOME_RANKS) and bool(diagnosis.missing)
     if is_local and evidence.reduces_in_step:
         lines = (
-            "the step itself sums as many elements over ranks, and what it makes of them is not seen:",
+            "the step itself sums as many elements over ranks, and the doctor does not see the result:",
             "equal parameters after it are no proof that no rank is lost; compare with a recording of one rank "
             "(docs/record.md)",
         )
@@ -521,7 +521,7 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
             return found
     return [
         f"seen: {' and '.join(evidence.starts[0].wrappers)}, and nothing that switches the reduction off: it reduces "
-        "what its own forward has computed"
+        "the gradients of its own forward only"
     ]
 
 
@@ -557,7 +557,7 @@ def _seen_in_no_unit(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
     if around := evidence.starts[0].bypassed:
         yield (f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
-               "call it, and not its .module; what other methods compute belongs into forward")  # fmt: skip
+               "call it, and not its .module; move the computation of other methods into forward")  # fmt: skip
 
 
 def _seen_of_copies(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
@@ -603,11 +603,11 @@ def _under_hook(evidence: Evidence, names: list[str], residual: float, of: str) 
         lines = (
             f"under the communication hook {hook} gradients are nearer to the sum without rank {rank} (a relative "
             f"distance of {near:.2g}) than to that of all ranks ({whole:.2g}){of}",
-            f"look in the hook for where it leaves out what rank {rank} has, or reduces over a part of the ranks",
+            f"look in the hook for where it leaves out rank {rank}, or reduces over a subgroup",
         )
         return DoctorFinding((codes.REDUCED_ONCE,), codes.SOME_RANKS, evidence.step, SOME_MISSING, lines)
     lines = (
-        f"{hook}: a relative distance of {residual:.2g} to the sum of what all ranks computed remains{of}",
+        f"{hook}: a relative distance of {residual:.2g} to the sum of all ranks' own gradients remains{of}",
         "meant, as where it compresses? then a mistake of that size is not seen: train a few steps without it",
     )
     title = "a communication hook changes gradients, which are not judged"

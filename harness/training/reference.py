@@ -228,7 +228,7 @@ class Worker:
         forwards = next((one.forwards for one in both if one.forwards < of_run), None)
         if forwards is not None:
             raise NotCheckable(f"check: step() used {forwards} of the {of_run} microbatches of the reference: it must "
-                               "train on all that it is given")  # fmt: skip
+                               "train on all of them")  # fmt: skip
 
     def _ranks(self, number: int, seen: list[tuple[ByKey, dict[str, Any]]]) -> Iterator[OfRank]:
         for rank, (events, more) in enumerate(seen):

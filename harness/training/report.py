@@ -77,7 +77,7 @@ def _data(last: Evidence) -> str:
         # A root that is called within torch.func's transforms, or by other means than a forward, shows none.
         return "inputs of the model are not seen"
     forwards = max(record.forwards.count for record in last.records)
-    inferred = "" if last.are_readers_known else ", inferred from what ranks read"
+    inferred = "" if last.are_readers_known else ", inferred from the inputs of ranks"
     backwards = max(record.backwards for record in last.records)
     # Of each backward pass the gradients are one part, whatever forwards are in it.
     inside = f" in {count_of(backwards, 'backward pass', 'backward passes')}" if backwards not in (0, forwards) else ""

@@ -227,7 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: the value that "
         "turns off this argument of --parallelize")  # fmt: skip
     add("--data-dims", default="", metavar="DIMS", help="mesh dimensions whose ranks read different data (default: "
-        "those with names such as dp)")  # fmt: skip
+        "dimensions with names such as dp)")  # fmt: skip
     add("--steps", type=positive, default=3, metavar="N", help="steps to train (default: 3)")
     add("--microbatches", type=positive, default=2, metavar="N", help="microbatches a step, if no --data (default: 2)")
     add("--batch", type=positive, default=2, metavar="N", help="sequences of a microbatch (default: 2)")

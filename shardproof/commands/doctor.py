@@ -1,4 +1,4 @@
-"""The command ``shardproof doctor``: runs a training script and reports what no right training does."""
+"""The command ``shardproof doctor``: runs a training script and reports mistakes in its first steps."""
 
 import argparse
 import contextlib
@@ -12,8 +12,8 @@ examples:
   torchrun --nproc-per-node 4 -m shardproof doctor train.py --lr 1e-3
   torchrun --nproc-per-node 8 -m shardproof doctor --steps 0,1 --strict --report doctor.json -m my_project.train
 
-The script runs as it is. Of its first steps the doctor watches forward, backward and the optimizer, on every rank;
-then it removes its hooks. docs/doctor.md describes each check.
+The script runs unchanged. The doctor watches forward, backward and the optimizer in its first steps, on every rank,
+and then removes its hooks. docs/doctor.md describes each check.
 
 exit codes: the script's own; with --strict 1 if there are findings; 2 an option or the script is not valid"""
 
@@ -45,7 +45,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    what = "Watch the first steps of a training script and report what no correct training does."
+    what = "Watch the first steps of a training script and report mistakes that no correct training has."
     parser = commands.parser("shardproof doctor", description=what, epilog=_EPILOG)
     parser.usage = "shardproof doctor [options] SCRIPT [ARGS ...], or [options] -m MODULE [ARGS ...]"
     add = parser.add_argument

@@ -44,7 +44,7 @@ def _drafted(runs: Mapping[str, Run], implementation: str | None) -> str:
         raise BadFile("a draft is made from one run file; --check takes several")
     [(path, run)] = runs.items()
     if run.incomplete:
-        raise BadFile(f"{path} is incomplete ({run.incomplete}): what fails in it is not all that fails")
+        raise BadFile(f"{path} is incomplete ({run.incomplete}): more cases may fail than it has")
     names = run.implementations
     if implementation is None and len(names) != 1:
         raise BadFile(f"{path} has {', '.join(names) or 'no implementation'}: name one with --impl")

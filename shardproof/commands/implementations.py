@@ -121,8 +121,8 @@ def _clashes() -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof implementations",
-        description="List the implementations that --impl can name: built-in ones and those of installed packages. Of "
-        "each its version, the number of capabilities that it declares, and the device types on which it runs here.",
+        description="List the implementations that --impl can name: built-in ones and names of installed packages, "
+        "each with its version, the number of declared capabilities, and the device types on which it runs here.",
         epilog=_EPILOG,
     )
     parser.add_argument(

@@ -81,8 +81,8 @@ def _load(paths: Sequence[str]) -> list[tuple[str, Run]]:
 def _parser() -> argparse.ArgumentParser:
     description = (
         f"Write DIR/{FILE}, one page of one or more runs that a browser opens from disk: the matrix with filters, and "
-        "for each case its failure, losses, distances and collectives, the runs side by side. Of the plan files of "
-        "'shardproof plan --json', tables and plots of memory and traffic. Needs the extra 'page'."
+        "for each case its failure, losses, distances and collectives, the runs side by side. Plan files of "
+        "'shardproof plan --json' give tables and plots of memory and traffic. Needs the extra 'page'."
     )
     parser = commands.parser("shardproof page", description=description, epilog=_EPILOG)
     parser.add_argument(

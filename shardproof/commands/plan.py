@@ -123,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof plan",
         description="Simulate a training step of one rank on fake tensors, without devices and without other ranks, "
-        "and print the memory that it holds by kind and phase, what it sends by group and to other hosts, and the "
-        "number of collectives. Closed formulas stand beside the simulated numbers.",
+        "and print its memory by kind and phase, its traffic by group and to other hosts, and the "
+        "number of collectives, each next to the number of a closed formula.",
         epilog=_EPILOG,
     )
     dtypes = ("float32", "bfloat16", "float16", "float64")

@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = commands.parser(
         "shardproof report",
         description="Print a run file: failures with the commands that repeat them, what was skipped and why, and a "
-        "matrix with a row for each requirement of the contract and a column for each implementation. Of several "
-        "runs of one commit: the cases that did not always end alike, with seeds, place and host of each attempt.",
+        "matrix with a row for each requirement of the contract and a column for each implementation. For several "
+        "runs of one commit, print the cases whose verdicts differ, with seeds, place and host of each attempt.",
         epilog=_EPILOG,
     )
     parser.add_argument("files", nargs="+", metavar="file", help="a run file, or the FILE.partial of an incomplete run")

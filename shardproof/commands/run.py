@@ -30,8 +30,8 @@ conftest files of the current directory take no part; adapters that --impl names
 Options of shardproof are in the group "shardproof" below; the ones to begin with:
 
   --impl NAMES      implementations, separated by commas (`shardproof implementations` lists them)
-  --effort quick    one item of each test function, in place of all
-  --profile core    the items of a profile of the contract, in place of all
+  --effort quick    one item of each test function, instead of all
+  --profile core    the items of a profile of the contract, instead of all
   --world 2,4       only cases with these numbers of ranks
   --report FILE     write a run file, which the other commands read
   --explain         run each failing case a second time, and name the first tensor that diverges
@@ -44,7 +44,7 @@ examples:
 exit codes: 0 all cases passed, were skipped or failed as expected; 1 a case failed; 4 an option is not valid;
 6 no case ran on one of several implementations; 7 a selected case has no record; 2, 3 and 5 as in pytest.
 
-What follows is pytest's own help.
+The help of pytest follows.
 """
 
 

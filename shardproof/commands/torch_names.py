@@ -25,7 +25,7 @@ def torch_names(arguments: Sequence[str]) -> int:
     parser = commands.parser(
         "shardproof torch-names",
         description="Look for the private names of torch that shardproof uses, and print those that the installed "
-        "torch lacks: what each is for, and what happens without it. A name that is missing stops no run.",
+        "torch lacks, with the purpose of each and the consequence of its absence. A missing name stops no run.",
         epilog=_EPILOG,
     )
     if unknown := parser.parse_known_args(arguments)[1]:

@@ -294,8 +294,8 @@ def test_parameters_that_are_loaded_as_their_transpose_are_named(world):
     "held, line",
     [
         ((1, 0, 1, 0), "shards are in another order of ranks than that of the mesh"),
-        ((0, 0, 0, 0), "some shards are on several ranks in place of others"),
-        ((1, 1, 1, 1), "some shards are on several ranks in place of others"),
+        ((0, 0, 0, 0), "some shards are on several ranks, and others on none"),
+        ((1, 1, 1, 1), "some shards are on several ranks, and others on none"),
     ],
 )
 def test_shards_on_other_ranks_are_told_by_who_holds_them(held, line):
@@ -310,7 +310,7 @@ def test_shards_on_other_ranks_are_told_by_who_holds_them(held, line):
     starts = [seen(boxes[rank % 2], whole[2 * part : 2 * part + 2]) for rank, part in enumerate(held)]
     outcome = compare_initial(starts, seen(Box((4, 2)), whole))
     assert outcome.signature == "S12" and outcome.lines[1] == line
-    assert "holds what rank" in outcome.lines[0]
+    assert "has the shard of rank" in outcome.lines[0]
 
 
 def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(world, tmp_path):
@@ -319,7 +319,7 @@ def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(w
     assert said["lines"] == [
         "gradients agree after backward and are 0.7071 x the reference's at the optimizer's step on every rank: they "
         "are scaled by another norm",
-        "it sums what each rank of dp holds, and what several hold as often as they do [S6]",
+        "it sums the shards of all ranks of dp, and counts an element once for each rank that has it [S6]",
     ]
 
 
@@ -327,7 +327,7 @@ def test_a_norm_that_counts_replicas_is_told_from_the_gradients_that_it_scales(w
     "step, told",
     [
         ("halved", "0.5 x the reference's at the optimizer's step on every rank: user code multiplies them by 1 / the "
-         "size of dp x what the reference's are multiplied by"),
+         "size of dp x the reference's multiplier"),
         ("other_factor", "0.3 x the reference's at the optimizer's step on every rank: --off clipping shows whether "
          "clip_grad_norm_() scales them"),
     ],
@@ -376,7 +376,7 @@ def test_what_the_baseline_cannot_compute_judges_nothing_unless_it_is_most(world
     far[:] = [8, 16, 64, 128]
     said = answer(tmp_path)
     assert said["found"][0]["stage"] == "GRADIENT"
-    assert "on one rank, what parallelize() makes is 1e+06 ulps off the model itself" in said["found"][0]["text"]
+    assert "on one rank, the model of parallelize() is 1e+06 ulps off that of model()" in said["found"][0]["text"]
 
 
 @pytest.mark.parametrize("ulps, stages", [(0.0, {"ROUTING"}), (float("inf"), set())])
@@ -394,7 +394,7 @@ def test_other_choices_judge_nothing_after_them_unless_they_are_wrong(world, tmp
 
 
 REFUSED = {
-    "two_only": "check: step() used 2 of the 4 microbatches of the reference: it must train on all that it is given",
+    "two_only": "check: step() used 2 of the 4 microbatches of the reference: it must train on all of them",
     "needs_method": "check: step() raised in the reference (1 rank, 4 microbatches): AttributeError: 'Net' object has "
     "no attribute 'my_sync'",
     "never_steps": "check: step() made 0 optimizer steps that count: it must make one",

@@ -219,16 +219,17 @@ FOUND = {
     "D2": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", [2], after=(9,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) hold the same elements and have "
         "different bits (relative distance 1; 1 of 2 parameters)|they are 1, 2 x "
-        "those of rank 0: each rank scales them by itself|so the parameters drift apart: after the step 1 differ [D1]"),
+        "those of rank 0: each rank scales them by itself|the parameters drift apart: after the step 1 differ [D1]"),
     "D2-alone-replicated": ("replicas", lambda m: m.never_reduced(), "step 0: replicas differ [D2, S9]|gradient of "
-        "'w', 'b': ...|each rank has what it computed itself: nothing has reduced them over these ranks|"
+        "'w', 'b': ...|each rank has its own gradients: nothing has reduced them over these ranks|"
         "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"),
     "D2-still": ("replicas", lambda m: (m.at_step(2, "w", 2), m.put("w", before=(1,), after=(1,))),
         "step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ...|they are 1, 2 x those of rank 0: "
         "..."),
     "D2-noise": ("replicas", lambda m: (m.at_step(2, "w", 1 + 3e-7), m.put("w", [2], after=(9,))),
         "note: step 0: replicas differ [D2, S9]|gradient of 'w': ranks 0, 2 (replicate) ... (relative distance ~; "
-        "1 of 2 parameters)|by no more than ...|so the parameters drift apart: after the step 1 differ [D1]"),
+        "1 of 2 parameters)|the difference is no more than ...|the parameters drift apart: after the step 1 differ "
+        "[D1]"),
     "D2-none": ("replicas", lambda m: (m.gradients[3].at_step.pop("b"), m.put("b", [3], after=(9,))),
         "step 0: replicas differ: some have no gradient [D2, S9]|'b': ranks 1, 3 hold the same elements, and rank 3 "
         "has no gradient"),
@@ -248,7 +249,7 @@ FOUND = {
         "begins later? then watch a step of it with --steps; else it is never called"),
     "D5": ("ever", lambda m: m.lose("b"),
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the step|seen: the forward "
-        "of their modules runs with gradients enabled: what it returns is detached or unused after it, or goes through "
+        "of their modules runs with gradients enabled: its output is detached or unused afterwards, or goes through "
         "a collective without a gradient (all_reduce was seen)"),
     "D5-disabled": ("ever", lambda m: (m.lose("b"), put(m.modules, detached=["b"])),
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
@@ -297,8 +298,8 @@ FOUND = {
         "note: step 0: a microbatch is read twice [D9, S11]|ranks 0-3 read one of 2 microbatches 2 times in the step|"
         "its gradients differ: meant, as where a batch has several losses or dropout? else the sampler repeats it"),
     "D10-scale": ("norm", lambda m: m.reduce(m.mean, lambda rank: 1 / m.local_norm(rank)), "step 0: ranks scale "
-        "gradients differently [D10, S6]|the norm is the norm of what rank 0 alone holds, ~, ...; that of all "
-        "gradients is ~|the scale differs between ranks: ~, ~, ~, ~ on ranks 0-3|..."),
+        "gradients differently [D10, S6]|each rank scales its gradients by the norm of its own shards, ~ on rank "
+        "0; the norm of all gradients is ~|the scale differs between ranks: ~, ~, ~, ~ on ranks 0-3|..."),
     "D10-twice": ("norm", lambda m: m.clip(math.sqrt(2) * m.norm()), "step 0: the norm is not the norm of all "
         "gradients [D10, S6]|...|it is 1.414 times that: elements that several ranks hold are counted on each"),
     "D10-limit": ("limit", lambda m: m.reduce(m.mean, lambda rank: math.sqrt(0.5) / m.norm()), "step 0: the norm is "
@@ -330,10 +331,10 @@ FOUND = {
     "D13": ("collectives", lambda m: m.records[2].collectives.clear(), "step 0: ranks issue different collectives "
         "[D13]|collective 0 on ranks [0, 1, 2, 3] differs: ..., rank 2 issued [nothing more]"),
     "D14": ("gathered", lambda m: setattr(m.modules[1], "outdated", ["b"]), "step 0: forwards compute with outdated "
-        "parameters [D14]|'b': 1 of 2 parameters stay gathered over the optimizer's step, and the forward after it "
+        "parameters [D14]|'b': 1 of 2 parameters stay unsharded over the optimizer's step, and the forward after it "
         "computes with their values from before: ...|reshard before the optimizer's step or the next forward: ..."),
     "D14-note": ("gathered_ever", lambda m: setattr(m.modules[1], "gathered", ["b"]), "note: step 0: units stay "
-        "gathered [D14]|'b': 1 parameter is still gathered after the optimizer's step, ...|meant, ..."),
+        "unsharded [D14]|'b': 1 parameter is still unsharded after the optimizer's step, ...|meant, ..."),
     "D15": ("memory", lambda m: m.memory.update({2: [0, 9 << 20, 0, 0]}),
         "note: step 2: memory grows [D15]|rank 1 holds 9.0 MiB more after step 2 than after step 1 (0.0 MiB)"),
     "D16": ("finite", lambda m: (m.at_step(2, "w", math.nan), setattr(m.records[2], "not_finite", [OUTPUT])),
@@ -569,7 +570,7 @@ def test_ranks_that_reduce_norms_in_place_of_squares(norm, named):
     if not named:
         assert found == []
         return
-    line = f"gradients are clipped to 0.3 by the {named} of the norms of what each rank holds: all ..."
+    line = f"gradients are clipped to 0.3 by the {named} of the norms of each rank's shards: all ..."
     assert_is(found, f"step 0: the norm is not the norm of all gradients [D10, S6]|{line}")
 
 
@@ -689,10 +690,10 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
     made.put("w", [1, 3], after=(9,))
     made.put("b", [1, 3], after=(9,))
     (text,) = render(made, "replicas")
-    assert "each rank has what it computed itself, reduced over its data-parallel ranks: if ranks" in text
+    assert "each rank has its own gradients, reduced over its data-parallel ranks: if ranks" in text
     for mine in made.gradients:
         mine.at_step = {name: gradient(torch.randn(shape)) for name, shape in SHAPES.items()}
-    assert "they are not what a rank computed itself" in render(made, "replicas")[0]
+    assert "they are not the rank's own gradients" in render(made, "replicas")[0]
 
 
 def test_no_line_of_the_doctor_guesses():

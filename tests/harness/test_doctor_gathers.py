@@ -346,8 +346,8 @@ LOOPS: dict[str, tuple[Callable[[Rank, bool], None], str]] = {
         replicated(loader=True), "seen: SequentialSampler on each rank, which knows no rank: use DistributedSampler",
     ),
     "stream-without-ranks": (
-        streamed, "seen: the IterableDataset Stream on each rank, to which no sampler gives a part: let its __iter__() "
-        "divide by rank, and what a rank has by worker (get_worker_info())",
+        streamed, "seen: the IterableDataset Stream on each rank, without a sampler: divide the data by rank in "
+        "__iter__(), and the part of a rank by worker (get_worker_info())",
     ),
     "group-of-one-rank": (
         group_of_one, "seen: the group 'shard' over which gradients are reduced has one rank: give the wrapper the "

@@ -222,7 +222,7 @@ def test_guess_of_a_contribution_that_is_missing():
 
 
 def test_guess_of_a_wrong_norm():
-    assert "this rank alone holds, as when" in guess_norm(3.0, 5.0, 3.0, 2, 2.0).render(is_shared=True)
+    assert "this rank's shards alone, as when" in guess_norm(3.0, 5.0, 3.0, 2, 2.0).render(is_shared=True)
     assert "replicated parts" in guess_norm(5.0 * 2**0.5, 5.0, 3.0, 2, 2.0).render(is_shared=True)
     assert guess_norm(4.0, 5.0, 3.0, 2, 2.0) is None
 

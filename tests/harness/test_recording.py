@@ -351,7 +351,7 @@ def test_ranks_whose_learning_rates_differ(rank: Rank):
             optimizer.step()
     rank.exchange(None)
     found = compare(read(rank.tmp_path / "equal"), read(rank.tmp_path / "different"))
-    line = "what ranks hold moved 1, 3 times as far as the reference's, by rank: learning rates differ"
+    line = "the shards of ranks moved 1, 3 times as far as the reference's, by rank: learning rates differ"
     assert found.divergent[0].lines == [f"with equal gradients, {line}"], found.divergent
 
 

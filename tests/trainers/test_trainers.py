@@ -25,7 +25,7 @@ HEALTHY = {
 INCIDENTS = {
     "huggingface": ("same-data", "[D9, S11]", "the 2 ranks of dp (ranks 0-1) read the same data in the step"),
     "fabric": ("early-optimizer", "[D4, S7]", "none of the 7 parameters of AdamW is the model's"),
-    "titan": ("local-norm", "[D10, S6]", "the norm is the norm of what rank 0 alone holds"),
+    "titan": ("local-norm", "[D10, S6]", "each rank scales its gradients by the norm of its own shards"),
     "zero2": ("boundary", "[D11, S4]", "has the last of 2 microbatches only"),
 }
 #: What a comparison says of the same mistake.
