@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof.harness.judging.finding import Divergence, Location, Stage, step_label
 from shardproof.harness.judging.observations import Measured
 from shardproof.harness.judging.texts import ranks_of
-from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.reference import Answer, Reference, file_of
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
+from shardproof.harness.training.switches import Switches
 from shardproof.harness.training.trained_model import TrainedModel, digest_of, save
 
 Exchange = Callable[[Any], list[Any]]

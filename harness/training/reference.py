@@ -23,13 +23,13 @@ from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.planning.request import DTYPES
 from shardproof.harness.tensors.trees import map_tensors, tensors_of
-from shardproof.harness.training.axes import Switches
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.initial import compare_initial
 from shardproof.harness.training.judge import Judge
 from shardproof.harness.training.outcome import Deviation, StepOutcome
 from shardproof.harness.training.request import NotCheckable, Request, functions_of
 from shardproof.harness.training.sides import OfRank, OfReference, Sides, full_of, state_of
+from shardproof.harness.training.switches import Switches
 from shardproof.harness.training.trained_model import StepSeen, TrainedModel, digest_of, read
 from shardproof.harness.watching.observation import ByKey, Key
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardproof.harness.judging.texts import gist
-from shardproof.harness.training import axes, bisect
+from shardproof.harness.training import bisect, switches
 from shardproof.harness.training.bisect import Axis, Plan, TrialOutcome
 from shardproof.harness.training.request import ARGUMENTS, NotCheckable, Request, function_of
 from shardproof.harness.training.starting import record_of
@@ -76,7 +76,7 @@ def changes_of(request: Request, own: Sequence[str], given: Mapping[str, str]) -
     """Return the axes of a request that are on, each with what turns it off.
 
     Args:
-        own: what the training uses of :data:`shardproof.harness.training.axes.OWN`.
+        own: what the training uses of :data:`shardproof.harness.training.switches.OWN`.
     """
 
     def changing(**fields: Any) -> Change:
@@ -101,11 +101,11 @@ def changes_of(request: Request, own: Sequence[str], given: Mapping[str, str]) -
             found[Axis(name, "float32")] = changing(**{name: "float32"})
     if request.microbatches > 1 and not request.data:
         found[Axis("microbatches", "1")] = changing(microbatches=1)
-    found |= {Axis(name, axes.OWN[name]): without(name) for name in own if name not in request.off}
+    found |= {Axis(name, switches.OWN[name]): without(name) for name in own if name not in request.off}
     named = request.parallelize
     function = function_of("parallelize", named, ARGUMENTS["parallelize"]) if named else None
     try:
-        keywords = axes.of_keywords(function, given)
+        keywords = switches.of_keywords(function, given)
     except ValueError as error:
         raise NotCheckable(f"check: {error}") from None
     for name, value in keywords.items():

@@ -180,7 +180,7 @@ def _axis(text: str) -> tuple[str, Any]:
 
 
 def _off(text: str) -> tuple[str, ...]:
-    from shardproof.harness.training.axes import OWN
+    from shardproof.harness.training.switches import OWN
 
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in OWN]:

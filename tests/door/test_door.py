@@ -67,7 +67,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "shardproof/commands/reproduce.py": 2,
     },
     "the user's own command line and environment": {
-        "harness/training/axes.py": 1,
+        "harness/training/switches.py": 1,
         "harness/training/request.py": 1,
         "shardproof/commands/check.py": 1,
     },

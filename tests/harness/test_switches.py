@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.harness.models.ties import TiedMLP
 from shardproof.harness.simulation.world import simulated_world
-from shardproof.harness.training.axes import OWN, Switches, of_keywords
+from shardproof.harness.training.switches import OWN, Switches, of_keywords
 from shardproof.harness.worlds import leftovers
 
 
