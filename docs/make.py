@@ -24,8 +24,9 @@ from planted.upstream import __main__ as upstream
 from shardproof import contract, findings, folders, listing, runfile
 from shardproof.contract import CLASSES, Chapter, Item
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.base import Adapter, KeyKind, StateForm, members_of_capabilities
+from shardproof.harness.adapters.base import Adapter, StateForm, members_of_capabilities
 from shardproof.harness.adapters.capability import PREREQUISITES, Capability, Hardware, families
+from shardproof.harness.adapters.fsdp1 import Fsdp1Methods, KeyKind
 from shardproof.suites import crossed
 
 IMPLEMENTATIONS = ("reference", "reference.flat", "torch.fully_shard", "torch.fsdp", "ddp")
@@ -222,7 +223,8 @@ def capabilities() -> str:
             names = [name for name in declared if one in declared[name]]
             by = "all" if len(names) == len(declared) else ", ".join(names)
             parts.append(f"| `{one}` | {said} | {', '.join(sorted(PREREQUISITES.get(one, ())))} | {by} |")
-    rows = [_method(name, value) for name, value in vars(Adapter).items() if inspect.isfunction(value)]
+    methods = [*vars(Adapter).items(), *vars(Fsdp1Methods).items()]
+    rows = [_method(name, value) for name, value in methods if inspect.isfunction(value)]
     return "\n".join([*parts, METHODS, *filter(None, rows)]) + "\n"
 
 
@@ -242,7 +244,7 @@ def _method(name: str, method: Any) -> str:
     parts = re.split(r"\n(Args|Returns|Yields):", said.replace(f"{needed[0]}.", ""))
     kept = [parts[0], *(text for head, text in zip(parts[1::2], parts[2::2], strict=True) if head != "Args")]
     text = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", " ".join(" ".join(kept).split()))
-    default = "" if name in members_of_capabilities() else " There is a default."
+    default = "" if name in members_of_capabilities(Fsdp1Methods) else " There is a default."
     cells = [
         cell.replace("|", "\\|") for cell in (f"`{name}{arguments}`", f"`{Capability[needed[1]]}`", text + default)
     ]

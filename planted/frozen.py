@@ -341,8 +341,11 @@ def make(file: pathlib.Path, part: Iterable[str], *, jobs: int, seconds: float, 
 
 
 def differences(old: Iterable[Line], new: Iterable[Line]) -> Iterator[str]:
-    """A line for each difference, by part."""
-    before, after = ({(one["part"], one["id"]): one for one in lines if "id" in one} for lines in (old, new))
+    """A line for each difference, by part. Ids are compared by the names that they have now (renamed.tsv)."""
+    from shardproof import renamed  # late: this file also runs in older trees, which have no such table
+
+    named = ([{**one, "id": renamed.item(one["id"])} for one in lines if "id" in one] for lines in (old, new))
+    before, after = ({(one["part"], one["id"]): one for one in lines} for lines in named)
     for part, name in sorted(before.keys() | after.keys()):
         first, second = before.get((part, name)), after.get((part, name))
         if first is None or second is None:

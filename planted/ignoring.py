@@ -35,43 +35,43 @@ def _without_limit(config: Config) -> Clip | None:
 #: By capability, the fields of the configuration as an adapter hears them that ignores it: "a.b" is a field of a field,
 #: and a function makes the value from the configuration that the case asks for. The precision is that of each unit.
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "buffer-dtype": {"precision.buffers": None},
+    "buffer-dtype": {"precision.buffer_dtype": None},
     "cast-after-init": {"cast": None},
     "clip-any-norm": {"clip.norm_type": 2.0},
     "clip-by-call": {"clip": _without_limit},
-    "clip-raises": {"clip.raises": False},
+    "clip-raises": {"clip.error_if_nonfinite": False},
     "clipping": {"clip": _without_limit},
     "deferred-all-reduce": {"accumulation": None},
     "deferred-per-unit": {"accumulation.units": "all"},
     "deferred-reduction": {"accumulation": None},
     "flat-parameters": {"flat_parameters": False},
-    "full-precision-evaluation": {"precision.full_in_evaluation": False},
-    "gathers-ahead": {"gathers_ahead": None, "gathers_ahead_in_forward": None, "bounds_gathers": None},
+    "full-precision-in-eval": {"precision.full_precision_in_eval": False},
+    "backward-prefetch": {"backward_prefetch": None, "forward_prefetch": None, "limit_all_gathers": None},
     "hybrid": {"mesh": _last_dimension},
-    "ignored-modules": {"ignored": (), "ignored_modules": ()},
-    "ignored-parameters": {"ignored": ()},
-    "keep-after-backward": {"accumulation.keeps_gathered": False},
-    "marked-last-backward": {"accumulation.marks_last": False},
-    "meta-load": {"materializes": True},
+    "ignored-modules": {"ignored_params": (), "ignored_modules": ()},
+    "ignored-params": {"ignored_params": ()},
+    "reshard-after-backward": {"accumulation.reshard_after_backward": True},
+    "is-last-backward": {"accumulation.set_is_last_backward": False},
+    "meta-load": {"materialize": True},
     "model-precision": {"precision": Precision()},
-    "named-dimensions": {"named_dimensions": None},
-    "param-dtype": {"precision.compute": None},
+    "dp-mesh-dims": {"dp_mesh_dims": None},
+    "param-dtype": {"precision.param_dtype": None},
     "parameter-meshes": {"parameter_meshes": {}},
-    "reduce-dtype": {"precision.reduce": None},
-    "replicas-alone": {"shards": True},
+    "reduce-dtype": {"precision.reduce_dtype": None},
+    "no-shard": {"shards": True},
     "replicated-modules": {"replicated": ()},
     "reshard-after-forward": {"reshard_after_forward": None},
     "reshard-to-size": {"reshard_after_forward": _without_size},
     "root-reshard": {"reshard_after_forward": None},
     "shard-dimension": {"shard_dim": None},
-    "sync-states": {"sync_states": False},
+    "sync-module-states": {"sync_module_states": False},
     "unit-meshes": {"unit_meshes": {}},
-    "wrapping-policy": {"wraps": None},
+    "auto-wrap-policy": {"auto_wrap_policy": None},
 }
 
 #: By capability, the fields of the settings of single units that such an adapter does not hear.
 SETTINGS: Mapping[str, Sequence[str]] = {
-    "own-reduce-group": ("own_reduce_group",),
+    "separate-reduce-scatter-group": ("separate_reduce_scatter_group",),
     "unit-settings": tuple(one.name for one in dataclasses.fields(Settings)),
 }
 
@@ -80,7 +80,7 @@ CALLS: Mapping[str, Sequence[str]] = {
     "async-unshard": ("unshard",),
     "manual-reshard": ("reshard",),
     "recovery": ("recover",),
-    "reduction-hook": ("replace_reduction",),
+    "reduction-hook": ("register_comm_hook",),
 }
 
 

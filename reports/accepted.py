@@ -4,7 +4,7 @@ import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardproof import door
+from shardproof import door, renamed
 from shardproof.door import BadFile
 from shardproof.reports.regressions import Accepted, RegressionKind, RunComparison, Worse
 
@@ -77,7 +77,7 @@ def _acceptance(entry: object, where: str) -> Acceptance:
     if not isinstance(case, str) or bool(case) == (kind in _WITHOUT_CASE):
         wanted = "no case, since it concerns the implementation" if kind in _WITHOUT_CASE else "a pattern of cases"
         raise BadFile(f"{where}: {kind.value!r} needs {wanted}")
-    return Acceptance(entry["implementation"], case, kind, entry["reason"].strip(), where)
+    return Acceptance(entry["implementation"], renamed.item(case), kind, entry["reason"].strip(), where)
 
 
 def _kind(name: str, where: str) -> RegressionKind:

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent
@@ -37,9 +37,6 @@ _OF_ITEMS = ("harness", "suites", "testing")
 
 Chapter = tuple[str, str, list[tuple[str, str, bool]]]
 """Name, subject, and of each requirement the id, the text and whether it is of *any*."""
-
-_DIVIDED = {"mixed-precision": frozenset({"param-dtype", "reduce-dtype"})}
-"""By the name of a capability in the lists of closed versions, those that an item needed where it needed this one."""
 
 SHARDS = ("parameters", "gradients", "optimizer")
 """What an implementation may shard."""
@@ -170,7 +167,12 @@ def items(of: str | None = None) -> Mapping[str, Item]:
 
 
 def read_items(text: str) -> Mapping[str, Item]:
-    """Read a list of items: a line for each case and what its items need, and below it the ends of their ids."""
+    """Read a list of items: a line for each case and what its items need, and below it the ends of their ids.
+
+    The names of an older version become those of today, which suites and profiles have.
+    """
+    from shardproof import renamed  # late: the build of a wheel runs this file by its path
+
     found = {}
     for line in text.splitlines():
         function, *words = line.split("\t")
@@ -179,13 +181,9 @@ def read_items(text: str) -> Mapping[str, Item]:
         else:
             requirements, needs, hardware = common
             ranks = int(words[0].partition("-")[0].removeprefix("w"))
-            found[f"{case}[{words[0]}]"] = Item(requirements, ranks, _as_now(needs), frozenset(hardware))
+            needed = frozenset(new for one in needs for new in renamed.needed(one))
+            found[renamed.item(f"{case}[{words[0]}]")] = Item(requirements, ranks, needed, frozenset(hardware))
     return found
-
-
-def _as_now(needs: Iterable[str]) -> frozenset[str]:
-    """Return what an item of any version needs by the names of this one, which profiles have."""
-    return frozenset().union(*(_DIVIDED.get(one, {one}) for one in needs))
 
 
 def items_of_profile(name: str, hardware: str, *, of: str | None = None) -> frozenset[str]:

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardproof import door
+from shardproof import door, renamed
 from shardproof.jsonfiles import (
     ASIDE,
     Number,
@@ -459,12 +459,42 @@ def parse_run(data: Any) -> Run:
     if cells * len(run.implementations) > _MOST_CELLS:
         count = len(run.implementations)
         raise RecordError(f"cases: a matrix of {count} implementations and {cells} cases and requirements is too large")
+    run = _by_new_names(run)
     cases, earlier = _last_attempts(run.cases)
     run = dataclasses.replace(run, cases=cases, earlier=earlier)
     if run.end.complete and run.not_run:
         name, id_ = run.not_run[0]
         raise RecordError(f"end.complete: true, but {id_!r} was selected for {name!r} and has no record")
     return run
+
+
+def _by_new_names(run: Run) -> Run:
+    """Replace names that a run of an older version has (shardproof/renamed.tsv), so that readers know one name each."""
+
+    def capabilities(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(new for one in names for new in renamed.capability(one))
+
+    def case(record: CaseRecord) -> CaseRecord:
+        new = renamed.item(record.id)
+        known = record.known_failure
+        if known is not None:
+            known = dataclasses.replace(known, case=renamed.item(known.case))
+        missing = capabilities(record.missing)
+        if (new, missing, known) == (record.id, tuple(record.missing), record.known_failure):
+            return record
+        return dataclasses.replace(record, id=new, missing=missing, known_failure=known)
+
+    named = {
+        name: dataclasses.replace(one, capabilities=capabilities(one.capabilities))
+        for name, one in run.environment.implementations.items()
+    }
+    return dataclasses.replace(
+        run,
+        environment=dataclasses.replace(run.environment, implementations=named),
+        selected={name: tuple(map(renamed.item, ids)) for name, ids in run.selected.items()},
+        cases=tuple(map(case, run.cases)),
+        left_out=tuple(dataclasses.replace(one, id=renamed.item(one.id)) for one in run.left_out),
+    )
 
 
 #: Cells of the matrices of cases and of requirements; the largest known one has 200,000.

@@ -411,11 +411,11 @@ _UNITS = (
     ),
     UserCall(
         "set_reduce_scatter_max_input_buffers(1)", _recursive("set_reduce_scatter_max_input_buffers", 1),
-        needs=frozenset({Capability.REDUCE_INPUTS}),
+        needs=frozenset({Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS}),
     ),
     UserCall(
         "set_separate_reduce_scatter_group(False)", _recursive("set_separate_reduce_scatter_group", False),
-        needs=frozenset({Capability.OWN_REDUCE_GROUP}),
+        needs=frozenset({Capability.SEPARATE_REDUCE_SCATTER_GROUP}),
     ),
     UserCall("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
     _of_replicas("set_reduce_scatter_max_input_buffers", 0, refused="positive"),
@@ -430,7 +430,7 @@ _UNITS = (
     UserCall("set_post_optim_event()", _event, moments=(BEFORE, STEPPED)),
     UserCall("_set_unshard_async_op()", _asynchronous),
     UserCall("register_fsdp_forward_method()", _methods),
-    UserCall("share_comm_ctx()", _share, needs=frozenset({Capability.SHARED_CONTEXT})),
+    UserCall("share_comm_ctx()", _share, needs=frozenset({Capability.SHARE_COMM_CTX})),
     UserCall(
         "reset_iter_state()", _reset, moments=(REDUCED, STEPPED, EVALUATING),
         needs=frozenset({Capability.RECOVERY}),

@@ -13,10 +13,10 @@ from shardproof.testing import Capability
 
 Needs = tuple[Capability, ...]
 _ANY: Needs = ()
-_WHOLE, _STATE = (Capability.WHOLE_PARAMETERS,), (Capability.DISTRIBUTED_CHECKPOINT,)
+_WHOLE, _STATE = (Capability.SUMMON_FULL_PARAMS,), (Capability.DISTRIBUTED_CHECKPOINT,)
 
 AXES: dict[str, dict[str, Needs]] = {
-    "strategy": {"shards": _ANY, "replicas": (Capability.HYBRID,), "whole": (Capability.REPLICAS_ALONE,)},
+    "strategy": {"shards": _ANY, "replicas": (Capability.HYBRID,), "whole": (Capability.NO_SHARD,)},
     "parameters": {"originals": _ANY, "flat": (Capability.FLAT_PARAMETERS,)},
     "precision": {
         "full": _ANY,
@@ -31,8 +31,8 @@ AXES: dict[str, dict[str, Needs]] = {
     "offload": {"no": _ANY, "pageable": (Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD)},
     "ahead": {
         "default": _ANY,
-        "never": (Capability.GATHERS_AHEAD,),
-        "in-forward": (Capability.GATHERS_AHEAD,),
+        "never": (Capability.BACKWARD_PREFETCH,),
+        "in-forward": (Capability.BACKWARD_PREFETCH,),
         "named": (Capability.EXPLICIT_PREFETCH,),
     },
     "microbatches": {
@@ -40,7 +40,7 @@ AXES: dict[str, dict[str, Needs]] = {
         # Where user code can choose it for each unit, not to defer is the default.
         "each-reduced": (Capability.DEFERRED_PER_UNIT,),
         "deferred": (Capability.DEFERRED_REDUCTION,),
-        "kept": (Capability.DEFERRED_REDUCTION, Capability.KEEP_AFTER_BACKWARD, Capability.RESHARD_AFTER_FORWARD),
+        "kept": (Capability.DEFERRED_REDUCTION, Capability.RESHARD_AFTER_BACKWARD, Capability.RESHARD_AFTER_FORWARD),
     },
     "before": {"nothing": _ANY, "evaluation": _ANY, "read": _WHOLE, "unshard": (Capability.ASYNC_UNSHARD,)},
     "state": {"none": _ANY, "sharded": _STATE, "full": (*_STATE, Capability.FULL_STATE_DICT)},

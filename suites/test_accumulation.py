@@ -23,7 +23,7 @@ from shardproof.testing.compare import (
 )
 from shardproof.testing.make import (
     Accumulation,
-    WholeParameters,
+    FullParams,
     pair_by_units,
     run_and_plain,
     run_by_units,
@@ -58,7 +58,7 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
 KEPT_MARKS = RESHARD_CHOICES[1].marks
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
 ALL_REDUCE = needs(Capability.DEFERRED_ALL_REDUCE)
-WHOLE = needs(Capability.WHOLE_PARAMETERS)
+WHOLE = needs(Capability.SUMMON_FULL_PARAMS)
 ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
 
@@ -141,7 +141,7 @@ def on_replicas(rank: Rank, how: Accumulation | None) -> dict[str, Any]:
     [
         pytest.param({}, id="reduction"),
         pytest.param({"skips": "all-reduce"}, marks=ALL_REDUCE, id="all-reduce"),
-        pytest.param({"skips": "all-reduce", "ends_all": True}, marks=ALL_REDUCE, id="ended-by-all"),
+        pytest.param({"skips": "all-reduce", "ends_by_gradient_sync": True}, marks=ALL_REDUCE, id="ended-by-all"),
     ],
 )
 def test_reduction_over_replicas_waits(rank: Rank, how: dict[str, Any], waiting: Any) -> None:
@@ -345,7 +345,7 @@ def look(run: Run, *, fails: bool) -> None:
     """Read full parameters and gradients, and optionally raise while they are full."""
     with (
         contextlib.suppress(LookupError),
-        run.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)),
+        run.adapter.summon_full_params(FullParams(writeback=False, with_grads=True)),
     ):
         if fails:
             raise LookupError
@@ -431,7 +431,7 @@ def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) ->
 def check_part_used(rank: Rank, how: Accumulation | None, own_units: bool, *, mesh: DeviceMesh | None) -> None:
     """Train branches, a different one in each microbatch."""
     model = models.Branches(DIM, MICROBATCHES, alike=not own_units)  # of one size, parts of a unit can be confused
-    options: Any = {"baseline": "replicated", "microbatches": MICROBATCHES, "find_unused": True}
+    options: Any = {"baseline": "replicated", "microbatches": MICROBATCHES, "find_unused_parameters": True}
     pair = rank.pair(model, units=model.units() if own_units else [], mesh=mesh, accumulation=how, **options)
     for step in range(3):
         batches = [rank.batch(step, (2, DIM), microbatch=number) for number in range(MICROBATCHES)]
@@ -450,23 +450,26 @@ def kept_gathers(waiting: str) -> dict[str, int]:
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-4")
 @world(2, 4)
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD)
 @KEPT
 def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
     """Units that neither reduce nor free before the last microbatch are gathered once in a step."""
-    options: Any = {"reshard_after_forward": False, "accumulation": Accumulation(units=waiting, keeps_gathered=True)}
+    options: Any = {
+        "reshard_after_forward": False,
+        "accumulation": Accumulation(units=waiting, reshard_after_backward=False),
+    }
     train_and_count(rank, kept_gathers(waiting), {"reduce_scatter": reductions(waiting)}, **options)
 
 
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-4")
 @world(4)
 @COUNTED
-@needs(Capability.HYBRID, Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD)
+@needs(Capability.HYBRID, Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD)
 @KEPT
 @pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
     """On replicas, units not freed before the last microbatch are gathered once a step, reduced earlier or not."""
-    how = Accumulation(units=waiting, skips=skips, keeps_gathered=True)
+    how = Accumulation(units=waiting, skips=skips, reshard_after_backward=False)
     options = {"reshard_after_forward": False, **on_replicas(rank, how)}
     train_and_count(rank, kept_gathers(waiting), reductions_of(how), **options)
 
@@ -474,16 +477,16 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
 @contract("ACCUMULATION-5")
 @world(2, 4)
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.MARKED_LAST_BACKWARD)
-@pytest.mark.parametrize("keeps_gathered", [False, pytest.param(True, marks=needs(Capability.KEEP_AFTER_BACKWARD))])
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.IS_LAST_BACKWARD)
+@pytest.mark.parametrize("keeps_unsharded", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_BACKWARD))])
 @pytest.mark.parametrize("unshards", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gathered: bool) -> None:
+def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_unsharded: bool) -> None:
     """Forwards may run ahead of backwards, as in a pipeline; the backward marked as the last reduces.
 
     If a call has gathered the parameters before the first forward, that forward gathers nothing.
     """
-    how = Accumulation(keeps_gathered=keeps_gathered, marks_last=True)
+    how = Accumulation(reshard_after_backward=not keeps_unsharded, set_is_last_backward=True)
     pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=False, accumulation=how)
     for step, batch in enumerate(microbatches(rank, 3)):
         if unshards:
@@ -491,19 +494,19 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_gather
                 pair.adapter.unshard()
         pair.checked_step(batch, set_to_none=step % 2 == 1, ahead=ahead)
         # The next forward gathers the units that a backward freed, or at the end of the pipeline the next backward.
-        forwards, backwards = (1, 0) if keeps_gathered else (MICROBATCHES - ahead, ahead)
+        forwards, backwards = (1, 0) if keeps_unsharded else (MICROBATCHES - ahead, ahead)
         pair.check_counts("forward", all_gather=UNITS * (forwards - unshards))
         pair.check_counts("backward", all_gather=UNITS * backwards, reduce_scatter=UNITS)
         assert pair.sharded.trace.counts("unshard") == ({"all_gather": UNITS * (step + 1)} if unshards else {})
 
 
 @contract("ACCUMULATION-9")
-@needs(Capability.MARKED_LAST_BACKWARD, Capability.DEFERRED_PER_UNIT, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+@needs(Capability.IS_LAST_BACKWARD, Capability.DEFERRED_PER_UNIT, Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, by which later ones gather ahead."""
-    how = Accumulation(units=(), marks_last=True)
+    how = Accumulation(units=(), set_is_last_backward=True)
     pair = tower(rank, microbatches=MICROBATCHES, baseline="replicated", reshard_after_forward=True, accumulation=how)
     for _ in checked_steps(pair, microbatches(rank, 2), set_to_none="odd", ahead=ahead):
         backward = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
@@ -515,17 +518,17 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 
 
 @contract("ACCUMULATION-5")
-@needs(Capability.MARKED_LAST_BACKWARD, Capability.TIED_PARAMETERS)
+@needs(Capability.IS_LAST_BACKWARD, Capability.TIED_PARAMETERS)
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
     has = rank.implementation.capabilities()
-    for unshards, keeps_gathered in itertools.product((False, True), (False, True)):
+    for unshards, keeps_unsharded in itertools.product((False, True), (False, True)):
         if (unshards and Capability.ASYNC_UNSHARD not in has) or (
-            keeps_gathered and Capability.KEEP_AFTER_BACKWARD not in has
+            keeps_unsharded and Capability.RESHARD_AFTER_BACKWARD not in has
         ):
             continue
-        how = Accumulation(keeps_gathered=keeps_gathered, marks_last=True)
+        how = Accumulation(reshard_after_backward=not keeps_unsharded, set_is_last_backward=True)
         options: Any = {"microbatches": MICROBATCHES, "accumulation": how}
         pair = pair_by_units(rank, models.Transformer(config), baseline="replicated", **options)
         drawn = tokens(rank, 3, (2, config.length), vocabulary=config.vocabulary, microbatches=MICROBATCHES)
@@ -544,7 +547,7 @@ ENDED = ["reduced", "deferred", pytest.param("replicas", marks=HYBRID), "kept"]
 @world(2, 4)
 @BY_HAND
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.KEEP_AFTER_BACKWARD, Capability.SINGLE_RANK)
+@needs(Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD, Capability.SINGLE_RANK)
 @needs(Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("ended", ENDED)
@@ -591,7 +594,7 @@ def test_finalization_sums_over_replicas(rank: Rank, last: str) -> None:
     So it does where no backward follows the one that did not sum.
     """
     model = models.Branches(DIM, 2, alike=False)
-    options: Any = {"baseline": "replicated", "microbatches": 2, "find_unused": True}
+    options: Any = {"baseline": "replicated", "microbatches": 2, "find_unused_parameters": True}
     mesh = rank.mesh((2, 1), ("replicate", "shard"))
     pair = rank.pair(model, units=model.units(), mesh=mesh, **options)
     root: Any = pair.adapter.module
@@ -670,7 +673,7 @@ def test_finalization_refused(rank: Rank) -> None:
     train_and_check(pair, batches(rank, 2, (2, DIM)))
 
 
-SHARED = needs(Capability.SHARED_CONTEXT)
+SHARED = needs(Capability.SHARE_COMM_CTX)
 
 
 @contract("ACCUMULATION-13")

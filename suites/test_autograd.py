@@ -214,7 +214,11 @@ def test_unused_output_keeps_other_gradients(rank: Rank, reshard_after_forward: 
 
 def _pair_with_unused(rank: Rank, model: nn.Module, units: list[list[str]], reshards: Any) -> Pair:
     """A pair that need not use all outputs or modules, and has nothing gathered after a backward."""
-    options: Any = {"baseline": "replicated", "find_unused": True, "after_backward": _assert_nothing_gathered}
+    options: Any = {
+        "baseline": "replicated",
+        "find_unused_parameters": True,
+        "after_backward": _assert_nothing_gathered,
+    }
     return rank.pair(model, units=units, reshard_after_forward=reshards, **options)
 
 
@@ -386,7 +390,7 @@ def test_inputs_by_keyword(rank: Rank) -> None:
 
 
 @contract("AUTOGRAD-7")
-@needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+@needs(Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER)
 def test_inputs_by_keyword_are_reduced_in_order(rank: Rank) -> None:
     """The gradients of a unit whose inputs came by keyword are reduced before backward reaches the unit after next."""
     pair = pair_by_units(rank, shapes.Keywords(dim=9))
@@ -487,7 +491,7 @@ def test_two_backwards(rank: Rank, order: str, reshard_after_forward: bool | Non
 def test_ranks_use_different_parameters(rank: Rank, replicas: int, how: Accumulation | None) -> None:
     """Ranks that use different parameters of a unit train as one model: those without contribute zeros."""
     mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard")) if replicas > 1 else None
-    options: Any = {"baseline": "replicated", "find_unused": True, "ranks_differ": True}
+    options: Any = {"baseline": "replicated", "find_unused_parameters": True, "ranks_differ": True}
     pair = rank.pair(models.Branches(9, 2), mesh=mesh, microbatches=2, accumulation=how, **options)
     for step, given in enumerate(batches(rank, 3, (2, 9), microbatches=2)):
         # In the third step rank 0 uses one of the two branches alone, and the others use both.
@@ -534,7 +538,7 @@ def test_saved_tensors_are_packed(rank: Rank, recomputes: bool, reshard_after_fo
 @contract("AUTOGRAD-12")
 @needs(Capability.AUTOGRAD_CALLS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-def test_gradient_of_the_input_alone(rank: Rank, reshard_after_forward: bool | None) -> None:
+def test_gradient_of_the_input_only(rank: Rank, reshard_after_forward: bool | None) -> None:
     """``torch.autograd.grad`` with respect to the input has the plain gradient, and changes no later step."""
     model = models.Tower(dim=9)
     plain = models.copy_of(model).to(rank.device)

@@ -50,8 +50,8 @@ def test_statistics_of_all_ranks(rank: Rank) -> None:
 
 
 @contract("BUFFERS-2")
-@needs(Capability.SYNC_STATES, Capability.COUNTED_UNITS)
-def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
+@needs(Capability.SYNC_MODULE_STATES, Capability.COUNTED_UNITS)
+def test_syncing_the_root_takes_buffers_of_the_first_rank(rank: Rank) -> None:
     """If the root alone is to take the first rank's values, its units' buffers take those of the first rank too."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_the_root_alone_takes_those_of_the_first_rank(rank: Rank) -> None:
             tensor.fill_(10 * number + rank.index)
     first = rank.exchange({name: value.detach().cpu() for name, value in model.state_dict().items()})[0]
     names = [name for name, _ in model.named_buffers()]
-    run = rank.run(model, units=[["0"], ["1"]], sync_states="root")
+    run = rank.run(model, units=[["0"], ["1"]], sync_module_states="root")
     buffers = {name: run.original_module("1").get_buffer(name.partition(".")[2]) for name in names}
     found = {name: piece.tensor for name, piece in run.adapter.parameters().items()} | buffers
     cuts = {name: piece.cut for name, piece in run.adapter.parameters().items()}

@@ -66,7 +66,7 @@ def _without_own(rank: Rank) -> tuple[Any, dict[str, Any]]:
     model = models.NormedStack(DIM)
     del model.layers[2]  # three units are a first one, a last one, and one in between
     units = [["norm"], *model.units()]
-    return model, {"units": units, "precision": Precision(compute=torch.float32)}
+    return model, {"units": units, "precision": Precision(param_dtype=torch.float32)}
 
 
 def _compiled(rank: Rank) -> tuple[Any, dict[str, Any]]:
@@ -138,7 +138,7 @@ FAMILY = pytest.mark.parametrize(
         pytest.param("compiled-inside", marks=WRAPPERS),
         "plain", "frozen", "empty-shards", "checkpointed", "tied",
         pytest.param("kept", marks=needs(Capability.RESHARD_AFTER_FORWARD)),
-        pytest.param("whole", marks=needs(Capability.REPLICAS_ALONE)),
+        pytest.param("whole", marks=needs(Capability.NO_SHARD)),
         pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
         pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
     ],
@@ -177,7 +177,7 @@ def test_calls_on_the_meta_device(rank: Rank) -> None:
         def to_meta(model: nn.Module) -> nn.Module:
             return model.to("meta")
 
-        return rank.run(models.copy_of(saved), units=saved.units(), materializes=False, prepare=to_meta)
+        return rank.run(models.copy_of(saved), units=saved.units(), materialize=False, prepare=to_meta)
 
     def trained(run: Run) -> dict[str, torch.Tensor]:
         state = saved.state_dict() if rank.index == 0 else {}

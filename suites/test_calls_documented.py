@@ -114,7 +114,7 @@ def test_clipping_by_the_method(rank: Rank, infinity: Any) -> None:
 
 
 @contract("CALLS-18")
-def test_what_loading_calls_leave(rank: Rank) -> None:
+def test_loading_calls_change_nothing_else(rank: Rank) -> None:
     """A state made ready to load changes no optimizer, and older calls shard a full state without communication."""
     fsdp, model, optimizer = trained(rank)
     with fsdp.full_states(model):

@@ -11,22 +11,22 @@ from shardproof.suites.apis import NAMES, fsdp1
 from shardproof.testing import Capability, Rank, Run, contract, models, needs, world
 from shardproof.testing.axes import FLAT, RESHARD, SHARDS
 from shardproof.testing.compare import full_of
-from shardproof.testing.make import WholeParameters, cut_over, run_by_units, two_runs
+from shardproof.testing.make import FullParams, cut_over, run_by_units, two_runs
 from shardproof.testing.train import mixed, optim, shapes
 
-pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS), world(2)]
+pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS), world(2)]
 
 
 @contract("CALLS-3")
 @SHARDS
-@pytest.mark.parametrize("keeps_changes", [False, True])
-def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, shards: bool) -> None:
+@pytest.mark.parametrize("writeback", [False, True])
+def test_full_parameters_are_the_models_own(rank: Rank, writeback: bool, shards: bool) -> None:
     """With original parameters, the full ones are the model's own objects, which the optimizer knows."""
     run = run_by_units(rank, models.Tower(dim=9), shards=shards)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
         held = dict(run.adapter.held_parameters())
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)) as found:
+        with run.adapter.summon_full_params(FullParams(writeback=writeback)) as found:
             others = [name for name, parameter in found.items() if parameter is not held[name]]
         assert not others, f"full parameters that are not the model's own objects: {', '.join(others)}"
 
@@ -34,7 +34,7 @@ def test_whole_parameters_are_the_models_own(rank: Rank, keeps_changes: bool, sh
 @contract("CALLS-3")
 @FLAT
 @SHARDS
-def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool) -> None:
+def test_attributes_after_summoning_full_params(rank: Rank, shards: bool, flat: bool) -> None:
     """After full parameters were read, modules have attributes of their former dtypes, and none is full.
 
     The same holds after a forward. While they are read, a backward of other code through the input of a frozen unit,
@@ -54,7 +54,7 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
     assert kind() == before, f"the weight was {before}, and is {kind()} after a forward"
     batch = rank.batch(1, (4, 9)).requires_grad_()
     run.forward_backward((batch,), loss=models.mean_square)
-    with run.adapter.whole_parameters(WholeParameters()):
+    with run.adapter.summon_full_params(FullParams()):
         assert layer.weight.shape == shape, f"the full weight has the shape {tuple(layer.weight.shape)}"
         batch.sum().backward()
         assert layer.weight.shape == shape, f"another backward leaves the shape {tuple(layer.weight.shape)}"
@@ -63,7 +63,7 @@ def test_attributes_after_whole_parameters(rank: Rank, shards: bool, flat: bool)
 
 @contract("CALLS-3")
 @needs(Capability.FSDP1_API)
-def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
+def test_full_parameters_of_one_wrapper(rank: Rank) -> None:
     """With ``recurse=False`` the wrapper's own parameters are full, and those of a wrapper inside it stay sharded.
 
     By default both are, also if the wrapper is not the root, and writes to them are kept. A plain module around it has
@@ -102,9 +102,9 @@ def test_whole_parameters_of_one_wrapper(rank: Rank) -> None:
 @contract("CALLS-3")
 @SHARDS
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
-@pytest.mark.parametrize("keeps_changes", [False, True])
-def test_whole_parameters_before_backward(
-    rank: Rank, keeps_changes: bool, reshard_after_forward: bool | None, shards: bool
+@pytest.mark.parametrize("writeback", [False, True])
+def test_full_parameters_before_backward(
+    rank: Rank, writeback: bool, reshard_after_forward: bool | None, shards: bool
 ) -> None:
     """Full parameters that are read between forward and backward change no gradient, written back or not."""
     run, twin = two_runs(rank, models.Tower(dim=9), reshard_after_forward=reshard_after_forward, shards=shards)
@@ -112,7 +112,7 @@ def test_whole_parameters_before_backward(
         for one in (run, twin):
             output = one.adapter.forward(rank.batch(step, (4, 9)))
             if one is run:
-                with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
+                with run.adapter.summon_full_params(FullParams(writeback=writeback)):
                     pass
             one.adapter.backward(models.mean_square(output))
         _check_same_gradients(run, twin)
@@ -120,13 +120,13 @@ def test_whole_parameters_before_backward(
 
 @contract("CALLS-3")
 @SHARDS
-def test_whole_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
+def test_full_parameters_between_two_forwards(rank: Rank, shards: bool) -> None:
     """Full parameters that are read between two forwards change no gradient of their common backward."""
     run, twin = two_runs(rank, models.Tower(dim=9), shards=shards)
     for one in (run, twin):
         loss = models.mean_square(one.adapter.forward(rank.batch(0, (4, 9))))
         if one is run:
-            with run.adapter.whole_parameters(WholeParameters()):
+            with run.adapter.summon_full_params(FullParams()):
                 pass
         one.adapter.backward(loss + models.mean_square(one.adapter.forward(rank.batch(1, (4, 9)))))
     _check_same_gradients(run, twin)
@@ -143,14 +143,14 @@ def _check_same_gradients(run: Run, twin: Run) -> None:
 
 @contract("CALLS-3")
 @SHARDS
-def test_whole_gradients_of_columns(rank: Rank, shards: bool) -> None:
+def test_full_gradients_of_columns(rank: Rank, shards: bool) -> None:
     """Writes to full gradients reach the same elements of the shards, in any memory layout."""
     model = models.Tower(dim=9)
     shapes.by_columns(model)
     run = rank.run(model, units=model.units(), shards=shards, optimizer=None)
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
-    how, expected = WholeParameters(with_gradients=True), {}
-    with run.adapter.whole_parameters(how) as found:
+    how, expected = FullParams(with_grads=True), {}
+    with run.adapter.summon_full_params(how) as found:
         for name, parameter in found.items():
             assert parameter.grad is not None, f"{name} has no full gradient"
             numbers = torch.arange(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
@@ -170,7 +170,7 @@ def _split_run(rank: Rank, **options: Any) -> tuple[Run, DeviceMesh]:
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
-def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+def test_full_parameters_with_tensor_parallelism(rank: Rank) -> None:
     """Writes to the full parameters and gradients of a tensor-parallel model reach the shards."""
     run, mesh = _split_run(rank)
     run.forward_backward((rank.batch(0, (6, 4), mesh=mesh["dp"]),), loss=torch.sum)
@@ -181,7 +181,7 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
         return found | {name: piece.tensor.clone() for name, piece in gradients.items() if piece is not None}
 
     before = values()
-    with run.adapter.whole_parameters(WholeParameters(with_gradients=True)) as whole, torch.no_grad():
+    with run.adapter.summon_full_params(FullParams(with_grads=True)) as whole, torch.no_grad():
         for parameter in whole.values():
             parameter.mul_(2)
             if parameter.grad is not None:
@@ -193,7 +193,7 @@ def test_whole_parameters_beside_tensor_parallelism(rank: Rank) -> None:
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL, Capability.FULL_STATE_DICT)
-def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
+def test_full_states_with_tensor_parallelism(rank: Rank) -> None:
     """A full state dict has tensor-parallel parameters and their optimizer state in full; a sharded one is loaded."""
     run, mesh = _split_run(rank, optimizer=optim.sgd(momentum=0.9))
     run.step([(rank.batch(0, (6, 4), mesh=mesh["dp"]),)], loss=torch.sum)
@@ -218,12 +218,12 @@ def test_whole_states_beside_tensor_parallelism(rank: Rank) -> None:
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
-def test_whole_frozen_unit_beside_tensor_parallelism(rank: Rank) -> None:
+def test_full_frozen_unit_with_tensor_parallelism(rank: Rank) -> None:
     """The full tensor-parallel parameters of a unit that user code has frozen are frozen, and no others."""
     run, _ = _split_run(rank)
     for name, parameter in run.adapter.held_parameters().items():
         parameter.requires_grad_(not name.startswith("low."))
-    with run.adapter.whole_parameters(WholeParameters()) as whole:
+    with run.adapter.summon_full_params(FullParams()) as whole:
         frozen = sorted(name for name, parameter in whole.items() if not parameter.requires_grad)
     assert frozen == ["low.shift", "low.weight"], f"frozen full parameters: {frozen}"
 
@@ -231,10 +231,10 @@ def test_whole_frozen_unit_beside_tensor_parallelism(rank: Rank) -> None:
 @contract("CALLS-3")
 @world(4)
 @needs(Capability.TENSOR_PARALLEL)
-def test_whole_frozen_parameters_beside_tensor_parallelism(rank: Rank) -> None:
+def test_full_frozen_parameters_with_tensor_parallelism(rank: Rank) -> None:
     """Among full tensor-parallel parameters, exactly those are frozen that user code has frozen."""
     run, _ = _split_run(rank)
     run.adapter.held_parameters()["low.weight"].requires_grad_(False)
-    with run.adapter.whole_parameters(WholeParameters()) as whole:
+    with run.adapter.summon_full_params(FullParams()) as whole:
         frozen = [name for name, parameter in whole.items() if not parameter.requires_grad]
     assert frozen == ["low.weight"], f"frozen full parameters: {frozen}"

@@ -159,7 +159,7 @@ def test_any_wrapper_by_hand(rank: Rank) -> None:
 
 @contract("CALLS-16")
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_containers_of_what_is_ignored(rank: Rank, use_orig_params: bool) -> None:
+def test_containers_of_ignored_modules(rank: Rank, use_orig_params: bool) -> None:
     """Modules or parameters to ignore may come in any container, also an empty one, and keep their objects."""
     fsdp, wrong = fsdp1(rank), list[str]()
     for name, container in CONTAINERS.items():
@@ -188,7 +188,7 @@ def test_containers_of_what_is_ignored(rank: Rank, use_orig_params: bool) -> Non
 
 
 @contract("CALLS-13")
-def test_what_stands_for_an_optimizer(rank: Rank) -> None:
+def test_containers_instead_of_an_optimizer(rank: Rank) -> None:
     """Older calls take parameters in any ordered container, groups, or nothing, which means those of the model."""
     fsdp, model, optimizer = trained(rank)
     kind, parameters = fsdp.kind, [*model.parameters()]
@@ -234,7 +234,7 @@ def _shown(states: dict[Any, Any]) -> dict[Any, Any]:
 
 @contract("CALLS-13")
 @pytest.mark.parametrize("wrong", ["nothing", "two-kinds", "numbers", "a-number", "no-states"])
-def test_what_does_not_stand_for_an_optimizer(rank: Rank, wrong: str) -> None:
+def test_values_that_are_no_optimizer(rank: Rank, wrong: str) -> None:
     """Older calls refuse parameters that are none, of two kinds or no iterable, and a state dict without states."""
     fsdp, model, optimizer = trained(rank)
     kind, parameters = fsdp.kind, [*model.parameters()]

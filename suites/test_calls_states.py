@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardproof.suites.apis import NAMES, Fsdp1, fsdp1, hybrid, trained
 from shardproof.testing import Capability, Rank, contract, needs, world
 from shardproof.testing.axes import subjects
+from shardproof.testing.make import as_fsdp1
 from shardproof.testing.states import check_left
 
 pytestmark = [needs(Capability.FSDP1_API), world(2)]
 
-ON_CPU = needs(Capability.WHOLE_ON_CPU)
+ON_CPU = needs(Capability.FULL_PARAMS_ON_CPU)
 
 
 # State dicts of the model
@@ -90,14 +91,14 @@ def test_state_dict_arguments_by_position(rank: Rank) -> None:
 
 @contract("CALLS-4")
 @pytest.mark.parametrize(
-    ("first_rank_only", "on_cpu"),
+    ("rank0_only", "on_cpu"),
     [(True, False), pytest.param(True, True, marks=ON_CPU), pytest.param(False, True, marks=ON_CPU)],
     ids=["first-rank", "first-rank-on-the-cpu", "on-the-cpu"],
 )
-def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: bool, on_cpu: bool) -> None:
+def test_destination_with_entries_of_the_caller(rank: Rank, rank0_only: bool, on_cpu: bool) -> None:
     """``state_dict`` leaves alone the entries that its destination has already, on ranks that save nothing too."""
     fsdp = fsdp1(rank)
-    model, config = fsdp.nested(), fsdp.api.FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=first_rank_only)
+    model, config = fsdp.nested(), fsdp.api.FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=rank0_only)
     own = {"step": 3, "average.0.weight": torch.zeros(2, device="meta"), "zeros": torch.zeros(2, device=fsdp.device)}
     given = dict(own)
     with fsdp.kind.state_dict_type(model, fsdp.api.StateDictType.FULL_STATE_DICT, config):
@@ -105,7 +106,7 @@ def test_destination_with_entries_of_the_caller(rank: Rank, first_rank_only: boo
     assert found is given, "the state dict is not written into the given one"
     changed = [name for name, value in own.items() if given.get(name) is not value]
     assert not changed, f"these entries of the caller are gone or replaced: {', '.join(changed)}"
-    saved = [] if first_rank_only and rank.index else NAMES
+    saved = [] if rank0_only and rank.index else NAMES
     assert sorted(given.keys() - own.keys()) == sorted(saved), f"the names beside them are {sorted(given)}"
 
 
@@ -438,7 +439,7 @@ def test_states_for_an_optimizer_with_names(rank: Rank) -> None:
         *("flatten_sharded", "rekey", "for-any-model", "for-any-optimizer"),
     ],
 )
-def test_calls_that_leave_what_they_are_given(rank: Rank, call: str) -> None:
+def test_calls_leave_their_arguments_unchanged(rank: Rank, call: str) -> None:
     """A state dict that a call takes has the same entries and tensors afterwards."""
     fsdp, model, optimizer = trained(rank)
     kind = fsdp.kind
@@ -463,7 +464,9 @@ def test_calls_that_leave_what_they_are_given(rank: Rank, call: str) -> None:
         ),
         "rekey": (
             lambda: kind.full_optim_state_dict(model, optimizer, rank0_only=False),
-            lambda state: fsdp.adapter.rekeyed(state, by="number", model=model, optimizer=optimizer),
+            lambda state: as_fsdp1(fsdp.adapter).rekey_optim_state_dict(
+                state, by="number", model=model, optimizer=optimizer
+            ),
         ),
         "for-any-model": (lambda: fsdp.nested().state_dict(), lambda state: fsdp.load_model(model, state)),
         "for-any-optimizer": (

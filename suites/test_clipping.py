@@ -70,7 +70,7 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
     for name in ("entry.weight", "branches.1.in_proj.bias"):
         model.get_parameter(name).requires_grad_(False)
     clip = Clip(max_norm=0.01, norm_type=norm_type)
-    pair = pair_by_units(rank, model, baseline="replicated", find_unused=True, clip=clip)
+    pair = pair_by_units(rank, model, baseline="replicated", find_unused_parameters=True, clip=clip)
     train_and_check(pair, ((batch, 1) for batch in batches(rank, 2, (4, 12))))  # branches 0 and 2 are not used
 
 
@@ -88,13 +88,13 @@ def test_tied_parameter_counts_once(rank: Rank) -> None:
 
 @contract("CLIPPING-1")
 @world(2)
-@needs(Capability.CLIP_BY_CALL, Capability.IGNORED_PARAMETERS)
+@needs(Capability.CLIP_BY_CALL, Capability.IGNORED_PARAMS)
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
     """An ignored parameter, whose gradients are equal on all ranks here, counts once and is scaled with the others."""
     norm = {1.0: 100.0, 2.0: 10.0, math.inf: 1.0}[norm_type]  # of 36 and 64 gradients of 1
     clip = Clip(max_norm=norm / 4, norm_type=norm_type)
-    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored=("weight",))
+    run = rank.run(shapes.TwoScales(4, 9, 16), clip=clip, ignored_params=("weight",))
     run.forward_backward((torch.ones((4, 16), device=rank.device),), loss=torch.sum)
     found = float(run.adapter.norm_value(run.adapter.clip()))
     assert math.isclose(found, norm, rel_tol=1e-6), f"total norm: {found} instead of {norm}"
@@ -196,7 +196,7 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
 
 
 @contract("CLIPPING-4")
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMETERS)
+@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMS)
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     """Ignored tensor-parallel parameters, equal on all data-parallel ranks, count once, in full."""
@@ -205,7 +205,7 @@ def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     plain, clip = models.copy_of(model).to(rank.device), Clip(max_norm=0.001, norm_type=norm_type)
     ignored = tuple(name for name, _ in model.named_parameters() if name.startswith("layers.0."))
     options = cut_over(mesh, parallel.parallelize_mlps)
-    run = rank.run(model, units=[["layers.1"]], clip=clip, ignored=ignored, **options)
+    run = rank.run(model, units=[["layers.1"]], clip=clip, ignored_params=ignored, **options)
     run.forward_backward((batch,), loss=models.ramp_square)
     models.ramp_square(plain(batch)).backward()
     gradients = [one.grad for one in plain.parameters() if one.grad is not None]
@@ -304,7 +304,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
 def test_norm_that_is_not_finite_raises(rank: Rank, number: tuple[torch.dtype, float], norm_type: float) -> None:
     """With ``error_if_nonfinite``, a norm that is infinite or NaN raises on every rank and scales nothing."""
     dtype, value = number
-    clip = Clip(max_norm=1, norm_type=norm_type, raises=True)
+    clip = Clip(max_norm=1, norm_type=norm_type, error_if_nonfinite=True)
     run = rank.run(shapes.TwoScales(4, 9, 16).to(dtype), units=[["low"]], clip=clip)
     for row in (None, 0, 3):
         batch = torch.ones((4, 16), device=rank.device, dtype=dtype)

@@ -50,7 +50,7 @@ def _prefetch(**ahead: dict[str, list[str]]) -> Callable[[Adapter], None]:
 
 def _memory_of_another(adapter: Adapter, **own: Any) -> None:
     adapter.change(Settings(**own), unit="layers.1")
-    adapter.change(Settings(group_memory=True), unit="layers.1")
+    adapter.change(Settings(allocate_memory_from_process_group_for_comm=True), unit="layers.1")
 
 
 def _set(**settings: Any) -> Callable[[Adapter], None]:
@@ -61,14 +61,14 @@ NO_UNIT = ("FSDPModule",)  # an attribute error of a layer would name its class
 #: Settings that are invalid, each with words one of which is in the error.
 WRONG_SETTINGS: dict[str, tuple[Callable[[Adapter], object], tuple[str, ...]]] = {
     "a-size-after-forward": (_set(reshard_after_forward=2), ("bool",)),
-    "no-inputs": (_set(reduce_inputs=0), ("max_input_buffers",)),
-    "half-an-input": (_set(reduce_inputs=1.5), ("max_input_buffers",)),
-    "a-choice-of-inputs": (_set(reduce_inputs=True), ("max_input_buffers",)),
+    "no-inputs": (_set(reduce_scatter_max_input_buffers=0), ("max_input_buffers",)),
+    "half-an-input": (_set(reduce_scatter_max_input_buffers=1.5), ("max_input_buffers",)),
+    "a-choice-of-inputs": (_set(reduce_scatter_max_input_buffers=True), ("max_input_buffers",)),
     "a-layer-that-is-no-unit": (_prefetch(forward={"layers.0": ["layers.1.in_proj"]}), NO_UNIT),
     "a-layer-that-is-no-unit-in-backward": (_prefetch(backward={"layers.1": ["layers.0.in_proj"]}), NO_UNIT),
     "a-method-that-is-not-there": (lambda adapter: adapter.register_forward_method("layers.0", "absent"), ("absent",)),
-    "memory-of-another": (lambda adapter: _memory_of_another(adapter, reduce_scatter=Own()), ("custom",)),
-    "memory-of-another-gather": (lambda adapter: _memory_of_another(adapter, gather=Own()), ("custom",)),
+    "memory-of-another": (lambda adapter: _memory_of_another(adapter, custom_reduce_scatter=Own()), ("custom",)),
+    "memory-of-another-gather": (lambda adapter: _memory_of_another(adapter, custom_all_gather=Own()), ("custom",)),
     "a-deep-copy": (lambda adapter: copy.deepcopy(adapter.module), ("deepcopy",)),
 }
 
@@ -117,7 +117,7 @@ def test_counts_and_bytes(rank: Rank, reshard_after_forward: bool | int | None) 
 @contract("COLLECTIVES-3")
 @world(1)
 @needs(Capability.SINGLE_RANK)
-def test_no_collectives_alone(rank: Rank) -> None:
+def test_no_collectives_on_one_rank(rank: Rank) -> None:
     """A world of size 1 issues no collective."""
     pair = tower(rank)
     train_and_check(pair, batches(rank, 2, (4, 9)))
@@ -126,7 +126,7 @@ def test_no_collectives_alone(rank: Rank) -> None:
 
 
 @contract("COLLECTIVES-4")
-@needs(Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
+@needs(Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """Forward gathers each unit when it runs; backward gathers one unit ahead of the one that it reduces."""
     pair = tower(rank, reshard_after_forward=True)
@@ -156,7 +156,7 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
     "model",
     [
         pytest.param(models.Tower, id="once"), pytest.param(ties.RepeatedTower, id="twice"),
-        pytest.param(ties.ReturningTower, id="again-with-two-outputs", marks=needs(Capability.GATHER_ORDER)),
+        pytest.param(ties.ReturningTower, id="again-with-two-outputs", marks=needs(Capability.ALL_GATHER_ORDER)),
     ],
 )  # fmt: skip
 def test_backward_gathers_one_unit_ahead(rank: Rank, model: Callable[[int], models.Tower]) -> None:
@@ -254,7 +254,9 @@ def _order(trace: Sequence[Collective]) -> list[str]:
 @needs(Capability.COUNTED_UNITS, Capability.UNUSED_OUTPUT)
 def test_steps_with_an_unused_output(rank: Rank) -> None:
     """Where the loss ignores the last unit's output, each step has the collectives of the first."""
-    pair = rank.pair(models.TwoHeads(dim=9), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True)
+    pair = rank.pair(
+        models.TwoHeads(dim=9), units=[["head0"], ["head1"]], baseline="replicated", find_unused_parameters=True
+    )
     orders = []
     for step in checked_steps(pair, batches(rank, 3, (4, 9)), loss=models.first_head):
         orders.append(_order(pair.last_trace()))
@@ -318,7 +320,7 @@ def test_unit_with_modules_that_do_not_run(rank: Rank, used: int) -> None:
 
 def _branches(rank: Rank, number: int) -> Pair:
     """A pair with one unit of so many modules, of which a forward need not use all."""
-    options: Any = {"baseline": "replicated", "find_unused": True, "reshard_after_forward": True}
+    options: Any = {"baseline": "replicated", "find_unused_parameters": True, "reshard_after_forward": True}
     grouped = [f"branches.{index}" for index in range(number)]
     return rank.pair(models.Branches(dim=9, branches=number), units=[grouped], **options)
 
@@ -345,7 +347,7 @@ def test_output_of_one_of_several_modules(rank: Rank, used: int, reshard_after_f
     # There is a layer before it: backward through an input that requires no gradient needs no parameters.
     model = torch.nn.Sequential(torch.nn.Linear(9, 9), models.TwoHeads(dim=9))
     options: Any = {"units": [["1.head0", "1.head1"]], "reshard_after_forward": reshard_after_forward}
-    pair = rank.pair(model, baseline="replicated", find_unused=True, **options)
+    pair = rank.pair(model, baseline="replicated", find_unused_parameters=True, **options)
     train_and_check(pair, batches(rank, 2, (4, 9)), loss=lambda outputs: models.mean_square(outputs[used]))
 
 
@@ -445,7 +447,7 @@ def _has(rank: Rank, name: str) -> bool:
 @contract("COLLECTIVES-10")
 @world(4)
 @needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)
-def test_deferred_all_reduce_is_taken_back(rank: Rank) -> None:
+def test_clearing_the_deferral_of_the_all_reduce(rank: Rank) -> None:
     """After only the all-reduce was deferred, setting all gradients to be reduced restores the all-reduce too."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
     pair = tower(rank, mesh=mesh, microbatches=2, accumulation=Accumulation())
@@ -479,7 +481,7 @@ def test_resharding_is_changed(rank: Rank, choices: tuple[bool | None, ...], uni
 
 
 @contract("COLLECTIVES-10")
-@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.GATHER_ORDER)
+@needs(Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER)
 @subjects("unit", ["0", ""], ids=["a-layer", "the-root"])
 def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
     """A unit whose backward needs no parameters need not be gathered in backward, as long as that is set.
@@ -498,7 +500,7 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
 @contract("COLLECTIVES-10")
 @world(4)
-@needs(Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, Capability.KEEP_AFTER_BACKWARD)
+@needs(Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, Capability.RESHARD_AFTER_BACKWARD)
 def test_backward_neither_gathers_nor_frees_a_unit(rank: Rank) -> None:
     """A unit in shards of groups of two that backward neither gathers nor frees is reduced over all ranks."""
     model = nn.Sequential(nn.Embedding(11, 9), nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7))
@@ -519,7 +521,7 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
     run = rank.run(model, units=[["used", "skipped"]])
     sizes: list[int] = []
     for step, zeros in enumerate([False, True, False]):
-        run.adapter.change(Settings(reduce_unused=zeros), unit=unit, recurse=recurse)
+        run.adapter.change(Settings(reduce_scatter_unused_params=zeros), unit=unit, recurse=recurse)
         run.trace.clear()
         run.forward_backward((rank.batch(step, (2, 9)),), loss=models.mean_square)
         sizes.append(sum(item.nbytes for item in run.trace if item.kind == "reduce_scatter"))
@@ -537,11 +539,13 @@ def test_zeros_are_reduced_or_not(rank: Rank, unit: str, recurse: bool) -> None:
 @contract("COLLECTIVES-10")
 @world(4)
 @needs(Capability.UNIT_SETTINGS, Capability.RANKS_DIFFER, Capability.TENSOR_PARALLEL)
-def test_zeros_beside_tensor_parallelism(rank: Rank) -> None:
+def test_zeros_with_tensor_parallelism(rank: Rank) -> None:
     """Zeros for an unused tensor-parallel parameter have the shape of this rank's part."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
     options = cut_over(mesh, parallel.parallelize_mlps)
-    pair = rank.pair(parallel.Skipping(5), baseline="replicated", ranks_differ=True, find_unused=True, **options)
+    pair = rank.pair(
+        parallel.Skipping(5), baseline="replicated", ranks_differ=True, find_unused_parameters=True, **options
+    )
     drawn = enumerate(batches(rank, 2, (4, 5), mesh=mesh["dp"]), start=mesh["dp"].get_local_rank())
     train_and_check(pair, ((batch, number % 3) for number, batch in drawn))
 
@@ -553,7 +557,7 @@ def test_method_of_one_unit(rank: Rank) -> None:
     model = models.TwoEncoders(dim=9)
     for encoder in (model.first, model.second):
         encoder.spare = torch.nn.Linear(3, 3)  # of the encoder's own unit, and used by no method
-    run = rank.run(model, units=[["first.inner"], ["first"], ["second.inner"], ["second"]], find_unused=True)
+    run = rank.run(model, units=[["first.inner"], ["first"], ["second.inner"], ["second"]], find_unused_parameters=True)
     run.adapter.register_forward_method("first", "features")
     run.adapter.register_forward_method("first.spare", "forward")  # no unit: user code need not tell them apart
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
@@ -581,7 +585,10 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 @needs(Capability.UNIT_SETTINGS, Capability.EXPLICIT_PREFETCH, Capability.FORWARD_METHOD)
 @subjects(
     "what",
-    [pytest.param(name, marks=[needs(Capability.REDUCE_INPUTS)] if "input" in name else []) for name in WRONG_SETTINGS],
+    [
+        pytest.param(name, marks=[needs(Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS)] if "input" in name else [])
+        for name in WRONG_SETTINGS
+    ],
 )
 def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
     """An invalid setting is refused by name on every rank, and changes nothing."""
@@ -593,8 +600,8 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
 
 OF_THE_ROOT_NEEDS = {
     # Where units are wrappers, each of them has these methods.
-    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS),
-    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.CLIP_BY_CALL),
+    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS),
+    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.CLIP_BY_CALL),
     "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
 }
 
@@ -612,11 +619,11 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 
 
 @contract("COLLECTIVES-11")
-@needs(Capability.REDUCE_INPUTS)
+@needs(Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS)
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:
     """Training is the same for any number of reduction inputs in flight, set for the root or for all units."""
     pair = tower(rank)
     for step, recurse in enumerate([False, True]):
-        pair.adapter.change(Settings(reduce_inputs=number), recurse=recurse)
+        pair.adapter.change(Settings(reduce_scatter_max_input_buffers=number), recurse=recurse)
         pair.checked_step(rank.batch(step, (4, 9)))

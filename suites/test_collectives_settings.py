@@ -16,7 +16,7 @@ from shardproof.testing.measure import ROOT, Collective
 
 pytestmark = needs(
     Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD,
-    Capability.FSDP2_API, Capability.DEFERRED_PER_UNIT, Capability.KEEP_AFTER_BACKWARD,
+    Capability.FSDP2_API, Capability.DEFERRED_PER_UNIT, Capability.RESHARD_AFTER_BACKWARD,
 )  # fmt: skip
 
 DIM = 5
@@ -153,7 +153,7 @@ def test_units_of_a_setting(rank: Rank) -> None:
     reduces = {name or ROOT: Own() for name in INSIDE}
     for name, reduce in reduces.items():
         _unit(run, "" if name == ROOT else name).set_custom_reduce_scatter(reduce)
-    has_own = Capability.OWN_REDUCE_GROUP in rank.implementation.capabilities()
+    has_own = Capability.SEPARATE_REDUCE_SCATTER_GROUP in rank.implementation.capabilities()
     check_settings(rank, run, (SUMS, *([OWN_GROUP] if has_own else [])), reduces)
     for name in INSIDE:
         _unit(run, name).set_force_sum_reduction_for_comms(True)  # over gloo torch takes a factor for sums alone
@@ -175,7 +175,7 @@ def test_units_of_a_setting_on_replicas(rank: Rank) -> None:
 @contract("COLLECTIVES-10")
 @world(2)
 @needs(Capability.EXPLICIT_PREFETCH)
-def test_units_whose_prefetching_is_taken_back(rank: Rank) -> None:
+def test_units_with_cleared_prefetch(rank: Rank) -> None:
     """A list of units to gather ahead that is set on a unit replaces that of no unit inside."""
     run = _run(rank)
     _steps(rank, run, [])

@@ -233,7 +233,7 @@ ONE_MESH = {
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.NAMED_DIMENSIONS)
+@needs(Capability.DP_MESH_DIMS)
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
 @subjects(
     "dimensions",
@@ -252,7 +252,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
     options: Any = {"mesh": data, "prepare": functools.partial(parallel.spread_mlps, mesh=mesh, divides=divided)}
     options |= {"baseline": "ddp" if data.ndim == 1 else "replicated", "shards": bool(case.shard)}
     named = NamedDimensions(mesh, case.shard, case.replicate)
-    pair = pair_by_units(rank, model, named_dimensions=named, **options)
+    pair = pair_by_units(rank, model, dp_mesh_dims=named, **options)
     for name, parameter in pair.adapter.named_parameters().items():
         assert isinstance(parameter, DTensor), f"{name} is a {type(parameter)}"
         axes, found = parameter.device_mesh.mesh_dim_names, tuple(parameter.placements)
@@ -268,7 +268,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
 
 @contract("COMPOSITION-19")
 @world(4)
-@needs(Capability.NAMED_DIMENSIONS, Capability.SPMD_TYPES)
+@needs(Capability.DP_MESH_DIMS, Capability.SPMD_TYPES)
 @pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=["shard-tp", "tp-shard"])
 def test_plain_parameters_with_types(rank: Rank, names: tuple[str, ...]) -> None:
     """Plain parameters that are annotated with their types on one mesh train as DDP does, with the types in forward."""
@@ -279,7 +279,7 @@ def test_plain_parameters_with_types(rank: Rank, names: tuple[str, ...]) -> None
         types.append([(spmd.get_local_type(one), spmd.get_partition_spec(one)) for one in module.parameters()])
         return module
 
-    options: Any = {"mesh": mesh["dp"], "named_dimensions": NamedDimensions(mesh, ("dp",))}
+    options: Any = {"mesh": mesh["dp"], "dp_mesh_dims": NamedDimensions(mesh, ("dp",))}
     pair = pair_by_units(
         rank, parallel.MLPStack(6), prepare=lambda plain: note(parallel.annotate_mlps(plain, mesh)), **options
     )
@@ -316,21 +316,21 @@ WRONG_DIMENSIONS = {
 
 @contract("COMPOSITION-15")
 @world(2)
-@needs(Capability.NAMED_DIMENSIONS, Capability.SHARDED)
+@needs(Capability.DP_MESH_DIMS, Capability.SHARDED)
 @subjects("what", WRONG_DIMENSIONS)
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
     model, named = _factors(rank, what)
-    options: Any = {"mesh": named.mesh["dp"], "named_dimensions": named}
+    options: Any = {"mesh": named.mesh["dp"], "dp_mesh_dims": named}
     Refusal(rank, lambda: sharded(rank, model, **options)).check_names(*WRONG_DIMENSIONS[what])
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.NAMED_DIMENSIONS, Capability.SHARDED)
+@needs(Capability.DP_MESH_DIMS, Capability.SHARDED)
 def test_named_replicas_in_different_orders(rank: Rank) -> None:
     """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
     mesh = rank.mesh((2, 2), ("copy", "dp"), order=(3, 1, 0, 2))
-    options: Any = {"mesh": mesh, "named_dimensions": NamedDimensions(mesh, ("dp",), ("copy",))}
+    options: Any = {"mesh": mesh, "dp_mesh_dims": NamedDimensions(mesh, ("dp",), ("copy",))}
     model, spread = parallel.MLPStack(5).to(rank.device), functools.partial(parallel.spread_mlps, mesh=mesh)
     tried = spread(models.copy_of(model))
     refusal = Refusal(rank, lambda: sharded(rank, tried, **options), may_send=True)  # ranks may compare orders
@@ -419,7 +419,7 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
 
 
 @contract("COMPOSITION-8")
-@needs(Capability.SYNC_STATES)
+@needs(Capability.SYNC_MODULE_STATES)
 def test_states_of_the_first_rank(rank: Rank) -> None:
     """Ranks that begin with values of their own take those of the first data-parallel rank, buffers too."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
@@ -428,7 +428,7 @@ def test_states_of_the_first_rank(rank: Rank) -> None:
     own = {name: value.detach().cpu() for name, value in models.copy_of(model).state_dict().items()}
     first, last = rank.exchange(own)[rank.index % 2 :: 2]
     assert not any(torch.equal(first[name], last[name]) for name in own), "nothing would have to be sent"
-    run = rank.run(model, sync_states=True, **cut_over(mesh, parallel.replicate))
+    run = rank.run(model, sync_module_states=True, **cut_over(mesh, parallel.replicate))
     (buffer,) = run.adapter.module.buffers()
     check_values(rank, {**run.adapter.parameters(), "offset": piece_of(buffer)}, first)
 
@@ -442,7 +442,7 @@ def check_values(rank: Rank, found: dict[str, Piece], first: dict[str, torch.Ten
 
 
 @contract("COMPOSITION-8")
-@needs(Capability.SYNC_STATES)
+@needs(Capability.SYNC_MODULE_STATES)
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
     """Uneven plain parameters and buffers of any dtype, transposed or unsaved, take the first rank's values."""
@@ -458,7 +458,7 @@ def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None
     buffers = [name for name, _ in model.named_buffers()]
     mine = {name: value.detach().cpu().clone() for name, value in [*model.named_parameters(), *model.named_buffers()]}
     first = rank.exchange(mine)[0]
-    run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_states=True)
+    run = rank.run(model, units=[["0"], ["1"]], mesh=mesh, sync_module_states=True)
     shown = map(piece_of, run.adapter.module.buffers())
     check_values(rank, {**run.adapter.parameters(), **dict(zip(buffers, shown, strict=True))}, first)
 
@@ -557,7 +557,7 @@ def test_generator_and_critic(rank: Rank, frees: bool) -> None:
 
 @contract("COMPOSITION-18")
 @world(2)
-@needs(Capability.SHARED_CONTEXT, Capability.AUTOGRAD_CALLS, Capability.RECOVERY)
+@needs(Capability.SHARE_COMM_CTX, Capability.AUTOGRAD_CALLS, Capability.RECOVERY)
 @subjects("order", ["in-turn", "first-backward", "last-backward", "reset", pytest.param("pending", marks=BY_HAND)])
 def test_roots_of_one_context(rank: Rank, order: str) -> None:
     """Two models that share streams and buffers train as each alone does, in whatever order and with a reset of one.

@@ -89,7 +89,12 @@ def test_two_dimensions_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
 @FLAT
 def test_waiting_units_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Deferred reductions of units that the last backward does not reach are issued in one order on all ranks."""
-    options: Any = {"microbatches": 5, "accumulation": Accumulation(), "find_unused": True, "flat_parameters": flat}
+    options: Any = {
+        "microbatches": 5,
+        "accumulation": Accumulation(),
+        "find_unused_parameters": True,
+        "flat_parameters": flat,
+    }
     pair = pair_by_units(rank, models.Branches(9, 5), baseline="replicated", **options)
     drawn = batches(rank, 2, (2, 9), microbatches=5)
     train_and_check(pair, ([(batch, number) for number, batch in enumerate(several)] for several in drawn))
@@ -117,14 +122,14 @@ def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
 
 
 @contract("DETERMINISM-2")
-@needs(Capability.SYNC_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
+@needs(Capability.SYNC_MODULE_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
 @FLAT
 def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Each parameter and each buffer has the first rank's values if a model is to begin with those."""
     torch.manual_seed(rank.seeds.init + rank.index)
     model = mixed.Mixed()
     first = rank.exchange({name: value.clone() for name, value in model.state_dict().items()})[0]
-    run = rank.run(model, units=[["high"]], sync_states=True, flat_parameters=flat)
+    run = rank.run(model, units=[["high"]], sync_module_states=True, flat_parameters=flat)
     states.check_same(rank, states.read(rank, run), {"model": first})
 
 
@@ -134,7 +139,7 @@ def test_values_of_the_first_rank_with_own_hash_seeds(rank: Rank) -> None:
     """A model that loads the first rank's state dict has its values, also if ranks have different hash seeds."""
     torch.manual_seed(rank.seeds.init + 1)
     saved = {name: value.clone() for name, value in mixed.Mixed().state_dict().items()}
-    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materializes=False)
+    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], prepare=lambda model: model.to("meta"), materialize=False)
     run.adapter.restore({"model": copy.deepcopy(saved) if rank.index == 0 else {}}, form="first-rank")
     states.check_same(rank, states.read(rank, run), {"model": saved})
 

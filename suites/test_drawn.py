@@ -48,6 +48,6 @@ FOUND = [
 @contract("DRAWN-1")
 @world(WORLD)
 @pytest.mark.parametrize("training", FOUND)
-def test_what_a_search_found(rank: Rank, training: Training) -> None:
+def test_trainings_found_by_search(rank: Rank, training: Training) -> None:
     """Trainings, shrunk, in which a reference or the harness once failed."""
     train_drawn(rank, training)

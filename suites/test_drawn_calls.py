@@ -27,7 +27,7 @@ def test_calls_of_units(rank: Rank, program: Program) -> None:
 @contract("DRAWN-3")
 @world(2, 4)
 @deadline(20)
-@needs(Capability.OWN_OPTIMIZER, Capability.FSDP1_API, Capability.WHOLE_PARAMETERS)
+@needs(Capability.OWN_OPTIMIZER, Capability.FSDP1_API, Capability.SUMMON_FULL_PARAMS)
 @drawn(program=Program)
 def test_calls_of_wrappers(rank: Rank, program: Program) -> None:
     """Calls of a wrapped model, in any legal order, leave it as plain copies that make the same calls."""

@@ -16,7 +16,7 @@ from shardproof.suites import crossed
 from shardproof.testing import Rank, Run, contract, models, needs, world
 from shardproof.testing.casts import CastReplica, check_equal, check_evaluation
 from shardproof.testing.compare import check_bits
-from shardproof.testing.make import Accumulation, Clip, Precision, WholeParameters
+from shardproof.testing.make import Accumulation, Clip, FullParams, Precision
 from shardproof.testing.train import Means, compiler, optim, recompute
 
 ROWS = crossed.rows_of(pathlib.Path(__file__).with_name("crossed.toml"))
@@ -26,10 +26,10 @@ DIM = 5
 CLIP = Clip(max_norm=2.0**-12, norm_type=math.inf)
 PRECISIONS = {
     "full": Precision(),
-    "bf16": Precision(compute=torch.bfloat16),
-    "bf16-fp32": Precision(compute=torch.bfloat16, reduce=torch.float32),
+    "bf16": Precision(param_dtype=torch.bfloat16),
+    "bf16-fp32": Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
 }
-ACCUMULATIONS = {"deferred": Accumulation(), "kept": Accumulation(keeps_gathered=True)}
+ACCUMULATIONS = {"deferred": Accumulation(), "kept": Accumulation(reshard_after_backward=False)}
 
 
 class Layer(nn.Module):
@@ -128,8 +128,8 @@ def options_of(rank: Rank, row: crossed.Row, prepare: list[Any]) -> dict[str, An
         "precision": PRECISIONS[row["precision"]],
         "reshard_after_forward": {"default": None, "yes": True, "no": False}[row["reshards"]],
         "offload": "pageable" if row["offload"] == "pageable" else None,
-        "gathers_ahead": "never" if row["ahead"] == "never" else None,
-        "gathers_ahead_in_forward": True if row["ahead"] == "in-forward" else None,
+        "backward_prefetch": "none" if row["ahead"] == "never" else None,
+        "forward_prefetch": True if row["ahead"] == "in-forward" else None,
         "microbatches": 1 if row["microbatches"] == "one" else 2,
         "accumulation": ACCUMULATIONS.get(row["microbatches"]),
         "clip": CLIP if row["clip"] == "yes" else None,
@@ -145,7 +145,7 @@ def prepare_step(rank: Rank, row: crossed.Row, run: Run, replica: CastReplica, n
     elif row["before"] == "unshard":
         run.adapter.unshard()
     elif row["before"] == "read":
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
+        with run.adapter.summon_full_params(FullParams(writeback=False)) as found:
             for name, expected in replica.held_parameters().items():
                 check_bits(f"full {name!r} before step {number}", found[name].detach(), expected.detach())
 

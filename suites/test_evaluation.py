@@ -15,8 +15,8 @@ from shardproof.testing.compare import check_bits, each_once, in_one_tensor_with
 from shardproof.testing.make import (
     Accumulation,
     Adapter,
+    FullParams,
     Precision,
-    WholeParameters,
     everywhere,
     pair_by_units,
     run_and_plain,
@@ -36,21 +36,21 @@ from shardproof.testing.train import (
 
 pytestmark = world(2)
 
-READ = needs(Capability.WHOLE_PARAMETERS)
+READ = needs(Capability.SUMMON_FULL_PARAMS)
 WHY = "the same values, gathered or not"
 MODES = ["no_grad", "inference_mode"]
 DEPTH = 3
-ON_CPU = needs(Capability.WHOLE_ON_CPU)
+ON_CPU = needs(Capability.FULL_PARAMS_ON_CPU)
 #: What user code may ask for together of whole parameters.
 WHOLE = [
-    pytest.param(WholeParameters(keeps_changes=False), id="read"),
-    pytest.param(WholeParameters(keeps_changes=False, on_cpu=True), id="read-on-cpu", marks=ON_CPU),
-    pytest.param(WholeParameters(keeps_changes=False, first_rank_only=True), id="first-rank"),
+    pytest.param(FullParams(writeback=False), id="read"),
+    pytest.param(FullParams(writeback=False, offload_to_cpu=True), id="read-on-cpu", marks=ON_CPU),
+    pytest.param(FullParams(writeback=False, rank0_only=True), id="first-rank"),
     pytest.param(
-        WholeParameters(keeps_changes=False, first_rank_only=True, on_cpu=True), id="first-rank-on-cpu", marks=ON_CPU
+        FullParams(writeback=False, rank0_only=True, offload_to_cpu=True), id="first-rank-on-cpu", marks=ON_CPU
     ),
-    pytest.param(WholeParameters(), id="written"),
-    pytest.param(WholeParameters(on_cpu=True), id="written-on-cpu", marks=ON_CPU),
+    pytest.param(FullParams(), id="written"),
+    pytest.param(FullParams(offload_to_cpu=True), id="written-on-cpu", marks=ON_CPU),
 ]
 
 
@@ -131,7 +131,7 @@ def test_first_forward_is_in_inference_mode(rank: Rank, trains: bool, shards: bo
 @needs(Capability.REGISTERED_STATE, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("mode", MODES)
-def test_evaluation_frees_what_forward_frees(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
+def test_evaluation_reshards_like_forward(rank: Rank, mode: Any, reshard_after_forward: bool | int | None) -> None:
     """After an evaluation parameters are gathered exactly if they are gathered after a training forward."""
     pair = tower(rank, reshard_after_forward=reshard_after_forward)
     keeps = {True: reshard_after_forward in (None, False), False: reshard_after_forward is False}
@@ -272,7 +272,7 @@ def test_steps_of_a_model_on_one_rank(rank: Rank, reshard_after_forward: bool | 
 @world(2, 4)
 @needs(Capability.ASYNC_UNSHARD, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
+def test_unshard_yields_current_parameters(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """An unshard that waits yields the current full parameters: first of all, after an evaluation and after a step.
 
     A forward uses them, the first one too.
@@ -283,7 +283,7 @@ def test_a_call_shows_whole_parameters(rank: Rank, reshard_after_forward: bool |
         run.adapter.unshard(waits=True)
         sharded = [name for name, gathered in run.adapter.gathered().items() if not gathered]
         assert not sharded, f"after call {number} these are not gathered: {', '.join(sharded)}"
-        states.check_whole(rank, WholeParameters(), run.adapter.named_parameters(), plain)
+        states.check_whole(rank, FullParams(), run.adapter.named_parameters(), plain)
         if number > 0:
             run.adapter.reshard()
         (found,) = run.evaluate(batch)
@@ -346,18 +346,18 @@ def test_new_data_after_an_evaluation(
                 if changed == "all" or name in together:
                     parameter.data = parameter.data * 0.5
         if reads:
-            with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
+            with pair.adapter.summon_full_params(FullParams(writeback=False)):
                 pass
 
 
 @contract("EVALUATION-3")
-@needs(Capability.FLAT_PARAMETERS, Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.FLAT_PARAMETERS, Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL)
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("trains", [False, True])
 def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:
     """An evaluation in full precision gathers for the next one too; new data are used, in whatever mode."""
     model, batch = models.Tower(dim=9), (rank.batch(0, (4, 9)),)
-    precision = Precision(compute=torch.bfloat16, full_in_evaluation=True)
+    precision = Precision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
     options: dict[str, Any] = {"units": model.units(), "precision": precision, "reshard_after_forward": False}
     run = rank.run(models.copy_of(model), **options)
     run.adapter.module.eval()
@@ -377,14 +377,12 @@ def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) 
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @pytest.mark.parametrize("how", WHOLE)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.filterwarnings("ignore:offload_to_cpu=True and rank0_only=False")
-def test_whole_parameters(
-    rank: Rank, reshard_after_forward: bool | int | None, how: WholeParameters, flat: bool
-) -> None:
+def test_full_parameters(rank: Rank, reshard_after_forward: bool | int | None, how: FullParams, flat: bool) -> None:
     """Full parameters have the unsharded names and values, and writes are retained if asked, after evaluations too."""
     model = models.Tower(dim=9)
     model.layers[0].register_buffer("spare", torch.zeros(2))
@@ -394,7 +392,7 @@ def test_whole_parameters(
         run.evaluate((rank.batch(0, (2, 9)),))
         if number:
             states.halve(run, plain)  # values that the evaluation may have left gathered are outdated
-        with run.adapter.whole_parameters(how) as found:
+        with run.adapter.summon_full_params(how) as found:
             has_them = states.check_whole(rank, how, found, plain)
             named = {name for name, _ in run.adapter.module.named_parameters()}
             assert not has_them or named == found.keys(), f"the model names its parameters {sorted(named)}"
@@ -402,7 +400,7 @@ def test_whole_parameters(
             assert not has_them or buffers == ["layers.0.spare"], f"the model names its buffers {buffers}"
             if has_them:
                 states.write(found)
-        if how.keeps_changes:
+        if how.writeback:
             states.write(dict(plain.named_parameters()))
         states.check_values(run, plain)
     twin = run_by_units(rank, plain, **options)
@@ -413,7 +411,7 @@ def test_whole_parameters(
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @SHARDS
 def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None:
@@ -435,13 +433,13 @@ def test_function_for_every_module(rank: Rank, shards: bool, flat: bool) -> None
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
-def test_whole_parameters_that_ranks_write_differently(rank: Rank, flat: bool) -> None:
+def test_full_parameters_that_ranks_write_differently(rank: Rank, flat: bool) -> None:
     """Of what ranks write to full parameters each retains the part that it holds."""
     run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
-    with run.adapter.whole_parameters(WholeParameters()) as found:
-        states.check_whole(rank, WholeParameters(), found, plain)
+    with run.adapter.summon_full_params(FullParams()) as found:
+        states.check_whole(rank, FullParams(), found, plain)
         for parameter in found.values():
             parameter.detach().fill_(rank.index + 1)
     values = {name: piece.tensor.flatten().tolist() for name, piece in run.adapter.parameters().items()}
@@ -450,17 +448,17 @@ def test_whole_parameters_that_ranks_write_differently(rank: Rank, flat: bool) -
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS, Capability.REPLICAS_ALONE)
+@needs(Capability.SUMMON_FULL_PARAMS, Capability.NO_SHARD)
 @FLAT
-@pytest.mark.parametrize("keeps_changes", [True, False])
-def test_whole_parameters_of_replicas(rank: Rank, keeps_changes: bool, flat: bool) -> None:
+@pytest.mark.parametrize("writeback", [True, False])
+def test_full_parameters_of_replicas(rank: Rank, writeback: bool, flat: bool) -> None:
     """Where nothing is sharded the full parameters are those that ranks hold, and writes to them are retained."""
-    how = WholeParameters(keeps_changes=keeps_changes)
+    how = FullParams(writeback=writeback)
     options: Any = {"optimizer": optim.sgd(), "flat_parameters": flat, "shards": False}
     run, plain = run_and_plain(rank, models.Tower(dim=9), **options)
     for _ in range(2):
         run.evaluate((rank.batch(0, (2, 9)),))
-        with run.adapter.whole_parameters(how) as found:
+        with run.adapter.summon_full_params(how) as found:
             states.check_whole(rank, how, found, plain)
             states.write(found)
         states.write(dict(plain.named_parameters()))
@@ -469,33 +467,33 @@ def test_whole_parameters_of_replicas(rank: Rank, keeps_changes: bool, flat: boo
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
-def test_whole_tied_parameters(rank: Rank) -> None:
+@needs(Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS)
+def test_full_tied_parameters(rank: Rank) -> None:
     """Both modules of a tied parameter have the full one, with the new data that user code has assigned to it."""
     run, plain = run_and_plain(rank, ties.TiedStack(dim=9))
     for parameter in [*each_once(run.adapter.named_parameters()).values(), *plain.parameters()]:
         parameter.data = parameter.data * 0.5
-    with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
-        states.check_whole(rank, WholeParameters(), found, plain)
+    with run.adapter.summon_full_params(FullParams(writeback=False)) as found:
+        states.check_whole(rank, FullParams(), found, plain)
         for layer in ("layers.0", "layers.1"):
             first, second = (run.original_module(f"{layer}.{name}").weight for name in ("first", "second"))
             assert first is second, f"the weights of {layer} are not tied inside the context"
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("keeps_changes", [False, True])
+@pytest.mark.parametrize("writeback", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
-def test_whole_gradients(
-    rank: Rank, reshard_after_forward: bool | int | None, keeps_changes: bool, dtype: torch.dtype
+def test_full_gradients(
+    rank: Rank, reshard_after_forward: bool | int | None, writeback: bool, dtype: torch.dtype
 ) -> None:
     """Between backward and the step full gradients are those of the shards; writes reach the step if written back."""
-    how = WholeParameters(keeps_changes=keeps_changes, with_gradients=True)
+    how = FullParams(writeback=writeback, with_grads=True)
 
     def double(adapter: Adapter) -> None:
         pieces = adapter.gradients()
-        with adapter.whole_parameters(how) as found:
+        with adapter.summon_full_params(how) as found:
             for name, parameter in found.items():
                 piece, gradient = pieces[name], parameter.grad
                 assert gradient is not None and gradient.shape == parameter.shape, f"{name} has no full gradient"
@@ -505,7 +503,7 @@ def test_whole_gradients(
 
     def double_shards(adapter: Adapter) -> None:
         for piece in adapter.gradients().values():
-            if piece is not None and keeps_changes:
+            if piece is not None and writeback:
                 piece.tensor.mul_(2)
 
     model = models.Tower(dim=9).to(dtype)
@@ -517,8 +515,8 @@ def test_whole_gradients(
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
-def test_whole_gradients_of_some(rank: Rank) -> None:
+@needs(Capability.SUMMON_FULL_PARAMS)
+def test_full_gradients_of_some(rank: Rank) -> None:
     """Gradients that user code set to None stay None after full ones were read: momentum does not move these.
 
     Before any backward there are no full ones.
@@ -528,26 +526,26 @@ def test_whole_gradients_of_some(rank: Rank) -> None:
         for name, parameter in adapter.held_parameters().items():
             if name.endswith("in_proj.weight") and adapter.optimizer and adapter.optimizer.state.get(parameter):
                 parameter.grad = None
-        with adapter.whole_parameters(how) if reads else contextlib.nullcontext():
+        with adapter.summon_full_params(how) if reads else contextlib.nullcontext():
             pass
 
-    how = WholeParameters(keeps_changes=False, with_gradients=True)
+    how = FullParams(writeback=False, with_grads=True)
     model, drops = models.Tower(dim=9), [functools.partial(drop, reads=reads) for reads in (True, False)]
     run, twin = (run_by_units(rank, models.copy_of(model), optimizer=optim.sgd(), after_backward=one) for one in drops)
-    with run.adapter.whole_parameters(how) as found:
+    with run.adapter.summon_full_params(how) as found:
         made = [name for name, parameter in found.items() if parameter.grad is not None]
     assert not made, f"full gradients before any backward: {', '.join(made)}"
     check_twins(rank, (run, twin), batches(rank, 3, (4, 9)), why=WHY)
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS, Capability.DEFERRED_REDUCTION)
-def test_whole_gradients_between_microbatches(rank: Rank) -> None:
+@needs(Capability.SUMMON_FULL_PARAMS, Capability.DEFERRED_REDUCTION)
+def test_full_gradients_between_microbatches(rank: Rank) -> None:
     """Full gradients can be read also where gradients are not reduced yet, and the step is the same."""
     pair = tower(rank, microbatches=2, accumulation=Accumulation())
 
     def read() -> None:
-        with pair.adapter.whole_parameters(WholeParameters(keeps_changes=False, with_gradients=True)):
+        with pair.adapter.summon_full_params(FullParams(writeback=False, with_grads=True)):
             pass
 
     after_microbatches(rank, pair, read)
@@ -555,16 +553,16 @@ def test_whole_gradients_between_microbatches(rank: Rank) -> None:
 
 
 @contract("EVALUATION-4")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
-def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
+def test_full_frozen_parameters(rank: Rank, flat: bool) -> None:
     """Full parameters of a frozen unit are frozen, before, within and after the context."""
     model = models.Tower(dim=9)
     model.layers[1].requires_grad_(False)
     expected = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     run = rank.run(model, units=model.units(), flat_parameters=flat)
     for _ in range(2):
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found:
+        with run.adapter.summon_full_params(FullParams(writeback=False)) as found:
             shown = {name: parameter.requires_grad for name, parameter in found.items()}
         assert shown == expected, f"requires_grad of full parameters: {shown}"
         run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
@@ -574,34 +572,34 @@ def test_whole_frozen_parameters(rank: Rank, flat: bool) -> None:
 
 
 @contract("EVALUATION-5")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @subjects(
     "what",
     [
         *("changes-of-the-first-rank", "within-another", "in-a-forward", "in-a-backward"),
         pytest.param("gradients-of-flat", marks=needs(Capability.FLAT_PARAMETERS)),
-        pytest.param("gradients-on-the-cpu", marks=needs(Capability.WHOLE_ON_CPU)),
+        pytest.param("gradients-on-the-cpu", marks=needs(Capability.FULL_PARAMS_ON_CPU)),
     ],
 )
-def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
+def test_refused_full_parameters(rank: Rank, what: str) -> None:
     """Full parameters are refused if writes or gradients could not be kept, or if they are full or in use already.
 
     Flat parameters have no gradients of their parts, and on the CPU full parameters are copies.
     """
     run = run_by_units(rank, models.Tower(dim=9), flat_parameters=what == "gradients-of-flat")
-    how = WholeParameters(
-        keeps_changes=what == "changes-of-the-first-rank",
-        first_rank_only=what in ("changes-of-the-first-rank", "in-a-forward", "gradients-on-the-cpu"),
-        with_gradients=what.startswith("gradients"),
-        on_cpu=what == "gradients-on-the-cpu",
+    how = FullParams(
+        writeback=what == "changes-of-the-first-rank",
+        rank0_only=what in ("changes-of-the-first-rank", "in-a-forward", "gradients-on-the-cpu"),
+        with_grads=what.startswith("gradients"),
+        offload_to_cpu=what == "gradients-on-the-cpu",
     )
 
     def enter(*_: Any) -> None:
-        with run.adapter.whole_parameters(how):
+        with run.adapter.summon_full_params(how):
             pass
 
     def twice() -> None:
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)):
+        with run.adapter.summon_full_params(FullParams(writeback=False)):
             enter()
 
     if what == "in-a-forward":
@@ -619,10 +617,10 @@ def test_whole_parameters_that_cannot_be(rank: Rank, what: str) -> None:
 
 
 @contract("EVALUATION-5")
-@needs(Capability.WHOLE_PARAMETERS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
+@needs(Capability.SUMMON_FULL_PARAMS, Capability.DISTRIBUTED_CHECKPOINT, Capability.FULL_STATE_DICT)
 @FLAT
 @pytest.mark.parametrize("where", ["in-the-context", "in-a-forward", "in-a-backward"])
-def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -> None:
+def test_saving_full_parameters(rank: Rank, where: str, flat: bool) -> None:
     """A state dict of full parameters, or within a pass, is refused or has the visible values; it changes nothing."""
     run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
     batch = rank.batch(0, (2, 9))
@@ -633,7 +631,7 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
         attempts.append(Refusal(rank, lambda: run.adapter.checkpoint(form="full"), may_send=True))
 
     if where == "in-the-context":
-        with run.adapter.whole_parameters(WholeParameters()) as found:
+        with run.adapter.summon_full_params(FullParams()) as found:
             states.write(found)
             save()
         states.write(dict(plain.named_parameters()))
@@ -651,11 +649,11 @@ def test_saving_where_parameters_are_whole(rank: Rank, where: str, flat: bool) -
 
 
 @contract("EVALUATION-5")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("keeps_changes", [False, True])
-def test_pass_where_parameters_are_whole(rank: Rank, keeps_changes: bool, trains: bool, flat: bool) -> None:
+@pytest.mark.parametrize("writeback", [False, True])
+def test_forward_and_backward_on_full_parameters(rank: Rank, writeback: bool, trains: bool, flat: bool) -> None:
     """A forward of full parameters, with a backward or without, is refused, or it is right and changes no value."""
     run, plain = run_and_plain(rank, models.Tower(dim=9), flat_parameters=flat)
     batch = rank.batch(0, (2, 9))
@@ -664,7 +662,7 @@ def test_pass_where_parameters_are_whole(rank: Rank, keeps_changes: bool, trains
     outputs = [*run.evaluate((batch,))]
 
     def attempt() -> None:
-        with run.adapter.whole_parameters(WholeParameters(keeps_changes=keeps_changes)):
+        with run.adapter.summon_full_params(FullParams(writeback=writeback)):
             if trains:
                 run.forward_backward((batch,), loss=models.mean_square)
             else:
@@ -678,14 +676,14 @@ def test_pass_where_parameters_are_whole(rank: Rank, keeps_changes: bool, trains
 
 
 @contract("EVALUATION-5")
-@needs(Capability.WHOLE_PARAMETERS)
-def test_whole_parameters_of_another_shape(rank: Rank) -> None:
+@needs(Capability.SUMMON_FULL_PARAMS)
+def test_full_parameters_of_another_shape(rank: Rank) -> None:
     """A full parameter that user code replaces by one of another shape is refused, also of equally many elements."""
     run = run_by_units(rank, models.Tower(dim=9))
     layer = run.original_module("layers.1.in_proj")
 
     def replace() -> None:
-        with run.adapter.whole_parameters(WholeParameters()) as found:
+        with run.adapter.summon_full_params(FullParams()) as found:
             layer.weight = nn.Parameter(found["layers.1.in_proj.weight"].detach().t().contiguous())
 
     refusal = Refusal(rank, replace, may_send=True)

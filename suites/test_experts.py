@@ -32,7 +32,7 @@ from shardproof.testing.train import (
 
 pytestmark = [needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL), world(4)]
 
-SET = needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
+SET = needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR)
 ALONE = needs(Capability.SINGLE_RANK)
 EXPERTS = ("layers.0.experts", "layers.1.experts")
 
@@ -70,7 +70,9 @@ class ExpertMeshes:
         """Set by what the sums of all gradients are divided."""
         # Sums that are divided afterwards: torch's other reductions by a factor gloo does not have (F-39). A mesh of
         # one rank reduces nothing, and torch divides by its factor twice if told so (F-110).
-        pair.adapter.change(Settings(divide_factor=factor, force_sum=self.experts.size() > 1), recurse=True)
+        pair.adapter.change(
+            Settings(gradient_divide_factor=factor, force_sum_reduction_for_comms=self.experts.size() > 1), recurse=True
+        )
 
     def average(self, adapter: Adapter, factor: float | None = None) -> None:
         """Make averages over all holders of rows of gradients that were divided by the documented rule."""
@@ -274,7 +276,7 @@ def test_recomputed(rank: Rank, means: Means) -> None:
     [
         None,
         Accumulation(),
-        pytest.param(Accumulation(keeps_gathered=True), marks=needs(Capability.KEEP_AFTER_BACKWARD)),
+        pytest.param(Accumulation(reshard_after_backward=False), marks=needs(Capability.RESHARD_AFTER_BACKWARD)),
     ],
     ids=["none", "all", "kept"],
 )

@@ -166,7 +166,7 @@ def extend_shard(parameter: DTensor, calls: Calls, *, both: bool = True, older: 
         setattr(shard, RELEASES, lambda: calls.releases)
 
 
-pytestmark = [needs(Capability.GATHER_EXTENSION), world(2)]
+pytestmark = [needs(Capability.ALL_GATHER_EXTENSION), world(2)]
 
 SIZES = {"0": (7, 5), "": (6, 7)}
 
@@ -175,7 +175,7 @@ SIZES = {"0": (7, 5), "": (6, 7)}
 @world(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 @pytest.mark.parametrize("kind", ["class", "object"])
-def test_tensors_that_choose_what_travels(rank: Rank, kind: str, reshard_after_forward: bool | None) -> None:
+def test_tensors_that_choose_the_all_gather_input(rank: Rank, kind: str, reshard_after_forward: bool | None) -> None:
     """Weights that are sent as two halves, in one collective with biases, train as DDP does."""
     pair, calls = extended(rank, kind, reshard_after_forward)
     expected = {label or "(root)": gathered_bytes(rank.world_size, *size) for label, size in SIZES.items()}
@@ -218,7 +218,7 @@ def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
 
 
 @contract("EXTENSION-1")
-def test_shards_in_the_place_of_others(rank: Rank) -> None:
+def test_replaced_shards(rank: Rank) -> None:
     """If user code replaces shards before the first forward, the hooks of the new ones are called."""
     run, calls = rank.run(models.two_linear((5, 8), (8, 6)), units=[["0"]]), Calls()
     for name in ("0", "2"):
@@ -232,7 +232,7 @@ def test_shards_in_the_place_of_others(rank: Rank) -> None:
 
 @contract("EXTENSION-1")
 @pytest.mark.parametrize("kind", ["class", "object"])
-def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
+def test_tensors_made_by_a_hook_are_freed(rank: Rank, kind: str) -> None:
     """The second hook's inputs and result are freed after forward if the unit is, and made again in backward."""
     pair, calls = extended(rank, kind, True)
     train_and_check(pair, batches(rank, 1, (4, 5)))
@@ -247,7 +247,7 @@ def test_what_a_hook_makes_is_freed(rank: Rank, kind: str) -> None:
 def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     """Hooks receive the compute dtype, and outputs and gradients are those of tensors without hooks."""
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()
-    policy = Precision(compute=torch.bfloat16)
+    policy = Precision(param_dtype=torch.bfloat16)
     runs = [rank.run(models.copy_of(model), units=[["0"]], precision=policy) for _ in range(2)]
     extend_shards(runs[1].adapter, calls)
     batch = rank.batch(0, (4, 5))
@@ -283,7 +283,7 @@ def test_groups_of_two(rank: Rank) -> None:
 
 
 @contract("EXTENSION-4")
-@needs(Capability.GATHER_RELEASE)
+@needs(Capability.ALL_GATHER_RELEASE)
 @pytest.mark.parametrize("releases", [True, False])
 @pytest.mark.parametrize("kind", ["class", "object"])
 def test_gathered_tensors_are_released(rank: Rank, kind: str, releases: bool) -> None:
@@ -306,7 +306,7 @@ def test_gathered_tensors_are_released(rank: Rank, kind: str, releases: bool) ->
 
 @contract("EXTENSION-4")
 @world(4)
-@needs(Capability.GATHER_RELEASE, Capability.RESHARD_TO_SIZE)
+@needs(Capability.ALL_GATHER_RELEASE, Capability.RESHARD_TO_SIZE)
 def test_release_in_groups_of_two(rank: Rank) -> None:
     """Resharded to a subgroup, shards that release what was gathered are refused by name before anything is sent."""
     model = models.two_linear((5, 7), (7, 6)).to(rank.device)
@@ -319,7 +319,7 @@ def test_release_in_groups_of_two(rank: Rank) -> None:
 
 
 @contract("EXTENSION-4")
-@needs(Capability.GATHER_RELEASE)
+@needs(Capability.ALL_GATHER_RELEASE)
 @pytest.mark.parametrize("wrong", ["alone", "no-bool"])
 def test_wrong_third_hook(rank: Rank, wrong: str) -> None:
     """A third hook without the other two, or one that returns no bool, is refused by name, and nothing is sent."""
@@ -333,7 +333,7 @@ def test_wrong_third_hook(rank: Rank, wrong: str) -> None:
 
 
 @contract("EXTENSION-2")
-def test_one_hook_alone(rank: Rank) -> None:
+def test_a_single_hook(rank: Rank) -> None:
     """A shard with only one of the two hooks is refused, with the names of both, and nothing is sent."""
     adapter = sharded(rank, models.two_linear((5, 7), (7, 6)).to(rank.device))
     extend_shard(sharded_weight(adapter.named_parameters()["0.weight"]), Calls(), both=False)
@@ -386,7 +386,7 @@ def test_inputs_without_padding(rank: Rank, pads: int) -> None:
 @world(4)
 @needs(Capability.HYBRID)
 @REPLICAS
-def test_hooks_beside_replicas(rank: Rank, shape: tuple[int, int]) -> None:
+def test_hooks_with_replicas(rank: Rank, shape: tuple[int, int]) -> None:
     """On replicas, hooks get the mesh of the ranks among which a shard is gathered."""
     mesh = rank.mesh(shape, ("replicate", "shard"))
     pair, calls = extended(rank, "class", None, mesh=mesh)

@@ -152,7 +152,7 @@ def test_frozen_units_are_freed_in_backward(rank: Rank, what: str) -> None:
 @needs(Capability.SHARDED, Capability.UNUSED_OUTPUT)
 def test_units_frozen_between_steps_are_freed_in_backward(rank: Rank) -> None:
     """A unit frozen between two steps is freed, once backward has passed it, in the first step that follows."""
-    pair = tower(rank, baseline="replicated", find_unused=True)
+    pair = tower(rank, baseline="replicated", find_unused_parameters=True)
     census = Census(pair.sharded)
     for step, freezes in enumerate([False, True, False, True]):
         for named in everywhere(pair):
@@ -182,10 +182,10 @@ def test_frozen_unit_that_runs_twice(rank: Rank, reshard_after_forward: bool | i
 
 @contract("FROZEN-1")
 @subjects("is_recorded", [False, True], ids=["under-no-grad", "with-autograd"])
-@pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.GATHERS_AHEAD))])
+@pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=needs(Capability.BACKWARD_PREFETCH))])
 def test_frozen_unit_without_a_gradient_for_its_input(rank: Rank, ahead: bool | None, is_recorded: bool) -> None:
     """A frozen unit whose input requires a gradient and whose output does not leaves the units around it right."""
-    pair = pair_by_units(rank, Gated(9, is_recorded=is_recorded), gathers_ahead_in_forward=ahead)
+    pair = pair_by_units(rank, Gated(9, is_recorded=is_recorded), forward_prefetch=ahead)
     train_and_check(pair, batches(rank, 3, (4, 9)), set_to_none="even")
 
 
@@ -247,7 +247,7 @@ def test_frozen_integers(rank: Rank) -> None:
     model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
     plain.inner.bfloat16()
-    run = rank.run(model, precision=Precision(compute=torch.bfloat16))
+    run = rank.run(model, precision=Precision(param_dtype=torch.bfloat16))
     for step in range(2):
         batch = rank.batch(step, (4, 6))
         output = run.adapter.forward(batch)
@@ -261,7 +261,7 @@ def test_frozen_integers(rank: Rank) -> None:
 @contract("FROZEN-6")
 @needs(Capability.REGISTERED_STATE, Capability.CAST_AFTER_INIT)
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_frozen_integers_beside_a_cast(rank: Rank, evaluates: bool) -> None:
+def test_frozen_integers_with_a_cast(rank: Rank, evaluates: bool) -> None:
     """A frozen integer parameter keeps its values next to others that are cast after sharding."""
     model = shapes.Permuted(6)
     plain = copy.deepcopy(model).to(rank.device)
@@ -287,7 +287,7 @@ def test_trainable_of_another_dtype(rank: Rank) -> None:
     """A trainable parameter of a second dtype is refused before anything is sent, or has a gradient of that dtype."""
     model, batch = shapes.Spoiled(torch.randn(3, dtype=torch.float64)), rank.batch(0, (4, 9))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    run = rank.run(model, precision=Precision(compute=torch.bfloat16))
+    run = rank.run(model, precision=Precision(param_dtype=torch.bfloat16))
     refusal = Refusal(rank, lambda: run.adapter.forward(batch))
     if refusal.text is not None:
         refusal.check_names("float64", "dtype")
@@ -349,7 +349,11 @@ def test_gradients_whose_dtype_changes(rank: Rank) -> None:
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Freezing and thawing between two steps holds from the next forward on, whatever was frozen before sharding."""
-    options: Any = {"baseline": "replicated", "reshard_after_forward": reshard_after_forward, "find_unused": True}
+    options: Any = {
+        "baseline": "replicated",
+        "reshard_after_forward": reshard_after_forward,
+        "find_unused_parameters": True,
+    }
     pair = pair_by_units(rank, _tower("middle"), **options)
     for step, what in enumerate(["weights", "middle", "biases", "first", "all-but-one"]):
         _step_frozen(rank, pair, step, what, pair.adapter.named_parameters())
@@ -360,7 +364,11 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Freezing all or none of a flat parameter between two steps holds from the next forward on."""
-    options: Any = {"find_unused": True, "flat_parameters": True, "reshard_after_forward": reshard_after_forward}
+    options: Any = {
+        "find_unused_parameters": True,
+        "flat_parameters": True,
+        "reshard_after_forward": reshard_after_forward,
+    }
     pair = tower(rank, baseline="replicated", **options)
     for step, layer in enumerate(["", "layers.1.", "layers.0.", "", "layers.1."]):
         for named in everywhere(pair):
@@ -381,7 +389,7 @@ def test_frozen_after_an_evaluation(rank: Rank, reshard_after_forward: bool | in
 
     It holds also if user code saves the model next, which frees the units that the evaluation left gathered.
     """
-    pair = tower(rank, baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused=True)
+    pair = tower(rank, baseline="replicated", reshard_after_forward=reshard_after_forward, find_unused_parameters=True)
     adapter = pair.adapter
     for step, what in enumerate(["middle", "biases", "root", "all-but-one"]):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=1))
@@ -430,7 +438,7 @@ def test_frozen_after_a_microbatch(rank: Rank, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "data"), [("middle", 2), ("biases", 2), pytest.param("biases", 1, marks=needs(Capability.SINGLE_RANK))]
 )
-def test_frozen_beside_tensor_parallelism(rank: Rank, what: str, data: int) -> None:
+def test_frozen_with_tensor_parallelism(rank: Rank, what: str, data: int) -> None:
     """Tensor-parallel parameters that are frozen between two microbatches get no gradient of the second."""
     mesh, model = rank.mesh((data, 4 // data), ("dp", "tp")), _frozen(parallel.MLPStack(5), FROZEN[what])
     pair = pair_of_mlps(rank, mesh, model)

@@ -132,7 +132,7 @@ def test_resharded_within_a_replica(rank: Rank) -> None:
 @pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIPPING))])
 @pytest.mark.parametrize("reshard_after_forward", [DEFAULT, *RESHARD_CHOICES])
 @pytest.mark.parametrize("declared", [(0, 0, 1, 1), (0, 1, 0, 1)], ids=["blocks", "cyclic"])
-def test_what_crosses_hosts(
+def test_bytes_between_hosts(
     rank: Rank, declared: tuple[int, ...], reshard_after_forward: bool | None, clips: bool
 ) -> None:
     """With each replica on one host, hosts communicate by all-reduces only, with one rank of each host."""

@@ -25,7 +25,7 @@ IGNORED = {"of-a-unit": ("low.shift",), "of-the-root": ("gain",), "a-whole-unit"
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_PARAMETERS)
+@needs(Capability.IGNORED_PARAMS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("ignored", IGNORED)
 def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: bool | int | None) -> None:
@@ -33,7 +33,7 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
     names = IGNORED[ignored]
     model = mixed.Mixed().to(rank.device)
     objects: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
-    options: dict[str, Any] = {"ignored": names, "reshard_after_forward": reshard_after_forward}
+    options: dict[str, Any] = {"ignored_params": names, "reshard_after_forward": reshard_after_forward}
     run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(), **options)
     for step in range(3):
         batch = [(rank.batch(step, SHAPE),)]
@@ -47,12 +47,12 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_PARAMETERS, Capability.SHARDED)
-def test_ignored_beside_another(rank: Rank) -> None:
+@needs(Capability.IGNORED_PARAMS, Capability.SHARDED)
+def test_ignored_next_to_another(rank: Rank) -> None:
     """If one parameter of a module is ignored, the other is sharded, also if the module has no buffers."""
     model = models.Tower(dim=9)
     numels = {name: value.numel() for name, value in model.named_parameters()}
-    run = rank.run(model, units=model.units(), ignored=("layers.1.in_proj.bias",))
+    run = rank.run(model, units=model.units(), ignored_params=("layers.1.in_proj.bias",))
     held = {name: piece.tensor.numel() for name, piece in run.adapter.parameters().items()}
     assert held.pop("layers.1.in_proj.bias") == numels.pop("layers.1.in_proj.bias"), "the ignored parameter is not full"
     everyone = rank.exchange(held)
@@ -75,8 +75,8 @@ def test_ignored_modules_as_states(rank: Rank) -> None:
 
 def ignoring(name: str) -> dict[str, Any]:
     """Options for a model in which a ``Drawn`` is ignored, and buffers are cast."""
-    options: dict[str, Any] = {"ignored": (f"{name}.weight", f"{name}.shift"), "ignored_modules": (name,)}
-    return options | {"precision": Precision(buffers=torch.bfloat16)}
+    options: dict[str, Any] = {"ignored_params": (f"{name}.weight", f"{name}.shift"), "ignored_modules": (name,)}
+    return options | {"precision": Precision(buffer_dtype=torch.bfloat16)}
 
 
 @contract("IGNORED-1")
@@ -103,7 +103,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
-    options: dict[str, Any] = {"prepare": to_meta, "init": make if own_function else None}
+    options: dict[str, Any] = {"prepare": to_meta, "param_init_fn": make if own_function else None}
     run = rank.run(model, units=[["layers.0"], ["layers.2"]], **ignoring("layers.1"), **options)
     run.forward_backward((rank.batch(0, (4, 9)),), loss=models.mean_square)
     dtype = run.original_module("layers.0").get_buffer("gain").dtype
@@ -132,14 +132,14 @@ def test_ignored_inside_a_unit(rank: Rank) -> None:
 
 @contract("IGNORED-2")
 @world(2, 4)
-@needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMETERS)
+@needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A module that torch's ``replicate`` manages, amid units, keeps full parameters, and all train as DDP does."""
     model = models.Tower(dim=9)
     names = tuple(f"layers.1.{name}" for name, _ in model.layers[1].named_parameters())
     options: dict[str, Any] = {"replicated": ("layers.1",), "reshard_after_forward": reshard_after_forward}
-    pair = rank.pair(model, units=[["layers.0"], ["layers.2"]], ignored=names, **options)
+    pair = rank.pair(model, units=[["layers.0"], ["layers.2"]], ignored_params=names, **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
     parameters = pair.adapter.named_parameters()
     divided = [name for name in names if isinstance(parameters[name], DTensor)]
@@ -149,7 +149,7 @@ def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None)
 @contract("IGNORED-2")
 @needs(Capability.REPLICATED_MODULES)
 @pytest.mark.parametrize("name", ["", "layers.1"], ids=["the-root", "a-unit"])
-def test_replicating_what_is_sharded(rank: Rank, name: str) -> None:
+def test_replicating_a_sharded_module(rank: Rank, name: str) -> None:
     """``replicate`` refuses a module that is sharded already, and the module trains on."""
     pair = tower(rank)
     replicate = private.need("torch.distributed._composable.replicate.replicate")

@@ -196,7 +196,7 @@ UNFIT = {
     ),
     "ignored-by-two-options": Unfit(
         ("ignored",),
-        lambda rank: {"ignored": ("out.weight", *IN_LAYER), "ignored_modules": ("layers.1",)},
+        lambda rank: {"ignored_params": ("out.weight", *IN_LAYER), "ignored_modules": ("layers.1",)},
         needs=Capability.IGNORED_MODULES,
         may_train=False,
     ),
@@ -232,7 +232,7 @@ UNFIT = {
     "cube-of-replicas": Unfit(
         ("mesh", "dimension"),
         lambda rank: {"mesh": rank.mesh((1, 1, rank.world_size), ("a", "b", "c")), "shards": False},
-        needs=Capability.REPLICAS_ALONE,
+        needs=Capability.NO_SHARD,
         may_train=False,
     ),
     "integers": Unfit(
@@ -271,14 +271,14 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
             module.to_empty(device=rank.device, recurse=False)
             module.reset_parameters()
 
-    pair = rank.pair(model, units=model.units(), prepare=to_meta, init=make if own_function else None)
+    pair = rank.pair(model, units=model.units(), prepare=to_meta, param_init_fn=make if own_function else None)
     check_values(rank, pair.adapter, full)
     train_and_check(pair, batches(rank, 2, (4, 9)))
 
 
 @contract("INIT-1")
 @world(2, 4)
-@needs(Capability.META_DEVICE, Capability.SYNC_STATES)
+@needs(Capability.META_DEVICE, Capability.SYNC_MODULE_STATES)
 @pytest.mark.parametrize(
     "replicas",
     [
@@ -294,14 +294,14 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
     model = shapes.DrawnStack(dim=9)
     full = copy.deepcopy(model)
     options: dict[str, Any] = {"prepare": lambda plain: plain if rank.index == 0 else plain.to("meta")}
-    options["init"] = lambda module: module.to_empty(device=rank.device, recurse=False)
-    pair = rank.pair(model, units=model.units(), mesh=mesh, sync_states=True, **options)
+    options["param_init_fn"] = lambda module: module.to_empty(device=rank.device, recurse=False)
+    pair = rank.pair(model, units=model.units(), mesh=mesh, sync_module_states=True, **options)
     check_values(rank, pair.adapter, full)
     pair.checked_step(rank.batch(0, (4, 9)))
 
 
 @contract("INIT-12")
-@needs(Capability.SYNC_STATES)
+@needs(Capability.SYNC_MODULE_STATES)
 def test_ranks_begin_with_values_of_their_own(rank: Rank) -> None:
     """Ranks whose models differ take the parameters and buffers of the first rank, and train as DDP does."""
     model = shapes.DrawnStack(dim=9)
@@ -313,7 +313,7 @@ def test_ranks_begin_with_values_of_their_own(rank: Rank) -> None:
             tensor.add_(rank.index)
         return plain
 
-    pair = rank.pair(model, units=model.units(), prepare=differ, sync_states=True)
+    pair = rank.pair(model, units=model.units(), prepare=differ, sync_module_states=True)
     check_values(rank, pair.adapter, full)
     pair.checked_step(rank.batch(0, (4, 9)))
 
@@ -362,7 +362,7 @@ def test_memory_to_shard_a_model_on_the_cpu(rank: Rank) -> None:
 @pytest.mark.parametrize(
     "what", [pytest.param(name, marks=needs(one.needs) if one.needs else ()) for name, one in UNFIT.items()]
 )
-def test_what_cannot_be_sharded(rank: Rank, what: str) -> None:
+def test_models_that_cannot_be_sharded(rank: Rank, what: str) -> None:
     """A module that an implementation cannot shard is refused by name, on every rank, and left unchanged.
 
     The refusal may come at sharding, or in each forward. If it is not refused, it trains as DDP does.
@@ -464,7 +464,7 @@ def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@needs(Capability.FSDP2_API, Capability.NAMED_DIMENSIONS)
+@needs(Capability.FSDP2_API, Capability.DP_MESH_DIMS)
 def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
     """Named data-parallel dimensions are refused for a mesh whose dimensions have no names."""
     fsdp = fsdp2(rank)
@@ -533,7 +533,7 @@ def test_forward_on_the_meta_device(rank: Rank, which: str) -> None:
     model = models.Tower(dim=9).to(rank.device)
     names = [name for name, _ in model.named_parameters() if name.startswith(which)]
     model.get_submodule(which).to("meta")
-    adapter = sharded(rank, model, units=model.units(), materializes=False)
+    adapter = sharded(rank, model, units=model.units(), materialize=False)
     for _ in range(2):
         refusal = Refusal(rank, lambda: adapter.forward(rank.batch(0, (4, 9))))
         refusal.check_names(*names)
@@ -555,7 +555,7 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
 
     def away() -> Run:
         run = rank.run(
-            models.copy_of(model), units=model.units(), offload="pageable", materializes=False,
+            models.copy_of(model), units=model.units(), offload="pageable", materialize=False,
             prepare=lambda one: one.to("meta") if moved == "before-sharding" else one,
         )  # fmt: skip
         if moved == "after-forward":
@@ -583,7 +583,9 @@ def test_offloaded_parameters_elsewhere(rank: Rank, moved: str) -> None:
 def test_function_that_cannot_be_called(rank: Rank) -> None:
     """An initialization function for the meta device that cannot be called is refused by its value."""
     model = models.Tower(dim=9).to("meta")
-    Refusal(rank, lambda: sharded(rank, model, units=model.units(), init=3)).check_names("Expected 3", "param_init_fn")
+    Refusal(rank, lambda: sharded(rank, model, units=model.units(), param_init_fn=3)).check_names(
+        "Expected 3", "param_init_fn"
+    )
 
 
 @contract("INIT-6")
@@ -828,7 +830,7 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
     saved, first = made(), rank.index == 0
     units: Any = [["low"], ["high"]]
     prepare: Any = None if first and on_meta == "others" else lambda model: model.to("meta")
-    run = rank.run(made(), units=units, prepare=prepare, materializes=False)
+    run = rank.run(made(), units=units, prepare=prepare, materialize=False)
     state = copy.deepcopy(saved.state_dict()) if first else {}
     if first and not strict:
         state["stray"] = torch.ones(3)
@@ -841,19 +843,19 @@ def test_values_of_the_first_rank(rank: Rank, on_meta: str, strict: bool) -> Non
     assert torch.equal(outputs[0], others[0]), "the forward after loading has other values"
 
 
-BRAIN = Precision(compute=torch.bfloat16, casts_inputs=False)
+BRAIN = Precision(param_dtype=torch.bfloat16, cast_forward_inputs=False)
 #: Of each option, by its field of ``Config``: what is given without it, and what with it.
 GIVEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "reshard_after_forward": ({"reshard_after_forward": True}, {"reshard_after_forward": False}),
-    "precision.compute": ({}, {"precision": BRAIN}),
-    "precision.reduce": ({}, {"precision": Precision(reduce=torch.bfloat16, casts_inputs=False)}),
-    "ignored": ({}, {"ignored": ("low.weight",)}),
+    "precision.param_dtype": ({}, {"precision": BRAIN}),
+    "precision.reduce_dtype": ({}, {"precision": Precision(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)}),
+    "ignored_params": ({}, {"ignored_params": ("low.weight",)}),
     "shard_dim": ({}, {"shard_dim": lambda parameter: 1}),
-    "divide_factors": ({}, {"divide_factors": {"": 3.0}}),
+    "gradient_divide_factors": ({}, {"gradient_divide_factors": {"": 3.0}}),
     "accumulation": ({}, {"accumulation": Accumulation()}),
     "clip.max_norm": ({"clip": Clip(1e6)}, {"clip": Clip(1e-3)}),
     "clip.norm_type": ({"clip": Clip(1e-3)}, {"clip": Clip(1e-3, torch.inf)}),
-    "clip.raises": ({"clip": Clip(1e-3)}, {"clip": Clip(1e-3, raises=True)}),
+    "clip.error_if_nonfinite": ({"clip": Clip(1e-3)}, {"clip": Clip(1e-3, error_if_nonfinite=True)}),
 }
 
 
@@ -876,7 +878,7 @@ def trained_with(rank: Rank, model: nn.Module, option: str, options: dict[str, A
     always: dict[str, Any] = {"units": [["low"], ["high"]], "microbatches": 2, "optimizer": optim.sgd()}
     run = rank.run(models.copy_of(model), must_clip=None, **always, **options)
     batch = [(rank.batch(0, (6, 4), microbatch=number),) for number in range(2)]
-    scale = torch.inf if option == "clip.raises" else 1.0
+    scale = torch.inf if option == "clip.error_if_nonfinite" else 1.0
     step = run.settle(run.step(batch, loss=lambda output: output.sum() * scale))
     collectives = [(item.kind, item.dtype, item.nbytes, item.phase) for item in run.trace]
     pieces = [step.gradients, step.clipped or {}, step.parameters]

@@ -99,7 +99,7 @@ class _Outputs(Census):
         self._gathers = {unit.label: _Gather() for unit in run.units}
         super().__init__(run)
         for label, gather in self._gathers.items():
-            run.adapter.change(Settings(gather=gather), unit="" if label == ROOT else label)
+            run.adapter.change(Settings(custom_all_gather=gather), unit="" if label == ROOT else label)
 
     def held(self) -> dict[str, int]:
         counted = {label: gather.held() for label, gather in self._gathers.items()}
@@ -153,7 +153,7 @@ def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: 
     """
     pair = tower(rank, reshard_after_forward=reshard_after_forward)
     census, kept = Census(pair.sharded), {unit.label for unit in pair.sharded.units if recurse or unit.label == ROOT}
-    pair.adapter.change(Settings(keep_unsharded=True), recurse=recurse)
+    pair.adapter.change(Settings(keep_unsharded_storage=True), recurse=recurse)
     addresses: list[dict[str, list[int]]] = []
     for step in range(3):
         pair.checked_step(rank.batch(step, (4, 9)))
@@ -165,7 +165,7 @@ def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: 
         assert held == kept, f"{held} hold their bytes after {step_label(step)} instead of {kept}"
     moved = [label for label in kept if any(found[label] != addresses[0][label] for found in addresses)]
     assert not moved, f"the gathered storages of {moved} have other addresses in another step: {addresses}"
-    pair.adapter.change(Settings(keep_unsharded=False), recurse=recurse)
+    pair.adapter.change(Settings(keep_unsharded_storage=False), recurse=recurse)
     pair.checked_step(rank.batch(3, (4, 9)))
     left = kept & census.held().keys()
     assert len(left) <= (0 if rank.device.type == "cpu" else BEHIND), f"{left} hold bytes that they are to free"
@@ -179,7 +179,10 @@ def test_everything_is_freed_when_backward_ends(rank: Rank, reshard_after_forwar
     """When backward ends nothing is gathered, not even units that ran and got no gradient, and no call helps."""
     seen: list[dict[str, int]] = []
     census: Census
-    options: dict[str, Any] = {"find_unused": True, "after_backward": lambda adapter: seen.append(census.held())}
+    options: dict[str, Any] = {
+        "find_unused_parameters": True,
+        "after_backward": lambda adapter: seen.append(census.held()),
+    }
     options |= {"baseline": "replicated", "reshard_after_forward": reshard_after_forward}
     pair = rank.pair(models.TwoHeads(dim=25), units=[["head0"], ["head1"]], **options)
     census = Census(pair.sharded)
@@ -209,7 +212,7 @@ MESHES = pytest.mark.parametrize(
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @MESHES
-def test_what_is_held_between_steps(rank: Rank, mesh: str) -> None:
+def test_memory_between_steps(rank: Rank, mesh: str) -> None:
     """Between steps a rank holds its share of parameters and momentum, and of gradients only until they are None."""
     run, without, share = _layers(rank, 4, mesh)
     for step in range(2):
@@ -233,12 +236,12 @@ def test_what_is_held_between_steps(rank: Rank, mesh: str) -> None:
             (1, 4), {"reshard_after_forward": 2}, id="resharded-to-two", marks=needs(Capability.RESHARD_TO_SIZE)
         ),
         pytest.param(
-            (2, 2), {"precision": Precision(reduce=torch.bfloat16)}, id="replicas-reduced-in-bfloat16",
+            (2, 2), {"precision": Precision(reduce_dtype=torch.bfloat16)}, id="replicas-reduced-in-bfloat16",
             marks=needs(Capability.HYBRID, Capability.REDUCE_DTYPE),
         ),
     ],
 )  # fmt: skip
-def test_a_backward_leaves_gradients_alone(rank: Rank, shape: tuple[int, int], options: dict[str, Any]) -> None:
+def test_backward_allocates_only_gradients(rank: Rank, shape: tuple[int, int], options: dict[str, Any]) -> None:
     """Once gradients are None, a forward and a backward have left no bytes: nothing that was gathered or reduced."""
     mesh = {"mesh": rank.mesh(shape, ("replicate", "shard"))} if shape[0] > 1 else {}
     run = run_by_units(rank, models.Tower(dim=33), pictures=False, **options, **mesh)

@@ -55,7 +55,7 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
 @needs(Capability.PARAM_DTYPE)
 def test_memory_after_steps_in_lower_precision(rank: Rank) -> None:
     """After steps and an evaluation in lower precision a rank without gradients holds no parameters in it."""
-    precision = Precision(compute=torch.bfloat16)
+    precision = Precision(param_dtype=torch.bfloat16)
     model = models.Tower(dim=DIM)
     low = sum(parameter.numel() for parameter in model.parameters()) * 2 // rank.world_size
     run = run_by_units(rank, model, optimizer=optim.sgd(momentum=0.0), pictures=False, precision=precision)

@@ -124,7 +124,7 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     ("how", "flat_parameters"),
     [
         pytest.param("assigned", False, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
-        pytest.param("one-by-one", False, marks=needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)),
+        pytest.param("one-by-one", False, marks=needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS)),
         *(
             pytest.param(how, flat, marks=needs(Capability.CAST_AFTER_INIT, *also))
             for how in ("converted", "swapped")
@@ -164,7 +164,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
-@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS)
+@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS)
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @subjects("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
@@ -245,7 +245,7 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 
 
 @contract("OPTIMIZER-28")
-@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS)
+@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS)
 @subjects("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that user code replaces by an incompatible one is refused by all ranks, with the reason."""
@@ -254,7 +254,7 @@ def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
 
 @contract("OPTIMIZER-28")
 @world(4)
-@needs(Capability.FLAT_PARAMETERS, Capability.WHOLE_PARAMETERS, Capability.TIED_PARAMETERS, Capability.HYBRID)
+@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS, Capability.HYBRID)
 def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None:
     """Replicas whose shards stay gathered refuse an incompatible parameter assigned between forward and backward."""
     check_refused(rank, "before-backward", mesh=rank.mesh((2, 2), ("replicate", "shard")))
@@ -383,7 +383,7 @@ def test_averages_of_weights(
 
 @contract("OPTIMIZER-3")
 @needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)
-def test_writes_beside_a_parameter_that_was_replaced(rank: Rank) -> None:
+def test_writes_next_to_a_replaced_parameter(rank: Rank) -> None:
     """An evaluation uses what user code wrote to a shard of a unit, of which another parameter was replaced."""
     plain: Any = models.copy_of(model := models.MLP(9)).to(rank.device)
     run = rank.run(model, reshard_after_forward=False)
@@ -423,7 +423,7 @@ def _exchange(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
 
 @contract("OPTIMIZER-4")
 @needs(Capability.OWN_OPTIMIZER, Capability.DTENSOR_PARAMETERS)
-def test_updates_of_whole_matrices(rank: Rank) -> None:
+def test_updates_of_full_matrices(rank: Rank) -> None:
     """An optimizer that needs full matrices and norms finds them through the DTensors of parameters and gradients."""
     run, replica = both(rank, step=_orthogonal_step)
     for step in range(3):
@@ -544,7 +544,7 @@ REPLACEMENTS: dict[str, Any] = {
     "double": lambda one: None if one.grad is None else one.grad * 2,
     "double-by-columns": lambda one: None if one.grad is None else _by_columns(one.grad * 2),
 }
-_REPLICATED = needs(Capability.REPLICAS_ALONE)
+_REPLICATED = needs(Capability.NO_SHARD)
 _FLAT = needs(Capability.FLAT_PARAMETERS)
 #: Full shards, shards that stay gathered until backward, and none.
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -108,7 +108,7 @@ def test_ranks_differ_in_the_first_iteration(
 
 @contract("ORDER-1")
 @PARAMETERS
-@needs(Capability.REPLICAS_ALONE)
+@needs(Capability.NO_SHARD)
 def test_ranks_that_shard_nothing_differ(rank: Rank, flat_parameters: bool) -> None:
     """Ranks with full parameters, which would reduce the gradients of different units, all raise in forward."""
     model = TwoPaths(dim=DIM)
@@ -350,7 +350,7 @@ def test_a_unit_by_itself_is_not_compared(rank: Rank, first: bool) -> None:
 @needs(Capability.COUNTED_UNITS)
 @STRATEGIES
 @PARAMETERS
-def test_comparing_costs_the_first_iteration_alone(
+def test_comparing_costs_only_the_first_iteration(
     rank: Rank, flat_parameters: bool, reshard_after_forward: bool
 ) -> None:
     """A few small collectives a unit in the first forward, none afterwards, and none in evaluation."""

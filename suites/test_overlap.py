@@ -212,7 +212,7 @@ class _Occupying(torch.autograd.Function):
 @world(2, 4)
 @alone()
 @needs(Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
-def test_collectives_run_beside_computation(rank: Rank) -> None:
+def test_collectives_overlap_with_computation(rank: Rank) -> None:
     """Gathers end while the previous unit computes, in forward and backward, and reductions while the next one does."""
     slow = Delay(milliseconds=SLOW_MS, collective="reduce_scatter")
     model = BusyTower(dim=DIM, depth=DEPTH, milliseconds=BUSY_MS)
@@ -343,7 +343,7 @@ def test_offloaded_replicas(rank: Rank, skips: Any, delays: tuple[str, ...]) -> 
     Capability.PARAMETER_MESHES,
     Capability.TENSOR_PARALLEL,
     Capability.UNIT_SETTINGS,
-    Capability.DIVIDE_FACTOR,
+    Capability.GRADIENT_DIVIDE_FACTOR,
     Capability.EXPLICIT_PREFETCH,
 )
 @pytest.mark.parametrize("prefetches", [False, True], ids=["in-order", "prefetched"])
@@ -361,7 +361,7 @@ def test_streams_of_experts(rank: Rank, delays: tuple[str, ...], prefetches: boo
         parameter_meshes={f"{layer}.experts": mesh["dp"] for layer in layers},
     )  # fmt: skip
     # By all that have rows, on both meshes.
-    pair.adapter.change(Settings(divide_factor=dense.size(), force_sum=True), recurse=True)
+    pair.adapter.change(Settings(gradient_divide_factor=dense.size(), force_sum_reduction_for_comms=True), recurse=True)
     if prefetches:
         pair.adapter.prefetch(forward={layers[0]: layers[1:]}, backward={layers[1]: layers[:1]})
     train_poisoned(rank, pair, shards=dense.size(), mesh=dense)
@@ -399,7 +399,7 @@ def test_streams_of_tensor_parallel_shards(rank: Rank, delays: tuple[str, ...], 
         pytest.param(
             "1F1B", "two-deferred", False, id="1F1B-deferred", marks=needs(Capability.MANUAL_BACKWARD_FINALIZATION)
         ),
-        pytest.param("Interleaved1F1B", "one", True, id="shared-context", marks=needs(Capability.SHARED_CONTEXT)),
+        pytest.param("Interleaved1F1B", "one", True, id="shared-context", marks=needs(Capability.SHARE_COMM_CTX)),
     ],
 )
 @pytest.mark.parametrize("delays", each_and_all(name for name, one in DELAYS.items() if one.at == "collective"))

@@ -159,7 +159,7 @@ def test_parameter_without_rows(rank: Rank) -> None:
 @contract("PLACEMENT-2")
 @needs(Capability.SHARD_DIMENSION)
 @pytest.mark.parametrize("choice", ["same", "other"])
-def test_other_dimensions_beside_tensor_parallelism(rank: Rank, choice: str) -> None:
+def test_other_dimensions_with_tensor_parallelism(rank: Rank, choice: str) -> None:
     """The dimension may be the one that tensor parallelism has cut, or another."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
 

@@ -24,7 +24,7 @@ from shardproof.testing.casts import (
     step_and_check,
 )
 from shardproof.testing.compare import check_bits, local_of, step_label
-from shardproof.testing.make import Accumulation, Precision, StateForm, WholeParameters, cut_over, sharded
+from shardproof.testing.make import Accumulation, FullParams, Precision, StateForm, cut_over, sharded
 from shardproof.testing.refuse import Refusal, Untouched
 from shardproof.testing.train import mixed, optim, parallel, shapes
 
@@ -166,14 +166,14 @@ def assert_collectives(run: Run, *, gathers: set[torch.dtype], reduces: set[torc
     assert len(found) == len(gathers), f"units are gathered in {', '.join(sorted(found))} alone"
 
 
-WHOLE = needs(Capability.REPLICAS_ALONE)
+WHOLE = needs(Capability.NO_SHARD)
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 POLICIES = {
-    "bf16": Precision(compute=BRAIN),
-    "bf16-fp32": Precision(compute=BRAIN, reduce=FULL),
-    "fp32-bf16": Precision(reduce=BRAIN),
-    "fp16-fp32": Precision(compute=HALF, reduce=FULL),
-    "inputs-as-they-are": Precision(compute=BRAIN, casts_inputs=False),
+    "bf16": Precision(param_dtype=BRAIN),
+    "bf16-fp32": Precision(param_dtype=BRAIN, reduce_dtype=FULL),
+    "fp32-bf16": Precision(reduce_dtype=BRAIN),
+    "fp16-fp32": Precision(param_dtype=HALF, reduce_dtype=FULL),
+    "inputs-as-they-are": Precision(param_dtype=BRAIN, cast_forward_inputs=False),
 }
 
 
@@ -252,7 +252,7 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 @pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
 def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
     """Parameters are cast to a compute dtype that has as many bytes as their own."""
-    run, replica = both(rank, mixed.Mixed().to(stored), precision=Precision(compute=compute))
+    run, replica = both(rank, mixed.Mixed().to(stored), precision=Precision(param_dtype=compute))
     check_evaluation(rank, run, replica, rank.batch(0, SHAPE), number=0)
     assert_collectives(run, gathers={compute}, reduces=set())
 
@@ -273,7 +273,7 @@ def test_frozen_of_another_dtype(rank: Rank) -> None:
 @needs(Capability.CAST_AFTER_INIT)
 def test_cast_after_sharding(rank: Rank) -> None:
     """A model that is cast to a wider dtype after sharding computes and reduces in the dtype of its policy."""
-    precision = Precision(compute=BRAIN, reduce=BRAIN)
+    precision = Precision(param_dtype=BRAIN, reduce_dtype=BRAIN)
     run, replica = both(rank, mixed.Mixed().half(), precision=precision, cast=FULL)
     replica.model.float()
     train(rank, run, replica)
@@ -281,11 +281,11 @@ def test_cast_after_sharding(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.BUFFER_DTYPE)
 @KEEPS
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
     """With full precision in evaluation, evaluations cast nothing, and training steps before and after them do."""
-    precision = Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
+    precision = Precision(param_dtype=BRAIN, buffer_dtype=HALF, full_precision_in_eval=True)
     model, keeps = mixed.Mixed(), reshard_after_forward
     run, replica = both(rank, model, units=[["high"]], precision=precision, reshard_after_forward=keeps)
     # Whether buffers are rounded to their dtype in training before the first step is the implementation's choice.
@@ -296,10 +296,10 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.BUFFER_DTYPE)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.BUFFER_DTYPE)
 def test_a_part_in_full_precision(rank: Rank) -> None:
     """With full precision in evaluation, a unit whose module alone is in evaluation mode is not cast; others are."""
-    model, precision = mixed.Mixed(), Precision(compute=BRAIN, buffers=HALF, full_in_evaluation=True)
+    model, precision = mixed.Mixed(), Precision(param_dtype=BRAIN, buffer_dtype=HALF, full_precision_in_eval=True)
     run, _ = both(rank, model, precision=precision)
     for trains in (True, False, True):
         run.original_module("low").train(trains)
@@ -310,12 +310,12 @@ def test_a_part_in_full_precision(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.FULL_PRECISION_IN_EVAL)
 @KEEPS
 @each_policy("bf16", "fp32-bf16")
 def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forward: bool | None) -> None:
     """With full precision in evaluation, a step in evaluation mode reduces in full precision; other steps do not."""
-    precision = dataclasses.replace(POLICIES[policy], full_in_evaluation=True)
+    precision = dataclasses.replace(POLICIES[policy], full_precision_in_eval=True)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=reshard_after_forward)
     for step in range(4):
         set_mode(run, replica, trains=step % 2 == 0)
@@ -323,12 +323,12 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
         train(rank, run, replica, first=step, steps=1)
         found = {item.dtype for item in run.trace[before:] if item.kind == "reduce_scatter"}
         used = Precision() if step % 2 else precision
-        expected = str(used.reduce_dtype(FULL, run.adapter.traits)).removeprefix("torch.")
+        expected = str(used.reduced_in(FULL, run.adapter.traits)).removeprefix("torch.")
         assert found == {expected}, f"{step_label(step)} reduces in {found}, not in {expected}"
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION, Capability.DEFERRED_REDUCTION)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
     [
@@ -341,7 +341,7 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 )
 def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]) -> None:
     """With full precision in evaluation, evaluations between deferred microbatches leave their gradients alone."""
-    precision = Precision(compute=BRAIN, full_in_evaluation=True)
+    precision = Precision(param_dtype=BRAIN, full_precision_in_eval=True)
     how: dict[str, Any] = {"microbatches": 3, "accumulation": Accumulation()} | options
     run, replica = both(rank, mixed.Mixed(), precision=precision, **how)
     context = run.adapter.microbatch
@@ -367,7 +367,7 @@ def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
 def test_gradients_that_stay_low(rank: Rank, moves: bool, policy: str, flat_parameters: bool) -> None:
     """With gradients kept in the reduce dtype, they have it after a move too, and updates are float32."""
-    options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keeps_gradients=True)}
+    options: dict[str, Any] = {"precision": dataclasses.replace(POLICIES[policy], keep_low_precision_grads=True)}
     if moves:
         options["after_backward"] = lambda one: getattr(one, "module", None) and one.module.to(rank.device)
     trained(rank, mixed.Mixed(), flat_parameters=flat_parameters, **options)
@@ -414,7 +414,7 @@ def test_zeros_of_any_dtype(rank: Rank) -> None:
         model = models.Branches(8, 2)
         for parameter in model.parameters():
             parameter.grad_dtype = None
-        run = rank.run(model, units=[], ranks_differ=True, precision=Precision(reduce=reduce))
+        run = rank.run(model, units=[], ranks_differ=True, precision=Precision(reduce_dtype=reduce))
         batch = (rank.batch(0, (4, 8)), rank.index)
         refusal = Refusal(rank, functools.partial(run.forward_backward, batch, loss=torch.sum), may_send=True)
         if reduce is None:
@@ -484,10 +484,10 @@ def test_autocast(rank: Rank, reshard_after_forward: bool | None) -> None:
 
 @contract("PRECISION-1")
 @MIXED
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @KEEPS
-def test_whole_parameters(rank: Rank, reshard_after_forward: bool | None, flat_parameters: bool) -> None:
+def test_dtypes_of_full_parameters(rank: Rank, reshard_after_forward: bool | None, flat_parameters: bool) -> None:
     """Full parameters have the dtype and the values of the shards, not the compute dtype, whatever is gathered.
 
     The next forward uses what user code has written to them.
@@ -497,7 +497,7 @@ def test_whole_parameters(rank: Rank, reshard_after_forward: bool | None, flat_p
     for step in range(3):
         train(rank, run, replica, first=step, steps=1)
         gather_between_steps(rank, run, step)
-        with run.adapter.whole_parameters(WholeParameters()) as found:
+        with run.adapter.summon_full_params(FullParams()) as found:
             for name, expected in replica.model.named_parameters():
                 assert found[name].dtype == FULL, f"{name} is of {found[name].dtype}"
                 assert torch.equal(found[name], expected), f"{name} has other values than the shards"
@@ -554,7 +554,7 @@ def test_forward_that_is_dropped(rank: Rank, flat_parameters: bool) -> None:
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the compute dtype."""
     # Outputs of units are rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
-    precision = dataclasses.replace(POLICIES["bf16-fp32"], output=BRAIN)
+    precision = dataclasses.replace(POLICIES["bf16-fp32"], output_dtype=BRAIN)
     run, replica = both(rank, mixed.Mixed(), precision=precision, reshard_after_forward=2)
     run.adapter.forward(rank.batch(0, SHAPE))
     for name, parameter in run.adapter.named_parameters().items():
@@ -598,7 +598,7 @@ def test_parameters_of_one_microbatch(rank: Rank, policy: str) -> None:
     """Gradients that have accumulated in the reduce dtype keep it next to new ones in the compute dtype."""
     run, replica = both(
         rank, models.Branches(8, 2), units=[], precision=POLICIES[policy], microbatches=3,
-        accumulation=Accumulation(), find_unused=True,
+        accumulation=Accumulation(), find_unused_parameters=True,
     )  # fmt: skip
     for step in range(3):
         batch = [(rank.batch(step, (4, 8), microbatch=number), used) for number, used in enumerate((0, 0, 1))]
@@ -639,8 +639,8 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
     In a world of two each replica has one shard, which is deferred without any reduction before.
     """
     run, replica = both(
-        rank, models.Branches(8, 2), units=[], precision=POLICIES["fp32-bf16"], microbatches=3, find_unused=True,
-        mesh=rank.mesh((2, rank.world_size // 2), ("replicate", "shard")),
+        rank, models.Branches(8, 2), units=[], precision=POLICIES["fp32-bf16"], microbatches=3,
+        find_unused_parameters=True, mesh=rank.mesh((2, rank.world_size // 2), ("replicate", "shard")),
         accumulation=Accumulation(skips="all-reduce"),
     )  # fmt: skip
     for step in range(2):
@@ -652,15 +652,15 @@ def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
 
 @contract("PRECISION-5")
 @MIXED
-@pytest.mark.parametrize("casts_inputs", [True, False])
+@pytest.mark.parametrize("cast_forward_inputs", [True, False])
 @subjects("passing", [*get_args(Passing)[:-1], pytest.param("dataclass", marks=needs(Capability.DATACLASS_OUTPUT))])
-def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
+def test_inputs(rank: Rank, passing: Passing, cast_forward_inputs: bool) -> None:
     """A unit casts its floating-point inputs if configured to, in any container, and no integers."""
     model = Choosing(passing)
-    inner = Precision(compute=BRAIN, reduce=FULL, casts_inputs=casts_inputs)
+    inner = Precision(param_dtype=BRAIN, reduce_dtype=FULL, cast_forward_inputs=cast_forward_inputs)
     run, replica = both(rank, model, units=[["inner"]], unit_precision={"inner": inner})
     train(rank, run, replica, chooses=True)
-    expected = (BRAIN if casts_inputs else FULL, torch.int64)
+    expected = (BRAIN if cast_forward_inputs else FULL, torch.int64)
     assert set(model.taken) == {expected}, f"the unit got {set(model.taken)} instead of {expected}"
 
 
@@ -671,7 +671,7 @@ def test_inputs(rank: Rank, passing: Passing, casts_inputs: bool) -> None:
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are not cast as inputs or outputs; wide floats are."""
     model = Choosing()
-    inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
+    inner = Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=FULL)
     run = rank.run(model, units=[["inner"]], unit_precision={"inner": inner})
     x = rank.batch(0, SHAPE)
     run.forward_backward((x, (x * 7).long().to(dtype)), loss=torch.sum)
@@ -699,8 +699,8 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 def test_outputs(rank: Rank, recomputes: bool) -> None:
     """A unit's output is cast to the output dtype, in a container too, in each computation; integers are not."""
     model = Choosing(recomputes=recomputes)
-    inner = Precision(compute=BRAIN, reduce=FULL, output=HALF)
-    root = Precision(compute=BRAIN, reduce=FULL, output=FULL)
+    inner = Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=HALF)
+    root = Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=FULL)
     run, replica = both(rank, model, units=[["inner"]], precision=root, unit_precision={"inner": inner})
     train(rank, run, replica, chooses=True)
     assert len(model.returned) == (6 if recomputes else 3)
@@ -712,7 +712,7 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 @needs(Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
 def test_casts_of_a_registered_method(rank: Rank) -> None:
     """A method that is registered in addition to forward has its inputs and its output cast as forward has."""
-    inner = Precision(compute=BRAIN, reduce=FULL, output=FULL)
+    inner = Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=FULL)
     run = rank.run(models.TwoStage(dim=9), units=[["encoder"], ["projector"]], unit_precision={"encoder": inner})
     run.adapter.register_forward_method("encoder", "features")
     seen: dict[str, torch.dtype] = {}
@@ -729,7 +729,10 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
 @needs(Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
 def test_casts_of_several_modules(rank: Rank) -> None:
     """Each of several modules that form one unit has its inputs and its output cast, not just the first or last."""
-    inner, layers = Precision(compute=BRAIN, reduce=FULL, output=FULL), [f"layers.{index}" for index in range(3)]
+    inner, layers = (
+        Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=FULL),
+        [f"layers.{index}" for index in range(3)],
+    )
     run = rank.run(models.Tower(dim=9, depth=3), units=[layers], unit_precision={"layers.0": inner})
     seen: list[torch.dtype] = []
     for name in layers:
@@ -746,8 +749,8 @@ def test_casts_of_several_modules(rank: Rank) -> None:
 def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
     model = mixed.Mixed()
-    policies = {"high": Precision(compute=BRAIN, buffers=BRAIN)}
-    run = trained(rank, model, precision=Precision(compute=BRAIN, buffers=HALF), unit_precision=policies)
+    policies = {"high": Precision(param_dtype=BRAIN, buffer_dtype=BRAIN)}
+    run = trained(rank, model, precision=Precision(param_dtype=BRAIN, buffer_dtype=HALF), unit_precision=policies)
     for unit, dtype in ((model.low, HALF), (model.high, BRAIN)):
         assert {one.offset for one in unit.seen} == {dtype}, f"in forward the dtypes are {set(unit.seen)}, not {dtype}"
     assert model.low.calls.dtype == torch.int64
@@ -759,9 +762,9 @@ def test_buffers(rank: Rank, saves: bool) -> None:
 
 @contract("PRECISION-7")
 @needs(Capability.BUFFER_DTYPE)
-def test_buffers_beside_full_parameters(rank: Rank) -> None:
+def test_buffers_with_full_parameters(rank: Rank) -> None:
     """Floating-point buffers have the buffer dtype where parameters are computed with, and reduced, in their own."""
-    precision, model = Precision(buffers=HALF), mixed.Mixed()
+    precision, model = Precision(buffer_dtype=HALF), mixed.Mixed()
     run = trained(rank, model, precision=precision)
     found = {seen for unit in (model.low, model.high) for seen in unit.seen}
     assert found == {mixed.ForwardDtypes(FULL, FULL, HALF)}, f"in forward the dtypes are {found}"
@@ -774,10 +777,10 @@ def test_buffers_beside_full_parameters(rank: Rank) -> None:
 def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
     """Batch norms amid bfloat16 train and evaluate as the baseline does, with the same statistics after each."""
     # A batch norm has parameters and statistics of one dtype; its input may have a lower one.
-    own = Precision(compute=buffers, buffers=buffers, casts_inputs=False)
+    own = Precision(param_dtype=buffers, buffer_dtype=buffers, cast_forward_inputs=False)
     run, replica = both(
         rank, mixed.Normed(*SHAPE), units=[["inner"], *([name] for name in NORMS)],
-        precision=Precision(compute=BRAIN, buffers=buffers), unit_precision=dict.fromkeys(NORMS, own),
+        precision=Precision(param_dtype=BRAIN, buffer_dtype=buffers), unit_precision=dict.fromkeys(NORMS, own),
     )  # fmt: skip
     for step in range(3):
         training, evaluation = ((rank.batch(step, SHAPE, microbatch=number),) for number in range(2))
@@ -873,12 +876,12 @@ def average(rank: Rank, shape: tuple[int, int] | None) -> None:
 
 def assert_dtypes(run: Run, *policies: Precision) -> None:
     """Check the dtypes of all collectives of a run of float32 parameters whose units have these policies."""
-    reduces = {one.reduce_dtype(FULL, run.adapter.traits) for one in policies}
-    assert_collectives(run, gathers={one.compute or FULL for one in policies}, reduces=reduces)
+    reduces = {one.reduced_in(FULL, run.adapter.traits) for one in policies}
+    assert_collectives(run, gathers={one.param_dtype or FULL for one in policies}, reduces=reduces)
 
 
 def assert_seen(seen: list[mixed.ForwardDtypes], precision: Precision) -> None:
     """Check the dtypes in every forward of a policy's unit, whose inputs were float32; buffers keep their dtypes."""
-    compute = precision.compute or FULL
-    expected = mixed.ForwardDtypes(compute if precision.casts_inputs else FULL, compute, FULL)
+    compute = precision.param_dtype or FULL
+    expected = mixed.ForwardDtypes(compute if precision.cast_forward_inputs else FULL, compute, FULL)
     assert set(seen) == {expected}, f"in forward the dtypes are {set(seen)} instead of {expected}"

@@ -64,7 +64,7 @@ def test_more_is_gathered_before_a_layer_computes(rank: Rank) -> None:
 
 @contract("PREFETCH-2")
 @needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS)
-def test_prefetching_is_taken_back(rank: Rank) -> None:
+def test_clearing_prefetch_restores_the_default(rank: Rank) -> None:
     """Units whose prefetch setting user code removes gather as if it had never been set."""
     depth = 5
     model = models.Tower(dim=9, depth=depth)
@@ -103,7 +103,7 @@ def _collectives_before(run: Run, depth: int) -> dict[str, list[int]]:
 
 
 @contract("PREFETCH-2")
-@needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.GATHER_ORDER, Capability.ROOT_RESHARD)
+@needs(Capability.EXPLICIT_PREFETCH, Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER, Capability.ROOT_RESHARD)
 def test_order(rank: Rank) -> None:
     """A unit gathers itself, unless another has, and then, before it computes, the units that it is set to prefetch.
 
@@ -164,12 +164,12 @@ backward  reduce_scatter  float32     1480 B  ranks 0-1  layers.0
 
 @contract("PREFETCH-1")
 @needs(Capability.EXPLICIT_PREFETCH, Capability.UNUSED_OUTPUT, Capability.REGISTERED_STATE)
-def test_what_is_gathered_in_vain_is_freed(rank: Rank) -> None:
+def test_unused_prefetched_unit_is_resharded(rank: Rank) -> None:
     """A unit that backward gathers ahead and does not reach is freed at its end, and gathered by the next forward."""
     seen: list[dict[str, int]] = []
     census: Census
     pair = rank.pair(
-        models.TwoHeads(dim=25), units=[["head0"], ["head1"]], baseline="replicated", find_unused=True,
+        models.TwoHeads(dim=25), units=[["head0"], ["head1"]], baseline="replicated", find_unused_parameters=True,
         after_backward=lambda adapter: seen.append(census.held()), microbatches=2,
     )  # fmt: skip
     census = Census(pair.sharded)
@@ -218,7 +218,7 @@ def test_a_unit_of_several_modules(rank: Rank) -> None:
         pair.check_counts("backward", all_gather=3, reduce_scatter=3)
 
 
-CHOICES = ["before-backward", "after-backward", "never"]
+CHOICES = ["BACKWARD_PRE", "BACKWARD_POST", "none"]
 
 
 class RepeatingTower(models.Tower):
@@ -241,37 +241,37 @@ class EarlyExit(models.Tower):
 
 
 @contract("PREFETCH-3")
-@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@needs(Capability.BACKWARD_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @subjects("when", CHOICES)
 def test_when_backward_gathers_ahead(rank: Rank, when: Any) -> None:
     """Backward gathers the next unit before the current one computes, after it and before its reduction, or never.
 
     So it does for a unit that runs twice in a row: the next one is that before its first run.
     """
-    pair = pair_by_units(rank, RepeatingTower(dim=9, depth=4), reshard_after_forward=True, gathers_ahead=when)
+    pair = pair_by_units(rank, RepeatingTower(dim=9, depth=4), reshard_after_forward=True, backward_prefetch=when)
     layers = [f"layers.{index}" for index in reversed(range(4))]
     found: dict[str, list[str]] = {}
     for name in layers:
         _watch_backward(pair, name, found)
     for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         for number, name in enumerate(layers):
-            expected = layers[: number + (2 if when == "before-backward" else 1)]
+            expected = layers[: number + (2 if when == "BACKWARD_PRE" else 1)]
             assert found[name] == expected, f"{name} computes its gradients when {found[name]} are gathered"
         order = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
         for name, following in itertools.pairwise(layers):
             ahead = order.index(("all_gather", following)) < order.index(("reduce_scatter", name))
-            assert ahead == (when != "never"), f"{following} is gathered before {name} is reduced: {ahead}"
+            assert ahead == (when != "none"), f"{following} is gathered before {name} is reduced: {ahead}"
 
 
 @contract("PREFETCH-3")
-@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@needs(Capability.BACKWARD_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("ahead", [False, True])
 def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
     """If set, each unit gathers its successor of the first forward before it computes, from the second forward on.
 
     After an evaluation that gathers a unit in vain, the unit trains as the others do.
     """
-    options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": not ahead}
+    options: dict[str, Any] = {"forward_prefetch": ahead, "limit_all_gathers": not ahead}
     pair = pair_by_units(rank, EarlyExit(dim=9, depth=4), reshard_after_forward=True, **options)
     layers = [f"layers.{index}" for index in range(4)]
     units = ["(root)", *layers]
@@ -291,11 +291,11 @@ def test_forward_gathers_ahead(rank: Rank, ahead: bool) -> None:
 
 
 @contract("PREFETCH-3")
-@needs(Capability.GATHERS_AHEAD, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
+@needs(Capability.BACKWARD_PREFETCH, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD)
 def test_evaluations_gather_ahead(rank: Rank) -> None:
     """Evaluations gather ahead as forwards do, also if one of them is the first forward of all."""
     model, layers = models.Tower(dim=9, depth=4), [f"layers.{index}" for index in range(4)]
-    run = run_by_units(rank, model, reshard_after_forward=True, gathers_ahead_in_forward=True)
+    run = run_by_units(rank, model, reshard_after_forward=True, forward_prefetch=True)
     found: list[list[str]] = []
     begin = 0
     for name in layers:
@@ -313,7 +313,7 @@ def test_evaluations_gather_ahead(rank: Rank) -> None:
 
 @contract("PREFETCH-3")
 @world(4)
-@needs(Capability.GATHERS_AHEAD, Capability.RESHARD_AFTER_FORWARD, Capability.HYBRID)
+@needs(Capability.BACKWARD_PREFETCH, Capability.RESHARD_AFTER_FORWARD, Capability.HYBRID)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("replicas", [0, 2, pytest.param(4, marks=needs(Capability.SINGLE_RANK))])
 @pytest.mark.parametrize("when", CHOICES)
@@ -322,8 +322,8 @@ def test_units_that_run_twice(rank: Rank, when: Any, replicas: int, reshard_afte
     mesh, ahead = None, replicas > 0
     if ahead:
         mesh = rank.mesh((replicas, 4 // replicas), ("replicate", "shard"))
-    options: dict[str, Any] = {"gathers_ahead_in_forward": ahead, "bounds_gathers": ahead == reshard_after_forward}
-    options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "gathers_ahead": when}
+    options: dict[str, Any] = {"forward_prefetch": ahead, "limit_all_gathers": ahead == reshard_after_forward}
+    options |= {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "backward_prefetch": when}
     pair = pair_by_units(rank, ties.RepeatedTower(9), **options)
     train_and_check(pair, batches(rank, 3, (4, 9)))
 

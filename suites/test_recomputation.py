@@ -102,7 +102,7 @@ SPANS = pytest.mark.parametrize(
     "span", ["two-layers", "two-layers-reentrant", "to-the-end", "part-of-a-layer", "matrices-saved"]
 )
 COUNTS = needs(Capability.RECOMPUTES_GATHERED, Capability.COUNTED_UNITS)
-CHOOSES = needs(Capability.GATHERS_AHEAD)
+CHOOSES = needs(Capability.BACKWARD_PREFETCH)
 AHEAD = pytest.mark.parametrize("ahead", [None, pytest.param(True, marks=CHOOSES)])
 
 CONFIG = models.TransformerConfig(layers=3, vocabulary=61, length=16, heads=4)
@@ -130,7 +130,7 @@ def test_one_gather_serves_both(
 
     This holds also where forward gathers ahead, which would be useless in a recomputation.
     """
-    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
+    pair, computations = make(rank, means, reshard_after_forward=reshard_after_forward, forward_prefetch=ahead)
     units = len(pair.units)
     again = {None: units - 1, False: 0}.get(reshard_after_forward, units)
     for step in range(2):
@@ -157,7 +157,7 @@ def test_recomputed_units_gather_nothing_ahead(rank: Rank, means: Means) -> None
 
 @contract("RECOMPUTATION-2")
 @COUNTS
-@needs(Capability.GATHER_ORDER)
+@needs(Capability.ALL_GATHER_ORDER)
 @MEANS
 def test_the_same_order(rank: Rank, means: Means) -> None:
     """Backward gathers and reduces in the order that it has without recomputation, units ahead of their use."""
@@ -220,7 +220,7 @@ def test_one_gather_serves_a_span(
     rank: Rank, ahead: bool | None, reshard_after_forward: bool | None, span: Span
 ) -> None:
     """Recomputing units together, or parts of units, adds no gather either, also where forward gathers ahead."""
-    pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, gathers_ahead_in_forward=ahead)
+    pair = make_spans(rank, span, reshard_after_forward=reshard_after_forward, forward_prefetch=ahead)
     again = {None: 3, False: 0}.get(reshard_after_forward, 4)
     for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("backward", all_gather=again, reduce_scatter=4)
@@ -230,11 +230,11 @@ def test_one_gather_serves_a_span(
 @COUNTS
 @pytest.mark.parametrize("span", ["two-layers", "two-layers-reentrant"])
 @pytest.mark.parametrize(
-    "ahead", [pytest.param(None, marks=needs(Capability.GATHER_ORDER)), pytest.param("before-backward", marks=CHOOSES)]
+    "ahead", [pytest.param(None, marks=needs(Capability.ALL_GATHER_ORDER)), pytest.param("BACKWARD_PRE", marks=CHOOSES)]
 )
 def test_the_unit_before_a_span_is_gathered_ahead(rank: Rank, ahead: Any, span: Span) -> None:
     """The unit that backward reaches after a span is gathered before the span's first unit is reduced, each step."""
-    pair = make_spans(rank, span, gathers_ahead=ahead)
+    pair = make_spans(rank, span, backward_prefetch=ahead)
     for step in checked_steps(pair, batches(rank, 3, (4, 9))):
         order = [(item.kind, item.unit) for item in pair.last_trace() if item.phase == "backward"]
         gathered, reduced = order.index(("all_gather", "layers.0")), order.index(("reduce_scatter", "layers.1"))
@@ -252,7 +252,7 @@ def test_span_that_ends_within_a_unit(rank: Rank, reshard_after_forward: bool | 
     seen: list[dict[str, int]] = []
     census: Census
     pair = rank.pair(
-        SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused=True,
+        SpanBesideAHead(9), units=[["side"]], baseline="replicated", find_unused_parameters=True,
         reshard_after_forward=reshard_after_forward, after_backward=lambda adapter: seen.append(census.held()),
     )  # fmt: skip
     census = Census(pair.sharded)

@@ -259,7 +259,7 @@ def _gradients(
     """Run forward and backward twice, and return the gradients and what the layers have noted (collective)."""
     dtype = next(model.parameters()).dtype
     run: Run = rank.run(
-        model, units=model.units(), precision=Precision(compute=precision),
+        model, units=model.units(), precision=Precision(param_dtype=precision),
         prepare=None if means is None else lambda plain: _recompute(plain, means, options),
     )  # fmt: skip
     for step in range(2):

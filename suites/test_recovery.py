@@ -15,8 +15,8 @@ from shardproof.testing.casts import check_equal, run_and_replica
 from shardproof.testing.compare import Undivided, check_bits, each_once
 from shardproof.testing.make import (
     Accumulation,
+    FullParams,
     Precision,
-    WholeParameters,
     run_and_plain,
     run_by_units,
     tower,
@@ -158,7 +158,7 @@ def test_exception_in_a_unit_of_several_modules(rank: Rank, phase: str) -> None:
 )
 def test_exception_before_another_path(rank: Rank, units: list[list[str]], path: tuple[int, ...]) -> None:
     """A model recovers if the next forward runs other units than the one that raised, or in another order."""
-    options: dict[str, Any] = {"units": units, "find_unused": True, "reshard_after_forward": None}
+    options: dict[str, Any] = {"units": units, "find_unused_parameters": True, "reshard_after_forward": None}
     run, sound = (rank.run(models.Branches(dim=DIM), **options) for _ in range(2))
     trap = Trap()
     trap.lay(run, "branches.1.out_proj")
@@ -215,7 +215,7 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
     """Recovery drops gradients of earlier microbatches that have accumulated in the reduce dtype."""
-    precision = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     run, replica = run_and_replica(
         rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), precision=precision, microbatches=2,
         accumulation=Accumulation(),
@@ -284,7 +284,11 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
     """A model that catches the error of a unit within its forward, and goes on with another, trains as unsharded."""
     model = Careful(DIM)
     units = [["branches.0"], ["branches.1"]]
-    options: dict[str, Any] = {"units": units, "reshard_after_forward": reshard_after_forward, "find_unused": True}
+    options: dict[str, Any] = {
+        "units": units,
+        "reshard_after_forward": reshard_after_forward,
+        "find_unused_parameters": True,
+    }
     pair = rank.pair(model, **options)
     for step in range(4):
         pair.step((rank.batch(step, (4, DIM)), step % 2 == 0))
@@ -298,7 +302,9 @@ def test_exception_that_the_model_catches(rank: Rank, reshard_after_forward: boo
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "train"])
 def test_units_that_raised_are_sharded(rank: Rank, mode: Any) -> None:
     """After a forward in which the model catches the error of a unit, none of its units but the root is gathered."""
-    run = rank.run(Careful(DIM), units=[["branches.0"], ["branches.1"]], reshard_after_forward=True, find_unused=True)
+    run = rank.run(
+        Careful(DIM), units=[["branches.0"], ["branches.1"]], reshard_after_forward=True, find_unused_parameters=True
+    )
     census = Census(run)
     batch = (rank.batch(0, (4, DIM)), True)
     for _ in range(2):
@@ -321,14 +327,14 @@ def test_saving_after_an_exception(rank: Rank, phase: str) -> None:
     saved = run.adapter.checkpoint(form="full")["model"]
     wrong = [name for name, value in plain.state_dict().items() if not torch.equal(saved[name], value)]
     assert not wrong, f"saved after an exception with other values: {', '.join(wrong)}"
-    if Capability.WHOLE_PARAMETERS in run.adapter.capabilities():
-        with run.adapter.whole_parameters(WholeParameters()) as found:
-            states.check_whole(rank, WholeParameters(), found, plain)
+    if Capability.SUMMON_FULL_PARAMS in run.adapter.capabilities():
+        with run.adapter.summon_full_params(FullParams()) as found:
+            states.check_whole(rank, FullParams(), found, plain)
 
 
 @contract("RECOVERY-3")
 @RECOVERS
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) -> None:
     """A function that user code applies to every module after a failed pass sees the values that the last step left."""
@@ -339,16 +345,16 @@ def test_function_for_every_module_after_an_exception(rank: Rank, phase: str) ->
 
 
 @contract("RECOVERY-3")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @SHARDS
-def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bool) -> None:
+def test_exception_with_full_parameters(rank: Rank, shards: bool, flat: bool) -> None:
     """If user code fails while parameters are full, they are sharded again, with the values that it has written."""
     model = models.Tower(dim=DIM, depth=DEPTH)
     options: dict[str, Any] = {"flat_parameters": flat, "shards": shards, "optimizer": optim.sgd()}
     run, plain = run_and_plain(rank, model, **options)
     for _ in range(2):
-        with pytest.raises(Injected), run.adapter.whole_parameters(WholeParameters()) as found:
+        with pytest.raises(Injected), run.adapter.summon_full_params(FullParams()) as found:
             states.write(found)
             raise Injected("whole")
         states.write(dict(plain.named_parameters()))
@@ -358,14 +364,14 @@ def test_exception_where_parameters_are_whole(rank: Rank, shards: bool, flat: bo
 
 
 @contract("RECOVERY-3")
-@needs(Capability.WHOLE_PARAMETERS)
+@needs(Capability.SUMMON_FULL_PARAMS)
 @FLAT
 @SHARDS
-def test_whole_parameters_that_were_refused(rank: Rank, shards: bool, flat: bool) -> None:
+def test_shards_after_a_refused_full_parameter(rank: Rank, shards: bool, flat: bool) -> None:
     """If user code replaces a full parameter by one of another shape, the old shards are restored, and train."""
 
     def replace(run: Run) -> None:
-        with run.adapter.whole_parameters(WholeParameters()):
+        with run.adapter.summon_full_params(FullParams()):
             layer = run.original_module("layers.1.in_proj")
             layer.weight = torch.nn.Parameter(torch.zeros(2, 2, device=rank.device))
 

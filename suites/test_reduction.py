@@ -17,7 +17,16 @@ from shardproof.testing import Capability, Hardware, Rank, Run, contract, each_v
 from shardproof.testing.axes import RESHARD, SHARDS
 from shardproof.testing.casts import check_equal, run_and_replica
 from shardproof.testing.compare import check_bits, step_label
-from shardproof.testing.make import Accumulation, Clip, NamedDimensions, Precision, Settings, run_by_units, tower
+from shardproof.testing.make import (
+    Accumulation,
+    Clip,
+    NamedDimensions,
+    Precision,
+    Settings,
+    as_fsdp1,
+    run_by_units,
+    tower,
+)
 from shardproof.testing.measure import ROOT
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import mixed, optim, parallel, shapes
@@ -33,7 +42,7 @@ REPLICAS = pytest.mark.parametrize(
     [False, pytest.param(True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK))],
     ids=["shards", "replicas"],
 )
-IN_FLOAT32 = Precision(compute=torch.bfloat16, reduce=torch.float32)
+IN_FLOAT32 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FREED = needs(
     Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD
 )
@@ -42,7 +51,7 @@ OF_A_UNIT = pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "t
 
 @contract("REDUCTION-1")
 @world(2, 4)
-@needs(Capability.DIVIDE_FACTOR)
+@needs(Capability.GRADIENT_DIVIDE_FACTOR)
 @pytest.mark.parametrize(
     ("factors", "dtype"),
     [
@@ -69,7 +78,11 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
     # All gradients are far from the smallest float16, so that a part of the division before the sum loses nothing.
     for value in (*model.parameters(), model.low.offset, model.high.offset):
         value.data.abs_().add_(1)
-    options: dict[str, Any] = {"mesh": mesh, "divide_factors": factors, "precision": Precision(reduce=dtype)}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "gradient_divide_factors": factors,
+        "precision": Precision(reduce_dtype=dtype),
+    }
     run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(lr=2.0**-10), **options)
     for step in range(2):
         batch = [(rank.batch(step, SHAPE).abs() + 1,)]
@@ -78,13 +91,13 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 
 
 @contract("REDUCTION-1")
-@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
 @each_value("call")
 @pytest.mark.parametrize(
     ("call", "replicas"),
     [
-        pytest.param("divide_factor", True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
-        ("older_divide_factor", False),
+        pytest.param("gradient_divide_factor", True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
+        ("reduce_scatter_divide_factor", False),
     ],
     ids=["replicas-of-one-rank", "older-call"],
 )
@@ -104,14 +117,16 @@ def test_divide_factor_of_another_step(rank: Rank, call: str, replicas: bool) ->
 
 @contract("REDUCTION-8")
 @needs(Capability.UNIT_SETTINGS, Capability.RESHARD_AFTER_FORWARD)
-def test_another_collective_in_the_place_of_a_script(rank: Rank) -> None:
+def test_replacing_a_custom_collective(rank: Rank) -> None:
     """Setting a custom function, all-gather or reduce-scatter again replaces the previous one."""
     pair = tower(rank, reshard_after_forward=True)
     owns = [(Own(), Own()) for _ in range(2)]
     calls: list[int] = []
     for step, (gather, reduce) in enumerate(owns):
         function = functools.partial(lambda step, share: calls.append(step), step)
-        pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce, reduced=function), unit="layers.1")
+        pair.adapter.change(
+            Settings(custom_all_gather=gather, custom_reduce_scatter=reduce, all_reduce_hook=function), unit="layers.1"
+        )
         pair.checked_step(rank.batch(step, (4, 9)))
         used = [(len(one.groups), len(other.groups)) for one, other in owns]
         expected = [(2, 1), (2, 1) if step else (0, 0)]
@@ -138,7 +153,7 @@ def test_function_after_the_reduction(rank: Rank, replicas: bool, unit: str) -> 
         sizes.append(share.numel())
         share.mul_(2 if doubles else 1)
 
-    runs[1].adapter.change(Settings(reduced=function), unit=unit)
+    runs[1].adapter.change(Settings(all_reduce_hook=function), unit=unit)
     (changed,) = [one for one in runs[1].units if one.label == (unit or ROOT)]
     for step in range(2):
         compare_gradients(rank, runs, step, doubled=changed.names if doubles else ())
@@ -164,7 +179,7 @@ def test_function_in_place_of_the_reduction(rank: Rank, shards: bool) -> None:
         dist.all_reduce(whole)
         mine.copy_(whole.view(size, -1)[rank.index % size]).mul_(2 / rank.world_size)
 
-    runs[1].adapter.replace_reduction(function)
+    as_fsdp1(runs[1].adapter).register_comm_hook(function)
     names = [name for one in runs[1].units for name in one.names]
     for step in range(2):
         calls.clear()
@@ -186,7 +201,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
     """A reduction function that is not callable is refused with its value, and the model trains on."""
     pair = tower(rank)
     nothing: Any = 3
-    Refusal(rank, lambda: pair.adapter.replace_reduction(nothing)).check_names("got 3")
+    Refusal(rank, lambda: as_fsdp1(pair.adapter).register_comm_hook(nothing)).check_names("got 3")
     pair.checked_step(rank.batch(0, (4, 9)))
 
 
@@ -194,9 +209,11 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 @world(4)  # of two ranks all of the division comes before the sum
 @needs(Capability.REDUCTION_HOOK, Capability.REDUCE_DTYPE)
 @SHARDS
-def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> None:
+def test_writes_of_a_function_in_half_precision(rank: Rank, shards: bool) -> None:
     """In float16, where an average would be divided in two parts, the function's output is divided no further."""
-    run = rank.run(mixed.Mixed(), units=[["low"], ["high"]], shards=shards, precision=Precision(reduce=torch.float16))
+    run = rank.run(
+        mixed.Mixed(), units=[["low"], ["high"]], shards=shards, precision=Precision(reduce_dtype=torch.float16)
+    )
     dtypes: set[torch.dtype] = set()
 
     def function(gradient: torch.Tensor, share: torch.Tensor | None = None) -> None:
@@ -204,7 +221,7 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
         dtypes.update((gradient.dtype, mine.dtype))
         mine.fill_(3)
 
-    run.adapter.replace_reduction(function)
+    as_fsdp1(run.adapter).register_comm_hook(function)
     run.forward_backward((rank.batch(0, SHAPE),), loss=torch.sum)
     assert dtypes == {torch.float16}, f"the function is given {dtypes}"
     for name, piece in run.adapter.gradients().items():
@@ -217,8 +234,8 @@ def test_what_a_function_writes_in_half_precision(rank: Rank, shards: bool) -> N
 def test_a_second_function(rank: Rank) -> None:
     """A second function that replaces all reductions is refused."""
     adapter = run_by_units(rank, models.Tower(dim=9)).adapter
-    adapter.replace_reduction(lambda *_: None)
-    Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None)).check_names("hook")
+    as_fsdp1(adapter).register_comm_hook(lambda *_: None)
+    Refusal(rank, lambda: as_fsdp1(adapter).register_comm_hook(lambda *_: None)).check_names("hook")
 
 
 @contract("REDUCTION-7")
@@ -228,7 +245,7 @@ def test_function_for_shards_with_replicas(rank: Rank) -> None:
     """On a mesh of shards with replicas a function is refused, because it could not reduce over both."""
     model, mesh = models.Tower(dim=9), rank.mesh((2, 2), NAMES)
     adapter = rank.run(model, units=model.units(), mesh=mesh).adapter
-    Refusal(rank, lambda: adapter.replace_reduction(lambda *_: None)).check_names("hybrid")
+    Refusal(rank, lambda: as_fsdp1(adapter).register_comm_hook(lambda *_: None)).check_names("hybrid")
 
 
 @contract("REDUCTION-8")
@@ -260,7 +277,7 @@ def test_collectives_of_a_script_on_replicas(rank: Rank, unit: str) -> None:
 def test_gather_of_a_script_among_fewer_ranks(rank: Rank, unit: str) -> None:
     """Resharded to groups of two, the unit's custom all-gather also gathers it in backward, within the two."""
     gather, pair = Own(), tower(rank, reshard_after_forward=2)
-    pair.adapter.change(Settings(gather=gather), unit=unit)
+    pair.adapter.change(Settings(custom_all_gather=gather), unit=unit)
     for step in range(2):
         gather.groups.clear()
         pair.checked_step(rank.batch(step, (4, 9)))
@@ -273,8 +290,8 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
     """Train a tower of which one unit has custom collectives."""
     gather, reduce, pair = Own(), Own(), tower(rank, mesh=mesh, reshard_after_forward=True)
     # This changes nothing where the process group has no allocator of its own.
-    pair.adapter.change(Settings(group_memory=True), unit="layers.0")
-    pair.adapter.change(Settings(gather=gather, reduce_scatter=reduce), unit=unit)
+    pair.adapter.change(Settings(allocate_memory_from_process_group_for_comm=True), unit="layers.0")
+    pair.adapter.change(Settings(custom_all_gather=gather, custom_reduce_scatter=reduce), unit=unit)
     for step in range(2):
         gather.groups.clear()
         reduce.groups.clear()
@@ -287,7 +304,7 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
         replicas = {"all_reduce": 4} if mesh else {}
         pair.check_counts("backward", all_gather=4, reduce_scatter=4, **replicas)
         pair.check_bytes()
-        pair.adapter.change(Settings(group_memory=False), unit="layers.0")
+        pair.adapter.change(Settings(allocate_memory_from_process_group_for_comm=False), unit="layers.0")
 
 
 @contract("REDUCTION-9")
@@ -295,23 +312,23 @@ def check_collectives_of_a_script(rank: Rank, unit: str, *, mesh: DeviceMesh | N
 def test_memory_of_a_script(rank: Rank) -> None:
     """Memory that user code allocates for its collectives may lie inside a larger block, as in a memory pool."""
     pair = tower(rank)
-    pair.adapter.change(Settings(gather=Own(margin=8), reduce_scatter=Own(margin=8)), unit="layers.1")
+    pair.adapter.change(Settings(custom_all_gather=Own(margin=8), custom_reduce_scatter=Own(margin=8)), unit="layers.1")
     for step in range(3):
         # Zeroed gradients keep their memory, and the next are added to them.
         pair.checked_step(rank.batch(step, (4, 9)), set_to_none=False)
 
 
 @contract("REDUCTION-10")
-@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR)
-def test_sums_alone(rank: Rank) -> None:
+@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR)
+def test_forced_sums(rank: Rank) -> None:
     """A unit set to reduce by sums trains the same, and the setting can be taken back."""
     check_sums_alone(rank)
 
 
 @contract("REDUCTION-10")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.DIVIDE_FACTOR, Capability.HYBRID)
-def test_sums_alone_on_replicas(rank: Rank) -> None:
+@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR, Capability.HYBRID)
+def test_forced_sums_on_replicas(rank: Rank) -> None:
     """On replicas, a unit for which sums are chosen sums its shards over the replicas as well."""
     check_sums_alone(rank, mesh=rank.mesh((2, 2), NAMES))
 
@@ -323,11 +340,13 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
     """
     reduces, pair = {"layers.0": Own(), "layers.1": Own()}, tower(rank, mesh=mesh)
     for name, reduce in reduces.items():
-        pair.adapter.change(Settings(reduce_scatter=reduce), unit=name)
+        pair.adapter.change(Settings(custom_reduce_scatter=reduce), unit=name)
     for step, sums in enumerate([False, True, False, True]):
         factor = float(rank.world_size) if step == 3 else None
-        pair.adapter.change(Settings(force_sum=sums, divide_factor=factor), unit="layers.1")
-        pair.adapter.change(Settings(force_sum=step == 2))  # of the root's own unit alone
+        pair.adapter.change(
+            Settings(force_sum_reduction_for_comms=sums, gradient_divide_factor=factor), unit="layers.1"
+        )
+        pair.adapter.change(Settings(force_sum_reduction_for_comms=step == 2))  # of the root's own unit alone
         pair.checked_step(rank.batch(step, (4, 9)))
     usual, ops = reduces["layers.0"].ops, reduces["layers.1"].ops
     assert usual == usual[:1] * 4, f"a unit for which nothing was set is reduced by {usual}"
@@ -336,7 +355,7 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
 
 
 @contract("REDUCTION-11")
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP)
+@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
     """Reductions can have a process group other than the gathers', of the same ranks, and return to that one."""
@@ -345,7 +364,7 @@ def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None
 
 @contract("REDUCTION-11")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.HYBRID)
+@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.HYBRID)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: bool) -> None:
     """Reductions within replicas can have a process group other than the gathers', and return to that one."""
@@ -353,7 +372,7 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
 
 
 @contract("REDUCTION-11")
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.ORDERED_GROUPS)
+@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.ORDERED_GROUPS)
 def test_own_group_in_an_order_that_groups_keep(rank: Rank) -> None:
     """A process group of the reductions' own has its ranks in the order of the gathers' group."""
     check_own_groups(rank, True, rank.mesh(order=(1, 0), keeps="groups"))
@@ -364,9 +383,9 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
     pair = tower(rank, mesh=mesh)
     gathers, reduces = ({name: Own() for name in ("", "layers.1")} for _ in range(2))
     for name in gathers:
-        pair.adapter.change(Settings(gather=gathers[name], reduce_scatter=reduces[name]), unit=name)
+        pair.adapter.change(Settings(custom_all_gather=gathers[name], custom_reduce_scatter=reduces[name]), unit=name)
     for step, separate in enumerate([False, True, False, True]):
-        pair.adapter.change(Settings(own_reduce_group=separate), recurse=recurse)
+        pair.adapter.change(Settings(separate_reduce_scatter_group=separate), recurse=recurse)
         pair.checked_step(rank.batch(step, (4, 9)))
         for name in gathers:
             gather, reduce = gathers[name].groups[-1], reduces[name].groups[-1]
@@ -382,17 +401,17 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
 
 @contract("REDUCTION-11")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.OWN_REDUCE_GROUP, Capability.NAMED_DIMENSIONS)
+@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.DP_MESH_DIMS)
 def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
     """On a mesh of replicas alone, settings about reduce-scatters are refused, or change nothing."""
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), parallel.MLPStack(5)
     prepare = functools.partial(parallel.spread_mlps, mesh=mesh)
     pair = rank.pair(
         model, units=model.units(), mesh=mesh["dp"], shards=False, prepare=prepare,
-        named_dimensions=NamedDimensions(mesh, replicate=("dp",)),
+        dp_mesh_dims=NamedDimensions(mesh, replicate=("dp",)),
     )  # fmt: skip
     for step, chosen in enumerate([True, False]):
-        settings = Settings(own_reduce_group=chosen, group_memory=chosen)
+        settings = Settings(separate_reduce_scatter_group=chosen, allocate_memory_from_process_group_for_comm=chosen)
         refusal = Refusal(rank, functools.partial(pair.adapter.change, settings, recurse=True))
         if refusal.text is not None:
             return refusal.check_names("mesh")
@@ -406,9 +425,9 @@ def test_symmetric_memory(rank: Rank, sums: bool) -> None:
     """Gathers, and reductions by sums, give the same bits in symmetric memory as in plain buffers, step by step."""
     runs = two_runs(rank, reshard_after_forward=True)
     for run in runs:
-        run.adapter.change(Settings(force_sum=sums), recurse=True)
+        run.adapter.change(Settings(force_sum_reduction_for_comms=sums), recurse=True)
     # After the sums: without them only gathers use it.
-    runs[1].adapter.change(Settings(symmetric_memory="NCCL"), recurse=True)
+    runs[1].adapter.change(Settings(symm_mem_for_comm="NCCL"), recurse=True)
     for step in range(3):
         compare_gradients(rank, runs, step, doubled=())  # of two numbers any sum has the same bits
         for run in runs:
@@ -449,14 +468,14 @@ def compare_gradients(
         (None, True),
         pytest.param((2, 2), True, marks=needs(Capability.HYBRID)),
         pytest.param((4, 1), True, marks=needs(Capability.HYBRID, Capability.SINGLE_RANK)),
-        pytest.param(None, False, marks=needs(Capability.REPLICAS_ALONE)),
+        pytest.param(None, False, marks=needs(Capability.NO_SHARD)),
     ],
     ids=["shards", "2x2", "4x1", "replicas-alone"],
 )
 @pytest.mark.parametrize(
     ("compute", "reduce"),
     [
-        pytest.param(*dtypes, id=name, marks=needs(*Precision(compute=dtypes[0], reduce=dtypes[1]).needs()))
+        pytest.param(*dtypes, id=name, marks=needs(*Precision(param_dtype=dtypes[0], reduce_dtype=dtypes[1]).needs()))
         for name, *dtypes in (
             ("half-to-float", torch.float16, torch.float32),
             ("half", torch.float16, None),
@@ -469,7 +488,7 @@ def test_averages_in_two_dtypes(
 ) -> None:
     """Whatever dtypes units compute and reduce in, sums are divided by the number of ranks, of shards and replicas."""
     run = rank.run(
-        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(compute=compute, reduce=reduce),
+        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(param_dtype=compute, reduce_dtype=reduce),
         mesh=rank.mesh(mesh, ("replicate", "shard")) if mesh else None, shards=shards,
     )  # fmt: skip
     for step in range(2):
@@ -511,7 +530,7 @@ PATHS = {
     "shards": (Path(), ()),
     "2x2": (Path(mesh=(2, 2)), (Capability.HYBRID,)),
     "4x1": (Path(mesh=(4, 1)), (Capability.HYBRID, Capability.SINGLE_RANK)),
-    "replicas-alone": (Path(options={"shards": False}), (Capability.REPLICAS_ALONE,)),
+    "replicas-alone": (Path(options={"shards": False}), (Capability.NO_SHARD,)),
     "microbatches": (Path(**TWO), ()),
     "deferred": (Path(options={"accumulation": Accumulation()}, **TWO), (Capability.DEFERRED_REDUCTION,)),
     "deferred-all-reduce": (
@@ -519,17 +538,23 @@ PATHS = {
         (Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE),
     ),
     "divide-factor": (
-        Path(options={"divide_factors": {"low": 16.0, "": 16.0}}, divisor=16.0, small=16.0),
-        (Capability.DIVIDE_FACTOR,),
+        Path(options={"gradient_divide_factors": {"low": 16.0, "": 16.0}}, divisor=16.0, small=16.0),
+        (Capability.GRADIENT_DIVIDE_FACTOR,),
     ),
     "divide-factor-2x2": (
-        Path(options={"divide_factors": {"low": 16.0, "": 16.0}}, mesh=(2, 2), divisor=16.0, small=16.0),
-        (Capability.DIVIDE_FACTOR, Capability.HYBRID),
+        Path(options={"gradient_divide_factors": {"low": 16.0, "": 16.0}}, mesh=(2, 2), divisor=16.0, small=16.0),
+        (Capability.GRADIENT_DIVIDE_FACTOR, Capability.HYBRID),
     ),
-    "sums": (Path(settings=lambda: Settings(force_sum=True)), (*IN_UNITS, Capability.DIVIDE_FACTOR)),
-    "own-group": (Path(settings=lambda: Settings(own_reduce_group=True)), (*IN_UNITS, Capability.OWN_REDUCE_GROUP)),
-    "own-reduce-scatter": (Path(settings=lambda: Settings(reduce_scatter=Own())), IN_UNITS),
-    "function-after": (Path(settings=lambda: Settings(reduced=lambda share: None)), IN_UNITS),
+    "sums": (
+        Path(settings=lambda: Settings(force_sum_reduction_for_comms=True)),
+        (*IN_UNITS, Capability.GRADIENT_DIVIDE_FACTOR),
+    ),
+    "own-group": (
+        Path(settings=lambda: Settings(separate_reduce_scatter_group=True)),
+        (*IN_UNITS, Capability.SEPARATE_REDUCE_SCATTER_GROUP),
+    ),
+    "own-reduce-scatter": (Path(settings=lambda: Settings(custom_reduce_scatter=Own())), IN_UNITS),
+    "function-after": (Path(settings=lambda: Settings(all_reduce_hook=lambda share: None)), IN_UNITS),
     "function-in-place": (Path(is_replaced=True), (Capability.REDUCTION_HOOK,)),
 }
 #: For each dtype a sum beyond it, or at the end of its range, and a gradient that may be halved once. A part of the
@@ -550,14 +575,14 @@ def test_values_near_the_limits_of_the_reduce_dtype(rank: Rank, path: str, dtype
     """
     chosen, _ = PATHS[path]
     run = rank.run(
-        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(reduce=dtype), microbatches=len(chosen.parts),
-        mesh=rank.mesh(chosen.mesh, NAMES) if chosen.mesh else None, **chosen.options,
+        shapes.TwoScales(7, 4, 4), units=[["low"]], precision=Precision(reduce_dtype=dtype),
+        microbatches=len(chosen.parts), mesh=rank.mesh(chosen.mesh, NAMES) if chosen.mesh else None, **chosen.options,
     )  # fmt: skip
     if chosen.settings is not None:
         for unit in ("low", ""):
             run.adapter.change(chosen.settings(), unit=unit)
     if chosen.is_replaced:
-        run.adapter.replace_reduction(average_in_float64)
+        as_fsdp1(run.adapter).register_comm_hook(average_in_float64)
     large, small = LIMITS[dtype]
     mine = torch.full((7, 4), small * chosen.small, device=rank.device)
     averaged = mine * (rank.world_size / chosen.divisor * sum(chosen.parts))

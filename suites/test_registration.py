@@ -103,7 +103,7 @@ def test_unshard_does_not_wait_for_other_ranks(rank: Rank) -> None:
     run, _ = tower(rank, 8)
     unit: Any = run.original_module("layers.0")
     for memory in ("torch", "group"):
-        run.adapter.change(Settings(group_memory=memory == "group"), unit="layers.0")
+        run.adapter.change(Settings(allocate_memory_from_process_group_for_comm=memory == "group"), unit="layers.0")
         returned = rank.tmp_path / memory
         if rank.index != 0:
             _wait_for(returned)

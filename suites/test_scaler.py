@@ -18,7 +18,7 @@ from shardproof.testing.refuse import Refusal
 from shardproof.testing.train import mixed, optim
 
 pytestmark = [needs(Capability.LOSS_SCALING, Capability.OWN_OPTIMIZER), world(2)]
-HALF = Precision(compute=torch.float16, reduce=torch.float32)
+HALF = Precision(param_dtype=torch.float16, reduce_dtype=torch.float32)
 LOW = needs(*HALF.needs())
 PINNED = pytest.param("pinned", marks=needs(Hardware.ACCELERATOR))
 SHAPE = (7, 6)

@@ -11,7 +11,7 @@ from shardproof.testing import Capability, Rank, Run, contract, each_value, mean
 from shardproof.testing.axes import FLAT, SHARDS, subjects
 from shardproof.testing.casts import run_and_replica, step_and_check
 from shardproof.testing.compare import StepPicture, check_exact, each_once
-from shardproof.testing.make import Accumulation, Clip, Precision, WholeParameters, tower
+from shardproof.testing.make import Accumulation, Clip, FullParams, Precision, tower
 from shardproof.testing.measure import memory, state_numel
 from shardproof.testing.train import batches, mixed, optim, train_and_check
 
@@ -24,9 +24,7 @@ LAYOUTS = [
     pytest.param(("shards", False), id="kept", marks=[_CHOOSES, meaningful_from(4)]),
     pytest.param(("replicas", True), id="replicas-freed", marks=[_CHOOSES, *_REPLICAS]),
     pytest.param(("replicas", False), id="replicas-kept", marks=[_CHOOSES, *_REPLICAS]),
-    pytest.param(
-        ("replicas-alone", None), id="replicas-alone", marks=[needs(Capability.REPLICAS_ALONE), meaningful_from(4)]
-    ),
+    pytest.param(("replicas-alone", None), id="replicas-alone", marks=[needs(Capability.NO_SHARD), meaningful_from(4)]),
 ]
 
 
@@ -116,16 +114,16 @@ def test_bytes_that_a_step_adds(rank: Rank) -> None:
 
 
 @contract("SHARDING-2")
-@needs(Capability.REPLICAS_ALONE, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
+@needs(Capability.NO_SHARD, Capability.COUNTED_UNITS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @each_value("flat")
 @FLAT
-def test_whole_on_every_rank(rank: Rank, flat: bool) -> None:
+def test_full_on_every_rank(rank: Rank, flat: bool) -> None:
     """Where nothing is sharded, a step all-reduces each unit once, after the last microbatch, and gathers nothing.
 
     This holds also where user code has chosen to gather ahead in forward.
     """
-    ahead = True if Capability.GATHERS_AHEAD in rank.implementation.capabilities() else None
-    options: dict[str, Any] = {"shards": False, "flat_parameters": flat, "gathers_ahead_in_forward": ahead}
+    ahead = True if Capability.BACKWARD_PREFETCH in rank.implementation.capabilities() else None
+    options: dict[str, Any] = {"shards": False, "flat_parameters": flat, "forward_prefetch": ahead}
     pair = tower(rank, microbatches=2, accumulation=Accumulation(), clip=Clip(0.01), **options)
     for step in range(3):
         pair.evaluate(rank.batch(step, (2, 9), microbatch=2))
@@ -152,12 +150,12 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 
 @contract("SHARDING-2")
 @world(2)
-@needs(Capability.REPLICAS_ALONE, Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
+@needs(Capability.NO_SHARD, Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
 @subjects("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
-def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
+def test_full_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
     """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
     # Deferred gradients may add up in the dtype of compute: it is that of their reduction too.
-    precision = Precision(compute=torch.bfloat16, reduce=torch.bfloat16 if defers else torch.float32)
+    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16 if defers else torch.float32)
     options: dict[str, Any] = {"microbatches": 2, "accumulation": Accumulation()} if defers else {}
     run, replica = run_and_replica(
         rank, mixed.Mixed(), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False, precision=precision,
@@ -170,16 +168,16 @@ def test_whole_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
 
 @contract("SHARDING-4")
 @world(2)
-@needs(Capability.PARAM_DTYPE, Capability.REPLICAS_ALONE)
-@pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.WHOLE_PARAMETERS))])
-def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> None:
+@needs(Capability.PARAM_DTYPE, Capability.NO_SHARD)
+@pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.SUMMON_FULL_PARAMS))])
+def test_changes_of_full_parameters_in_another_dtype(rank: Rank, change: str) -> None:
     """Where nothing is sharded and units compute in another dtype, an evaluation does not hide a later change."""
     model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
 
     def last_output(*, evaluates: bool) -> torch.Tensor:
         run = rank.run(
             models.copy_of(model), units=[["low"], ["high"]], optimizer=optim.sgd(), shards=False,
-            precision=Precision(compute=torch.bfloat16),
+            precision=Precision(param_dtype=torch.bfloat16),
         )  # fmt: skip
         run.forward_backward((batch,), loss=torch.sum)
         if evaluates:
@@ -188,7 +186,7 @@ def test_changes_of_what_is_whole_in_another_dtype(rank: Rank, change: str) -> N
             run.adapter.step()
         else:
             # Full parameters are those that the rank holds, so writes to them are retained.
-            with run.adapter.whole_parameters(WholeParameters(keeps_changes=False)) as found, torch.no_grad():
+            with run.adapter.summon_full_params(FullParams(writeback=False)) as found, torch.no_grad():
                 for parameter in found.values():
                     parameter.mul_(0.5)
         return run.evaluate((batch,))[0]
@@ -208,9 +206,9 @@ def halve(run: Run, *, in_place: bool) -> None:
 
 @contract("SHARDING-5")
 @world(2)
-@needs(Capability.REPLICAS_ALONE, Capability.FLAT_PARAMETERS)
+@needs(Capability.NO_SHARD, Capability.FLAT_PARAMETERS)
 @FLAT
-def test_new_data_of_what_is_whole(rank: Rank, flat: bool) -> None:
+def test_new_data_of_full_parameters(rank: Rank, flat: bool) -> None:
     """Where nothing is sharded, a forward uses the new data that user code assigned to parameters after a step."""
     model, batch = mixed.Mixed(), rank.batch(0, (6, 4))
 

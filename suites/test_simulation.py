@@ -31,8 +31,8 @@ RESHARDS = pytest.mark.parametrize(
         pytest.param(False, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
     ],
 )
-MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
-LOW = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+MIXED = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOW = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 def chosen(rank: Rank) -> list[int]:
@@ -101,8 +101,8 @@ def test_gathers_and_reductions(rank: Rank, precision: Precision, reshard_after_
         with simulate(rank, index, precision=precision, reshard_after_forward=reshard_after_forward) as one:
             trace = steps(one)
             share = shares(one, rank, size)
-        compute = precision.compute or torch.float32
-        reduce = precision.reduce_dtype(torch.float32, rank.implementation.traits)
+        compute = precision.param_dtype or torch.float32
+        reduce = precision.reduced_in(torch.float32, rank.implementation.traits)
         gathered = {name: size * numel * compute.itemsize for name, numel in share.items()}
         reduced = {name: size * numel * reduce.itemsize for name, numel in share.items()}
         *layers, root = gathered
@@ -335,7 +335,7 @@ def test_units_held_at_a_time(rank: Rank) -> None:
     ],
     ids=["float32", "bfloat16"],
 )
-def test_units_held_beside_replicas(rank: Rank, precision: Precision) -> None:
+def test_units_held_with_replicas(rank: Rank, precision: Precision) -> None:
     """Shares that replicas all-reduce are freed before backward ends, also if reduced in a dtype of their own."""
     check_units_held(rank, (rank.simulates // 8, 8), ("replicate", "shard"), precision)
 
@@ -343,7 +343,7 @@ def test_units_held_beside_replicas(rank: Rank, precision: Precision) -> None:
 def check_units_held(rank: Rank, shape: tuple[int, ...], names: tuple[str, ...], precision: Precision) -> None:
     """Compare the full units that a step of eight units holds at most with those of four, and with the bound."""
     size = rank.simulates
-    layer = (precision.compute or torch.float32).itemsize * size * size
+    layer = (precision.param_dtype or torch.float32).itemsize * size * size
     # Reductions in another dtype than the gradients' need copies: a share is being all-reduced while the next one
     # is scattered.
     in_flight = {"forward": 0, "backward": 2 * layer // shape[-1] if len(shape) > 1 else 0}

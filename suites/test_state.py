@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardproof.testing import Capability, Rank, Run, contract, each_value, models, needs, states, world
 from shardproof.testing.axes import FLAT, REPLICAS, RESHARD, SHARDS, subjects
 from shardproof.testing.compare import Piece, check_exact, each_once, full_of, original_name, step_label
-from shardproof.testing.make import Adapter, OptimizerFactory, StateForm, built_in_with
+from shardproof.testing.make import Adapter, OptimizerFactory, StateForm, as_fsdp1, built_in_with
 from shardproof.testing.measure import Census
 from shardproof.testing.refuse import Refusal
 from shardproof.testing.states import check_left
@@ -80,7 +80,7 @@ FULL = needs(Capability.FULL_STATE_DICT)
 FORMS = pytest.mark.parametrize("form", ["sharded", *(pytest.param(one, marks=FULL) for one in ("full", "first-rank"))])
 WHOLE_FORMS = pytest.mark.parametrize(
     ("form", "shards"),
-    [("full", True), ("first-rank", True), pytest.param("full", False, marks=needs(Capability.REPLICAS_ALONE))],
+    [("full", True), ("first-rank", True), pytest.param("full", False, marks=needs(Capability.NO_SHARD))],
     ids=["full", "first-rank", "full-replicas-alone"],
 )
 WHY = "a state dict is read, or loaded with the values that are there"
@@ -235,7 +235,7 @@ def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
 @needs(Capability.HYBRID, Capability.FULL_STATE_DICT)
 @pytest.mark.parametrize("replicated", ["before", "after"])
 @REPLICAS
-def test_whole_states_of_replicas(rank: Rank, shape: tuple[int, int], replicated: str) -> None:
+def test_full_states_of_replicas(rank: Rank, shape: tuple[int, int], replicated: str) -> None:
     """Replicas save full values that one mesh loads, and load the values that it has saved."""
     meshes = rank.mesh(shape, ("replicate", "shard")), rank.mesh()
     first, second = meshes if replicated == "before" else meshes[::-1]
@@ -421,11 +421,11 @@ def test_a_load_leaves_the_state_dict(rank: Rank, flat: bool, form: StateForm) -
 
 
 @contract("STATE-3")
-@needs(Capability.IGNORED_PARAMETERS)
+@needs(Capability.IGNORED_PARAMS)
 @FORMS
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
     """The optimizer's state of an ignored parameter, equal on all ranks, is saved and loaded with the others."""
-    options: Any = {"ignored": (IGNORED,), "prepare": same_gradient}
+    options: Any = {"ignored_params": (IGNORED,), "prepare": same_gradient}
     saved, loaded = (states.make(rank, number, **options) for number in range(2))
     states.check_loads(rank, saved, loaded, form)
     state = states.read(rank, loaded, form=form)["optimizer"]["state"][IGNORED]
@@ -580,11 +580,11 @@ def test_entries_that_do_not_fit(rank: Rank, flaw: str, strict: bool) -> None:
 @each_value("form", "shards")
 @FLAT
 @WHOLE_FORMS
-def test_whole_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
+def test_full_state_dicts_are_copies(rank: Rank, form: StateForm, shards: bool, flat: bool) -> None:
     """Full values do not follow the training, and user code's writes to them change nothing."""
     # torch's own functions share tensors that need no gather with the optimizer: findings/F170.py.
     copies_all = rank.implementation.checkpoint is not Adapter.checkpoint
-    options: Any = {"ignored": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
+    options: Any = {"ignored_params": (IGNORED,), "prepare": same_gradient} if copies_all and not flat else {}
     twin, run = (states.make(rank, 0, for_flat=flat, flat_parameters=flat, shards=shards, **options) for _ in range(2))
     for one in (twin, run):
         states.train(rank, one, 0)
@@ -681,10 +681,10 @@ def test_older_calls(rank: Rank, form: StateForm, flat: bool) -> None:
     saved, loaded = (states.make(rank, number, for_flat=flat, flat_parameters=flat) for number in range(2))
     states.train(rank, saved, 0)
     states.train(rank, loaded, 3)
-    expected, state = states.read(rank, saved, form=form), saved.adapter.older_checkpoint(form=form)
+    expected, state = states.read(rank, saved, form=form), as_fsdp1(saved.adapter).legacy_optim_state_dict(form=form)
     assert form != "first-rank" or bool(state) == (rank.index == 0), f"rank {rank.index} has {sorted(state)}"
     loaded.adapter.restore({"model": saved.adapter.checkpoint(form="full")["model"]}, form="full")
-    loaded.adapter.older_restore(state, form=form)
+    as_fsdp1(loaded.adapter).load_legacy_optim_state_dict(state, form=form)
     states.check_held(rank, loaded, expected)
     states.check_same(rank, states.read(rank, loaded, form=form), expected)
 
@@ -700,7 +700,9 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
     optimizer = (optim.adamw(lr=states.LR) if flat else optim.in_two_groups("adamw", lr=states.LR))(model.parameters())
     states.train(rank, run, 0)
     state = run.adapter.checkpoint(form="full")
-    numbered = run.adapter.rekeyed(state["optimizer"], by="number", model=model, optimizer=optimizer)
+    numbered = as_fsdp1(run.adapter).rekey_optim_state_dict(
+        state["optimizer"], by="number", model=model, optimizer=optimizer
+    )
     keys = [key for group in numbered["param_groups"] for key in group["params"]]
     assert sorted(keys) == list(range(len(keys))), f"the numbers of the parameters are {keys}"
     model.load_state_dict(state["model"])
@@ -711,10 +713,10 @@ def test_by_numbers(rank: Rank, flat: bool) -> None:
         wrong = [key for key, value in expected.items() if not torch.equal(held[name][key].cpu(), value.cpu())]
         assert not wrong, f"the unsharded model's optimizer has other values of {', '.join(wrong)} of {name}"
     named, before = optimizer.state_dict(), states.read(rank, run, form="full")
-    named = run.adapter.rekeyed(named, by="name", model=model, optimizer=optimizer)
+    named = as_fsdp1(run.adapter).rekey_optim_state_dict(named, by="name", model=model, optimizer=optimizer)
     states.train(rank, run, 3)
     run.adapter.restore({"model": before["model"]}, form="full")  # not `state`, whose buffers are the model's own
-    run.adapter.older_restore(named, form="full")
+    as_fsdp1(run.adapter).load_legacy_optim_state_dict(named, form="full")
     states.check_held(rank, run, before)
     states.check_same(rank, states.read(rank, run, form="full"), before)
 

@@ -612,7 +612,7 @@ def test_modules_with_two_names(rank: Rank) -> None:
 
 
 @contract("STATE-14")
-def test_models_beside_replicas(rank: Rank) -> None:
+def test_models_with_replicas(rank: Rank) -> None:
     """Where DDP keeps copies of a part of a model, that has its unsharded names too, as any combination has them."""
     twins, report = build(rank, Nested(), units=UNITS), Report(rank)
     copies, plain = (nn.Linear(DIM, DIM).to(rank.device) for _ in range(2))
@@ -637,7 +637,7 @@ def test_models_beside_replicas(rank: Rank) -> None:
 
 
 @contract("STATE-14")
-def test_what_the_first_rank_sends(rank: Rank) -> None:
+def test_values_sent_by_the_first_rank(rank: Rank) -> None:
     """The first rank sends each tensor of a full state dict, and sends it once."""
     twins = build(rank, Nested(), units=UNITS)
     entries, recorder = model_entries(twins.plain), Recorder(lambda *_: "", announcer=rank.announcer)
@@ -817,7 +817,7 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
         with report.of(name):
             # Of tied parameters each module has one of its own then: findings/F388.py.
             model = Nested(ties=False).to(rank.device)
-            adapter = sharded(rank, on_meta(model), units=[["deep"]], materializes=False)
+            adapter = sharded(rank, on_meta(model), units=[["deep"]], materialize=False)
             entries = model_entries(source.plain)
             keys = set_model_state_dict(adapter.module, loadable(rank, LOADS[name], entries, dict), **made(LOADS[name]))
             report.note([f"it returned {keys}"] if any(keys) else [])
@@ -832,10 +832,10 @@ def test_models_on_the_meta_device(rank: Rank, which: str) -> None:
 @contract("STATE-14")
 @needs(Capability.META_LOAD)
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_copies_of_what_has_no_values(rank: Rank, full: bool) -> None:
+def test_copies_of_meta_tensors(rank: Rank, full: bool) -> None:
     """Asked to put a model of the meta device on the CPU, a state dict is refused, or it has nothing elsewhere."""
     model = Nested(ties=False).to("meta")
-    module = sharded(rank, model, units=[["deep"]], materializes=False).module
+    module = sharded(rank, model, units=[["deep"]], materialize=False).module
     options = StateDictOptions(full_state_dict=full, cpu_offload=True)
     refusal = Refusal(rank, lambda: get_model_state_dict(module, options=options), may_send=full)
     found = {path: value.device.type for path, value in tensors_in(refusal.result or {})}

@@ -209,7 +209,7 @@ def test_unit_called_directly(rank: Rank, delays: tuple[str, ...]) -> None:
     Steps follow each other without the host waiting, so that a unit which does not wait for the step reads too early.
     """
     model, chosen = models.Tower(dim=33), [DELAYS[name] for name in delays]
-    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused=True, delays=chosen)
+    pair = rank.pair(model, units=model.units(), baseline="replicated", find_unused_parameters=True, delays=chosen)
     order = ["", "layers.0", "layers.0", "", "layers.0"]
     batches = [rank.batch(step, (8, 33)) for step in range(len(order))]
     for batch, submodule in zip(batches, order, strict=True):
@@ -283,8 +283,8 @@ def test_unit_called_twice(
 
 
 #: What an engine has as well whose whole model is in bfloat16.
-BRAIN = Precision(compute=torch.bfloat16, casts_inputs=False)
-WIDER = dataclasses.replace(BRAIN, reduce=torch.float32)
+BRAIN = Precision(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+WIDER = dataclasses.replace(BRAIN, reduce_dtype=torch.float32)
 
 
 @contract("TRAINING-4")
@@ -318,7 +318,7 @@ def test_root_called_on_its_output(rank: Rank, precision: Precision) -> None:
     run = rank.run(parallel.Factors(4), microbatches=2, precision=precision, optimizer=optim.sgd())
     # Of small integers every sum and product is exact, in any order and dtype.
     given = [(4 * rank.batch(0, (3, 4), microbatch=number)).round() for number in range(2)]
-    inputs = [(one.to(precision.compute or one.dtype),) for one in given]
+    inputs = [(one.to(precision.param_dtype or one.dtype),) for one in given]
     step = run.step(inputs, loss=lambda output: run.adapter.forward(output).float().sum())
     # The parameter is 1, so that each of its uses contributes the input.
     everyone = rank.exchange_tensors([2 * torch.cat(given).sum(0)])
@@ -351,7 +351,7 @@ def test_cast_after_sharding(rank: Rank, swaps: bool) -> None:
     ("reshard_after_forward", "shards"),
     [
         *(pytest.param(*item.values, True, marks=item.marks) for item in RESHARD[:3]),
-        pytest.param(None, False, marks=needs(Capability.REPLICAS_ALONE), id="replicas-alone"),
+        pytest.param(None, False, marks=needs(Capability.NO_SHARD), id="replicas-alone"),
     ],
 )
 def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None, shards: bool) -> None:
@@ -544,7 +544,9 @@ def test_unit_of_several_modules_is_gathered_once(rank: Rank, reshard_after_forw
 @needs(Capability.GROUPED_UNIT, Capability.COUNTED_UNITS, Capability.UNUSED_MODULE)
 def test_member_that_does_not_run(rank: Rank) -> None:
     """A unit of which one module does not run is gathered once, freed after forward, and reduced once."""
-    pair = rank.pair(shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", find_unused=True)
+    pair = rank.pair(
+        shapes.SkippedMember(dim=9), units=[["used", "skipped"]], baseline="replicated", find_unused_parameters=True
+    )
     for _ in checked_steps(pair, batches(rank, 2, (4, 9))):
         pair.check_counts("forward", all_gather=2)
         pair.check_counts("backward", all_gather=1, reduce_scatter=2)
@@ -629,7 +631,7 @@ def test_forward_method_of_one_module(rank: Rank) -> None:
 
 @contract("TRAINING-8")
 @needs(Capability.FORWARD_METHOD, Capability.REGISTERED_STATE, Capability.COUNTED_UNITS)
-@needs(Capability.ROOT_RESHARD, Capability.GATHER_ORDER)
+@needs(Capability.ROOT_RESHARD, Capability.ALL_GATHER_ORDER)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_other_forward_methods_free(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """Once a registered method has returned, its unit is freed or kept as after forward; backward gathers it.
@@ -707,7 +709,11 @@ def train_with_another_default_device(rank: Rank, **options: Any) -> None:
     """Train two copies of a model for two steps, one while new tensors are on the meta device, and compare them."""
     model, x = models.Tower(dim=9).to(rank.device), [rank.batch(step, (4, 9)) for step in range(2)]
     copies = [models.copy_of(model) for _ in range(2)]
-    setting = Settings(group_memory=True) if Capability.UNIT_SETTINGS in rank.implementation.capabilities() else None
+    setting = (
+        Settings(allocate_memory_from_process_group_for_comm=True)
+        if Capability.UNIT_SETTINGS in rank.implementation.capabilities()
+        else None
+    )
     trained = []
     for one, default in zip(copies, (rank.device, torch.device("meta")), strict=True):
         with default:
@@ -746,7 +752,7 @@ def test_gathers_wait_for_the_step(rank: Rank, is_tied: bool) -> None:
 
 @contract("TRAINING-10")
 @needs(Capability.POST_OPTIM_EVENT, Capability.SHARDED, Hardware.STREAMS)
-def test_gathers_wait_for_the_event_alone(rank: Rank) -> None:
+def test_gathers_wait_only_for_the_event(rank: Rank) -> None:
     """The first gather after the step begins while work that follows the event still occupies the step's stream."""
     behind = Delay(milliseconds=20 * DELAY_MS, at="step", when="after")  # a busy host took 160 ms to the gather
     pair = _with_event_after_step(rank, [behind], is_tied=False)

@@ -100,7 +100,7 @@ class Normed(nn.Module):
         return out
 
 
-pytestmark = [needs(Capability.WRAPPING_POLICY, Capability.COUNTED_UNITS), world(2)]
+pytestmark = [needs(Capability.AUTO_WRAP_POLICY, Capability.COUNTED_UNITS), world(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,22 +117,24 @@ class Rule:
 
 
 #: A rule that finds no unit.
-NOTHING = WrapPolicy("size", min_numel=10**9)
+NOTHING = WrapPolicy("size", min_num_params=10**9)
 BLOCKS = ("blocks.0", "blocks.1")
 LINEARS = ("entry", "blocks.0.inner", "blocks.0.back", "blocks.1.inner", "blocks.1.back")
 
 BY_SIZE = {
     # Elements in inner units do not count: each block is left with 12. A list becomes no unit, nor does attention,
     # nor anything inside it.
-    "42": Rule(WrapPolicy("size", min_numel=42), LINEARS),
+    "42": Rule(WrapPolicy("size", min_num_params=42), LINEARS),
     # A module of exactly the size is a unit, and so is a module around it that is left with enough elements.
-    "84": Rule(WrapPolicy("size", min_numel=84), ("blocks.0", "blocks.1.inner", "blocks.1")),
-    "91": Rule(WrapPolicy("size", min_numel=91), BLOCKS),
-    "169": Rule(WrapPolicy("size", min_numel=169), ("blocks.1",)),
-    "none": Rule(WrapPolicy("size", min_numel=564), ()),
-    "leaves": Rule(WrapPolicy("size", min_numel=42, leaves=(PartsBase, nn.MultiheadAttention)), ("entry",)),
-    "attention": Rule(WrapPolicy("size", min_numel=100, leaves=()), (*BLOCKS, "attention")),
-    "excluded": Rule(WrapPolicy("size", min_numel=42, excluded=(nn.Linear, nn.ModuleList)), BLOCKS),
+    "84": Rule(WrapPolicy("size", min_num_params=84), ("blocks.0", "blocks.1.inner", "blocks.1")),
+    "91": Rule(WrapPolicy("size", min_num_params=91), BLOCKS),
+    "169": Rule(WrapPolicy("size", min_num_params=169), ("blocks.1",)),
+    "none": Rule(WrapPolicy("size", min_num_params=564), ()),
+    "leaves": Rule(
+        WrapPolicy("size", min_num_params=42, force_leaf_modules=(PartsBase, nn.MultiheadAttention)), ("entry",)
+    ),
+    "attention": Rule(WrapPolicy("size", min_num_params=100, force_leaf_modules=()), (*BLOCKS, "attention")),
+    "excluded": Rule(WrapPolicy("size", min_num_params=42, exclude_wrap_modules=(nn.Linear, nn.ModuleList)), BLOCKS),
 }
 
 
@@ -147,27 +149,30 @@ OF_CLASSES: tuple[Literal["classes", "objects", "called-objects"], ...] = ("clas
 BY_FUNCTION: tuple[Literal["custom", "by-hand"], ...] = ("custom", "by-hand")
 BY_CHOICE: dict[str, Rule] = {
     **{
-        kind: Rule(WrapPolicy(kind, classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS))
+        kind: Rule(
+            WrapPolicy(kind, module_classes=(PartsBase, nn.LayerNorm)), ("blocks.0.norm", "blocks.1.norm", *BLOCKS)
+        )
         for kind in OF_CLASSES
     },
     "function": Rule(
-        WrapPolicy("function", chooses=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
+        WrapPolicy("function", lambda_fn=lambda module: getattr(module, "out_features", 0) == 5), ("heads.0", "heads.1")
     ),
     **{
-        kind: Rule(WrapPolicy(kind, chooses=keeps_blocks), (*BLOCKS, "attention"), keeps=BLOCKS) for kind in BY_FUNCTION
+        kind: Rule(WrapPolicy(kind, lambda_fn=keeps_blocks), (*BLOCKS, "attention"), keeps=BLOCKS)
+        for kind in BY_FUNCTION
     },
 }
 BESIDE_IGNORED = {
     # A block whose first layer is ignored is left with 60 elements, and the other block with 90.
     "too-small": Rule(
-        WrapPolicy("size", min_numel=61), ("blocks.1.inner", "blocks.1.back"), ignored=("blocks.0.inner",)
+        WrapPolicy("size", min_num_params=61), ("blocks.1.inner", "blocks.1.back"), ignored=("blocks.0.inner",)
     ),
-    "large-enough": Rule(WrapPolicy("size", min_numel=79), BLOCKS, ignored=("blocks.1.inner",)),
+    "large-enough": Rule(WrapPolicy("size", min_num_params=79), BLOCKS, ignored=("blocks.1.inner",)),
     "a-block": Rule(
-        WrapPolicy("size", min_numel=42), ("entry", "blocks.1.inner", "blocks.1.back"), ignored=("blocks.0",)
+        WrapPolicy("size", min_num_params=42), ("entry", "blocks.1.inner", "blocks.1.back"), ignored=("blocks.0",)
     ),
-    "classes": Rule(WrapPolicy("classes", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
-    "objects": Rule(WrapPolicy("objects", classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
+    "classes": Rule(WrapPolicy("classes", module_classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
+    "objects": Rule(WrapPolicy("objects", module_classes=(PartsBlock,)), ("blocks.1",), ignored=("blocks.0",)),
 }
 
 
@@ -192,7 +197,9 @@ def test_by_hand_after_an_error(rank: Rank) -> None:
     def fails(module: nn.Module) -> bool:
         raise ValueError("no choice")
 
-    failed = Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=WrapPolicy("by-hand", chooses=fails)))
+    failed = Refusal(
+        rank, lambda: sharded(rank, Parts().to(rank.device), auto_wrap_policy=WrapPolicy("by-hand", lambda_fn=fails))
+    )
     assert failed.text == "ValueError: no choice", failed.text
     train(rank, BY_CHOICE["by-hand"])
 
@@ -203,7 +210,7 @@ def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -
     """A chosen module that its model holds under two names is one unit, in both places."""
     shared = nn.Linear(6, 6)
     model = nn.Sequential(nn.Linear(6, 6), shared, nn.Tanh(), shared)
-    pair = rank.pair(model, units=[["0"], ["1"]], wraps=WrapPolicy(rule, classes=(nn.Linear,)))
+    pair = rank.pair(model, units=[["0"], ["1"]], auto_wrap_policy=WrapPolicy(rule, module_classes=(nn.Linear,)))
     train_and_check(pair, batches(rank, 2, (4, 6)))
     first, second = (pair.adapter.module.get_submodule(name) for name in ("1", "3"))
     assert first is second, f"in the two places of one module are {first} and {second}"
@@ -212,22 +219,26 @@ def test_module_in_two_places(rank: Rank, rule: Literal["classes", "objects"]) -
 @contract("WRAPPING-5")
 def test_by_hand_within_by_hand(rank: Rank) -> None:
     """A context in which user code wraps by hand is refused within another."""
-    inner = WrapPolicy("by-hand", chooses=lambda module: False)
+    inner = WrapPolicy("by-hand", lambda_fn=lambda module: False)
 
     def nests(module: nn.Module) -> bool:
-        sharded(rank, nn.Linear(3, 3).to(rank.device), wraps=inner)
+        sharded(rank, nn.Linear(3, 3).to(rank.device), auto_wrap_policy=inner)
         return False
 
-    outer = WrapPolicy("by-hand", chooses=nests)
-    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=outer)).check_names("autowrap", "enable_wrap")
+    outer = WrapPolicy("by-hand", lambda_fn=nests)
+    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), auto_wrap_policy=outer)).check_names(
+        "autowrap", "enable_wrap"
+    )
 
 
 @contract("WRAPPING-5")
 @pytest.mark.parametrize("answer", [None, 3], ids=["nothing", "a-number"])
 def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     """A rule whose result is neither a bool nor the options of a unit is refused with that result."""
-    policy = WrapPolicy("custom", chooses=lambda module: answer)
-    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), wraps=policy)).check_names(f"returned {answer}")
+    policy = WrapPolicy("custom", lambda_fn=lambda module: answer)
+    Refusal(rank, lambda: sharded(rank, Parts().to(rank.device), auto_wrap_policy=policy)).check_names(
+        f"returned {answer}"
+    )
 
 
 @contract("WRAPPING-2")
@@ -236,15 +247,19 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     [
         "keeps",
         pytest.param("function", marks=needs(Capability.META_DEVICE)),
-        pytest.param("first-rank", marks=needs(Capability.SYNC_STATES)),
+        pytest.param("first-rank", marks=needs(Capability.SYNC_MODULE_STATES)),
     ],
 )
 def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
     """Units that a rule finds have the model's options: what forward frees, and who initializes the values."""
     model = shapes.DrawnStack(dim=9)
     units = [["layers.0"], ["layers.1"], ["layers.2"], ["out"]]
-    options: dict[str, Any] = {"keeps": {"reshard_after_forward": False}, "first-rank": {"sync_states": True}}.get(
-        option, {"init": functools.partial(make_twice, device=rank.device), "prepare": lambda plain: plain.to("meta")}
+    options: dict[str, Any] = {
+        "keeps": {"reshard_after_forward": False},
+        "first-rank": {"sync_module_states": True},
+    }.get(
+        option,
+        {"param_init_fn": functools.partial(make_twice, device=rank.device), "prepare": lambda plain: plain.to("meta")},
     )
     full = copy.deepcopy(model)
     with torch.no_grad():
@@ -252,7 +267,9 @@ def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
             parameter.mul_(rank.index + 1 if option == "first-rank" else 1)
         for parameter in full.parameters():
             parameter.mul_(2 if option == "function" else 1)
-    run = rank.run(model, units=units, wraps=WrapPolicy("classes", classes=(shapes.Drawn,)), **options)
+    run = rank.run(
+        model, units=units, auto_wrap_policy=WrapPolicy("classes", module_classes=(shapes.Drawn,)), **options
+    )
     expected = {name: value.detach().to(rank.device) for name, value in full.named_parameters()}
     found = run.adapter.parameters()
     wrong = [name for name, piece in found.items() if not torch.equal(piece.tensor, piece.cut(expected[name]))]
@@ -290,7 +307,7 @@ def test_units_of_replicas(rank: Rank, shape: tuple[int, int], as_groups: bool) 
 @contract("WRAPPING-3")
 @needs(Capability.IGNORED_MODULES)
 @subjects("rule", BESIDE_IGNORED)
-def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
+def test_next_to_ignored_modules(rank: Rank, rule: str) -> None:
     """An ignored module is no unit, nor anything inside it, and its elements do not count for a module around it."""
     pair = train(rank, BESIDE_IGNORED[rule])
     for name in BESIDE_IGNORED[rule].ignored:
@@ -304,7 +321,7 @@ def test_beside_ignored_modules(rank: Rank, rule: str) -> None:
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
     """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
     bfloat16 = torch.bfloat16
-    run, seen = run_normed(rank, Precision(compute=bfloat16))
+    run, seen = run_normed(rank, Precision(param_dtype=bfloat16))
     for step in range(2):
         run.forward_backward((rank.batch(step, (4, 4)),), loss=torch.sum)
         assert seen == {"norm": [torch.float32, torch.float32], "around": [bfloat16, bfloat16]}, seen
@@ -319,8 +336,10 @@ def test_ignored_batch_norm(rank: Rank) -> None:
     model = Normed()
     model.norm.requires_grad_(False)
     names = ("norm.weight", "norm.bias")
-    precision = Precision(compute=torch.bfloat16)
-    run = rank.run(model, ignored=names, ignored_modules=("norm",), wraps=NOTHING, precision=precision)
+    precision = Precision(param_dtype=torch.bfloat16)
+    run = rank.run(
+        model, ignored_params=names, ignored_modules=("norm",), auto_wrap_policy=NOTHING, precision=precision
+    )
     found = run.adapter.submodule("")
     assert run.original_module("norm") is model.norm, f"norm was replaced by a {type(model.norm).__name__}: {found}"
     run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
@@ -329,10 +348,10 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_EVALUATION)
+@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL)
 def test_batch_norm_after_a_step(rank: Rank) -> None:
     """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
-    run, seen = run_normed(rank, Precision(compute=torch.bfloat16, full_in_evaluation=True))
+    run, seen = run_normed(rank, Precision(param_dtype=torch.bfloat16, full_precision_in_eval=True))
     run.forward_backward((rank.batch(0, (4, 4)),), loss=torch.sum)
     assert seen["around"] == [torch.bfloat16] * 2, seen
     run.adapter.module.eval()
@@ -343,7 +362,7 @@ def test_batch_norm_after_a_step(rank: Rank) -> None:
 def run_normed(rank: Rank, precision: Precision) -> tuple[Run, dict[str, list[torch.dtype]]]:
     """A run of a :class:`Normed` whose norm is a unit in full precision, and the dtypes that the model sees."""
     model, units = Normed(), {"norm": Precision()}
-    run = rank.run(model, units=[["norm"]], wraps=NOTHING, precision=precision, unit_precision=units)
+    run = rank.run(model, units=[["norm"]], auto_wrap_policy=NOTHING, precision=precision, unit_precision=units)
     return run, model.seen
 
 
@@ -357,7 +376,14 @@ def train(rank: Rank, rule: Rule, **options: Any) -> Pair:
         model.get_submodule(module).requires_grad_(False)
     ignored = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
     units = [[name] for name in rule.units]
-    pair = rank.pair(model, units=units, wraps=rule.policy, ignored=ignored, ignored_modules=rule.ignored, **options)
+    pair = rank.pair(
+        model,
+        units=units,
+        auto_wrap_policy=rule.policy,
+        ignored_params=ignored,
+        ignored_modules=rule.ignored,
+        **options,
+    )
     mesh = options.get("mesh")
     replicas = {"all_reduce": len(units) + 1} if mesh else {}
     shards = mesh is None or mesh.size(-1) > 1

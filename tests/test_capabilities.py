@@ -12,7 +12,7 @@ NOT_HERE = {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} - ORDERED
 
 #: Those that no CPU shows to be ignored: why.
 WITHOUT_CONSEQUENCE = {
-    Capability.SHARED_CONTEXT: "models that share no streams and no buffers in flight train alike",
+    Capability.SHARE_COMM_CTX: "models that share no streams and no buffers in flight train alike",
     Capability.PAGEABLE_OFFLOAD: "memory that is pinned nevertheless holds the same values, and trains alike",
 }
 

@@ -76,7 +76,7 @@ def test_a_release_has_the_pages_that_were_made_of_its_sources(open_version, mon
 
 
 def test_an_item_has_its_needs():
-    item = contract.items()["suites/test_overlap.py::test_collectives_run_beside_computation[w4]"]
+    item = contract.items()["suites/test_overlap.py::test_collectives_overlap_with_computation[w4]"]
     assert (item.requirements, item.ranks, item.hardware) == (("OVERLAP-1",), 4, {"streams"})
     assert "sharded" in item.needs
 

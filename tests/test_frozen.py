@@ -121,6 +121,14 @@ def test_each_difference_has_a_line(tmp_path: pathlib.Path) -> None:
         frozen.compare(tmp_path / "missing.jsonl", tmp_path)
 
 
+def test_an_item_that_was_renamed_is_the_same() -> None:
+    old, new = (
+        [{"part": "standard", "id": f"suites/test_prefetch.py::{name}[torch.fsdp-w2-{when}]", "verdict": "pass"}]
+        for name, when in (("test_units_that_run_twice", "never"), ("test_units_that_run_twice", "none"))
+    )
+    assert [*frozen.differences(old, new)] == []
+
+
 def test_all_that_is_judged_has_its_work() -> None:
     works = {part: [work.name for work in make()] for part, make in frozen.PARTS.items()}
     assert all(len(names) == len(set(names)) for names in works.values())

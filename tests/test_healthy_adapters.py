@@ -17,7 +17,7 @@ from shardproof.harness.adapters.reference import ReferenceFlatAdapter
 from tests.harness.inner import name_of, run_cases
 
 #: The parts of mixed precision, and what is seen beside one of them alone.
-DTYPES = Capability.of("param-dtype reduce-dtype buffer-dtype full-precision-evaluation low-precision-gradients")
+DTYPES = Capability.of("param-dtype reduce-dtype buffer-dtype full-precision-in-eval low-precision-gradients")
 
 
 class Strict(ReferenceFlatAdapter):
@@ -27,12 +27,12 @@ class Strict(ReferenceFlatAdapter):
         wanted = {
             *(one for precision in (config.precision, *config.unit_precision.values()) for one in precision.needs()),
             *([Capability.FLAT_PARAMETERS] if config.flat_parameters else []),
-            *([Capability.REPLICAS_ALONE] if not config.shards else []),
+            *([Capability.NO_SHARD] if not config.shards else []),
             *([Capability.HYBRID] if config.mesh.ndim > 1 else []),
-            *([Capability.IGNORED_PARAMETERS] if config.ignored and not config.ignored_modules else []),
+            *([Capability.IGNORED_PARAMS] if config.ignored_params and not config.ignored_modules else []),
             *([Capability.IGNORED_MODULES] if config.ignored_modules else []),
-            *([Capability.SYNC_STATES] if config.sync_states else []),
-            *([Capability.WRAPPING_POLICY] if config.wraps else []),
+            *([Capability.SYNC_MODULE_STATES] if config.sync_module_states else []),
+            *([Capability.AUTO_WRAP_POLICY] if config.auto_wrap_policy else []),
             *([Capability.PROCESS_GROUPS] if config.as_groups else []),
             *([Capability.OFFLOAD] if config.offload else []),
             *([Capability.DEFERRED_REDUCTION] if config.accumulation else []),
@@ -46,7 +46,7 @@ class Strict(ReferenceFlatAdapter):
 
 def _of_the_model(config):
     """The precision that a whole model can have."""
-    return dataclasses.replace(config.precision, casts_inputs=False, output=None, buffers=None)
+    return dataclasses.replace(config.precision, cast_forward_inputs=False, output_dtype=None, buffer_dtype=None)
 
 
 class FlatChunks(Strict):
@@ -61,7 +61,7 @@ class FlatChunks(Strict):
     def capabilities(cls):
         return super().capabilities() - Capability.of(
             # What user code does with single parameters, or finds in the place of chunks.
-            "ignored-parameters ignored-modules unreduced-gradients whole-parameters whole-on-cpu step-in-backward "
+            "ignored-params ignored-modules unreduced-gradients summon-full-params full-params-on-cpu step-in-backward "
             # State dicts have the names and the shapes of single parameters, and other calls of torch's interface.
             "distributed-checkpoint full-state-dict tensor-parallel-checkpoint optimizer-keys fsdp1-api any-combination"
         )

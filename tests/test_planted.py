@@ -153,7 +153,7 @@ def test_the_score_tries_the_function_first_and_then_the_chapter(
 
 def test_the_table_of_a_requirement() -> None:
     lines = run.shown(["SHARDING-2"]).splitlines()
-    assert lines[:2] == ["SHARDING-2", "  suites/test_sharding.py::test_whole_on_every_rank"]
+    assert lines[:2] == ["SHARDING-2", "  suites/test_sharding.py::test_full_on_every_rank"]
     assert "    replicas-not-averaged: gradient of '" in "\n".join(lines)
     with pytest.raises(SystemExit, match="no case is marked with SHARDING-99"):
         run.shown(["SHARDING-99"])

@@ -30,7 +30,7 @@ TEN = {
     "numbers": ("", "evaluation.py::test_second_evaluation_sees_the_step[torch.fully_shard-w2-None]"),
     "exception": ("", "clipping.py::test_empty_shards[torch.fully_shard-w4-inf]"),
     "collectives": ("", "collectives.py::test_evaluations_add_no_gather_to_a_step[torch.fully_shard-w2-None]"),
-    "memory": ("", "memory.py::test_what_is_held_between_steps[torch.fsdp-w2-shards]"),
+    "memory": ("", "memory.py::test_memory_between_steps[torch.fsdp-w2-shards]"),
     "state": ("", "state.py::test_names_and_values[torch.fsdp-w2-plain-first-rank]"),
     "numbers-edit": (
         "125484", "accumulation.py::test_hybrid_reduction_waits[torch.fully_shard-w4-all-reduce-root-only-2-None]"

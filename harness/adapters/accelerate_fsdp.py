@@ -65,7 +65,7 @@ class AccelerateAdapter(Packaged):
 
     def clip(self) -> torch.Tensor:
         clip = self.config.clip
-        assert clip is not None and not clip.raises
+        assert clip is not None and not clip.error_if_nonfinite
         norm: torch.Tensor = self._accelerator.clip_grad_norm_(
             self.module.parameters(), clip.max_norm, norm_type=clip.norm_type
         )
@@ -97,7 +97,7 @@ class AccelerateFsdpAdapter(AccelerateAdapter, TorchFullyShardAdapter):
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         assert config.precision == Precision() and not config.unit_precision, "not tried"
-        assert config.offload is None and not config.ignored, "not tried"
+        assert config.offload is None and not config.ignored_params, "not tried"
         # prepare() wants a model and its optimizer together, and gives the optimizer the sharded parameters.
         self._factory = optimizer or functools.partial(torch.optim.SGD, lr=0.0)
         super().__init__(model, optimizer=None, config=config)
@@ -132,13 +132,13 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     name = "accelerate.fsdp1"
     traits = dataclasses.replace(EngineFsdpAdapter.traits, isolation="adapter", simulates=False)
     option_names: ClassVar[dict[str, str]] = {
-        option: name for option, name in EngineFsdpAdapter.option_names.items() if option != "ignored"
+        option: name for option, name in EngineFsdpAdapter.option_names.items() if option != "ignored_params"
     }
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         missing = {Capability.HYBRID, Capability.PROCESS_GROUPS, Capability.TENSOR_PARALLEL}
-        missing |= {Capability.IGNORED_PARAMETERS, Capability.IGNORED_MODULES, Capability.ORDER_VALIDATION}
+        missing |= {Capability.IGNORED_PARAMS, Capability.IGNORED_MODULES, Capability.ORDER_VALIDATION}
         return super().capabilities() - missing
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

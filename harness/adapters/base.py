@@ -22,13 +22,12 @@ from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.config import Accumulation as Accumulation
 from shardproof.harness.adapters.config import Clip as Clip
 from shardproof.harness.adapters.config import Config as Config
-from shardproof.harness.adapters.config import KeyKind as KeyKind
+from shardproof.harness.adapters.config import FullParams as FullParams
 from shardproof.harness.adapters.config import OwnCollective as OwnCollective
 from shardproof.harness.adapters.config import Precision as Precision
 from shardproof.harness.adapters.config import Settings as Settings
 from shardproof.harness.adapters.config import StateForm as StateForm
 from shardproof.harness.adapters.config import Units as Units
-from shardproof.harness.adapters.config import WholeParameters as WholeParameters
 from shardproof.harness.adapters.config import WrapPolicy as WrapPolicy
 from shardproof.harness.adapters.traits import Traits as Traits
 from shardproof.harness.adapters.traits import padded_to_rows as padded_to_rows
@@ -117,9 +116,17 @@ def options_of(form: StateForm, *, saves: bool = True, strict: bool = True) -> A
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+#: The attributes that an adapter has exactly if it declares a capability.
+_ATTRIBUTES = {
+    "api": Capability.FSDP1_API,
+    "fully_shard": Capability.FSDP2_API,
+    "zero_optimizer": Capability.ZERO_API,
+    "mesh_dims": Capability.DP_MESH_DIMS,
+    "share_comm_ctx": Capability.SHARE_COMM_CTX,
+}
 
 
-def _of_capability(capability: Capability) -> Callable[[_Method], _Method]:
+def of_capability(capability: Capability) -> Callable[[_Method], _Method]:
     """Mark a method that an adapter defines exactly if it declares a capability; without it a call says so."""
 
     def mark(method: _Method) -> _Method:
@@ -137,22 +144,23 @@ def _of_capability(capability: Capability) -> Callable[[_Method], _Method]:
 
 def undefined(capability: Capability, member: str) -> str:
     """Say that an adapter declares a capability and lacks a method, or another member, of it."""
-    found = vars(Adapter).get(member)
-    arguments = "" if found is None else "()"
-    return f"declares {capability} but does not define {member}{arguments}"
+    return f"declares {capability} but does not define {member}{'' if member in _ATTRIBUTES else '()'}"
 
 
-def members_of_capabilities() -> dict[str, Capability]:
-    """The members without a default, by name, each with the capability whose adapters define it."""
-    methods = {name: getattr(value, "capability", None) for name, value in vars(Adapter).items()}
-    attributes = {
-        "api": Capability.FSDP1_API,
-        "fully_shard": Capability.FSDP2_API,
-        "zero_optimizer": Capability.ZERO_API,
-        "mesh_dims": Capability.NAMED_DIMENSIONS,
-        "share_comm_ctx": Capability.SHARED_CONTEXT,
-    }
-    return attributes | {name: capability for name, capability in methods.items() if capability is not None}
+def is_undefined(adapter: "type[Adapter]", member: str) -> bool:
+    """Return whether an adapter class has no method, or other member, of its own of this name."""
+    found = getattr(adapter, member, None)
+    return found is None or hasattr(found, "capability")
+
+
+def members_of_capabilities(*kinds: type) -> dict[str, Capability]:
+    """The members without a default, by name, each with the capability whose adapters define it.
+
+    Args:
+        kinds: classes with further methods of the protocol, such as those of FSDP1 alone.
+    """
+    methods = (pair for kind in (Adapter, *kinds) for pair in vars(kind).items())
+    return _ATTRIBUTES | {name: value.capability for name, value in methods if hasattr(value, "capability")}
 
 
 class Adapter(ABC):
@@ -189,8 +197,8 @@ class Adapter(ABC):
         api: the module of the implementation. Needs :attr:`Capability.FSDP1_API`.
         fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
         zero_optimizer: what makes its optimizer, as a staticmethod. Needs :attr:`Capability.ZERO_API`.
-        mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.NAMED_DIMENSIONS` as well.
-        share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARED_CONTEXT`.
+        mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.DP_MESH_DIMS` as well.
+        share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARE_COMM_CTX`.
         option_names: the implementation's own names of fields of :class:`Config`, as "clip.raises". The constructor and
             the other methods pass these on, whether the capability is declared or not; an option without a name here
             is one that the implementation does not have.
@@ -276,9 +284,9 @@ class Adapter(ABC):
 
         Args:
             model: in float32, on the device of ``config.mesh``, with equal values on all ranks unless
-                ``config.sync_states`` is set. Where the adapter declares the capabilities, it may contain DTensors of a
-                tensor-parallel mesh, activation checkpointing wrappers and compiled modules. The adapter owns it from
-                here on.
+                ``config.sync_module_states`` is set. Where the adapter declares the capabilities, it may contain
+                DTensors of a tensor-parallel mesh, activation checkpointing wrappers and compiled modules. The adapter
+                owns it from here on.
             optimizer: makes the optimizer from the sharded parameters; None trains without one.
             config: how to shard the model.
         """
@@ -324,7 +332,9 @@ class Adapter(ABC):
         """
         assert self.config.clip is not None
         clip = self.config.clip
-        return nn.utils.clip_grad_norm_(self.module.parameters(), clip.max_norm, clip.norm_type, clip.raises)
+        return nn.utils.clip_grad_norm_(
+            self.module.parameters(), clip.max_norm, clip.norm_type, clip.error_if_nonfinite
+        )
 
     def clip_parameters(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip: Clip, *, foreach: bool | None = None
@@ -334,7 +344,7 @@ class Adapter(ABC):
         They are some of :meth:`held_parameters`; one need not be in a list. ``foreach`` says whether kernels for lists
         of tensors are used. Needs :attr:`Capability.CLIP_SOME`.
         """
-        return nn.utils.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
+        return nn.utils.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.error_if_nonfinite, foreach)
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the total norm that :meth:`clip` returned as a plain scalar tensor, equal on all ranks.
@@ -426,7 +436,7 @@ class Adapter(ABC):
         """
         return {original_name(name): value for name, value in self.module.named_parameters()}
 
-    @_of_capability(Capability.REGISTERED_STATE)
+    @of_capability(Capability.REGISTERED_STATE)
     def gathered(self) -> dict[str, bool]:
         """Return for each parameter of the original model whether ``module.parameters()`` currently shows it gathered.
 
@@ -434,7 +444,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.REGISTERED_STATE)
+    @of_capability(Capability.REGISTERED_STATE)
     def registered(self) -> dict[str, Piece]:
         """Return what ``module.parameters()`` currently shows of each parameter, gathered or sharded.
 
@@ -442,7 +452,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.TENSOR_PARALLEL)
+    @of_capability(Capability.TENSOR_PARALLEL)
     def own_gradients(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the local gradients that this rank's optimizer will use; the case changes them in place.
 
@@ -457,7 +467,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.MANUAL_RESHARD)
+    @of_capability(Capability.MANUAL_RESHARD)
     def reshard(self) -> None:
         """Free all gathered parameters, so that the sharded ones are registered again.
 
@@ -465,7 +475,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.ASYNC_UNSHARD)
+    @of_capability(Capability.ASYNC_UNSHARD)
     def unshard(self, *, waits: bool = False) -> None:
         """Start to gather all parameters, and return at once or, with ``waits``, once all are registered whole.
 
@@ -474,22 +484,22 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.WHOLE_PARAMETERS)
-    def whole_parameters(self, how: WholeParameters) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]:
+    @of_capability(Capability.SUMMON_FULL_PARAMS)
+    def summon_full_params(self, how: FullParams) -> contextlib.AbstractContextManager[dict[str, nn.Parameter]]:
         """Gather all parameters for as long as the context lasts (collective). Called between steps.
 
-        Needs :attr:`Capability.WHOLE_PARAMETERS`.
+        Needs :attr:`Capability.SUMMON_FULL_PARAMS`.
 
         Args:
             how: on which ranks, on which device, and whether changes are kept.
 
         Yields:
             What the modules hold, by names of the original model; on the other ranks than the first with
-            ``how.first_rank_only`` the shards.
+            ``how.rank0_only`` the shards.
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.EXPLICIT_PREFETCH)
+    @of_capability(Capability.EXPLICIT_PREFETCH)
     def prefetch(self, *, forward: Mapping[str, Sequence[str]], backward: Mapping[str, Sequence[str]]) -> None:
         """Set which other units each unit gathers before its own computation. Called before training.
 
@@ -503,7 +513,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.FORWARD_METHOD)
+    @of_capability(Capability.FORWARD_METHOD)
     def register_forward_method(self, submodule: str, method: str) -> None:
         """Make a method of a submodule gather and free parameters as ``forward`` does. Called once, before training.
 
@@ -511,7 +521,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.POST_OPTIM_EVENT)
+    @of_capability(Capability.POST_OPTIM_EVENT)
     def after_step(self, event: torch.Event) -> None:
         """Make the next step's gathers wait for ``event`` instead of the whole stream of the optimizer.
 
@@ -520,7 +530,7 @@ class Adapter(ABC):
         """
         raise NotImplementedError
 
-    @_of_capability(Capability.UNIT_SETTINGS)
+    @of_capability(Capability.UNIT_SETTINGS)
     def change(self, settings: Settings, *, unit: str = "", recurse: bool = False) -> None:
         """Change the settings of one unit, or of all units in a module, for the passes that follow.
 
@@ -530,18 +540,6 @@ class Adapter(ABC):
             settings: what to change.
             unit: the name of the unit's first module; "" is the root's own.
             recurse: whether the units inside the module change too.
-        """
-        raise NotImplementedError
-
-    @_of_capability(Capability.REDUCTION_HOOK)
-    def replace_reduction(self, hook: Callable[..., None]) -> None:
-        """Let ``hook`` reduce the gradients of all units in place of the implementation. Called once, before training.
-
-        Needs :attr:`Capability.REDUCTION_HOOK`.
-
-        Args:
-            hook: called with this rank's whole gradients of one unit, 1-D, and an empty tensor for this rank's share of
-                their average, which it fills; the gradients alone, to average in place, where nothing is sharded.
         """
         raise NotImplementedError
 
@@ -600,42 +598,22 @@ class Adapter(ABC):
 
     # Checkpoints of an implementation's own, by its own calls and in its own files.
 
-    @_of_capability(Capability.OWN_CHECKPOINT)
+    @of_capability(Capability.OWN_CHECKPOINT)
     def save_own(self, directory: pathlib.Path) -> None:
         """Write model and optimizer into a directory (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
         raise NotImplementedError
 
-    @_of_capability(Capability.OWN_CHECKPOINT)
+    @of_capability(Capability.OWN_CHECKPOINT)
     def load_own(self, directory: pathlib.Path) -> None:
         """Load what :meth:`save_own` wrote (collective). Needs :attr:`Capability.OWN_CHECKPOINT`."""
         raise NotImplementedError
 
-    @_of_capability(Capability.OWN_CHECKPOINT)
+    @of_capability(Capability.OWN_CHECKPOINT)
     def consolidated(self, directory: pathlib.Path) -> dict[str, torch.Tensor]:
         """Return the whole weights in what :meth:`save_own` wrote, as user code outside of the job reads them.
 
         They are on the CPU, by names of the original model. Called on every rank, which reads the files alone: not
         collective. Needs :attr:`Capability.OWN_CHECKPOINT`.
-        """
-        raise NotImplementedError
-
-    # State dicts of optimizers by the calls that an implementation had before, and by numbers in place of names.
-
-    @_of_capability(Capability.OPTIMIZER_KEYS)
-    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
-        """Return the optimizer's state dict by older calls (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise NotImplementedError
-
-    @_of_capability(Capability.OPTIMIZER_KEYS)
-    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
-        """Load what :meth:`older_checkpoint` returned (collective). Needs :attr:`Capability.OPTIMIZER_KEYS`."""
-        raise NotImplementedError
-
-    @_of_capability(Capability.OPTIMIZER_KEYS)
-    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Return a full state dict of an optimizer with the other kind of keys, those of ``by``.
-
-        The model is unsharded, and the optimizer one of its parameters. Needs :attr:`Capability.OPTIMIZER_KEYS`.
         """
         raise NotImplementedError
 

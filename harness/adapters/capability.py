@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-DIVIDED = {"mixed-precision": ("param-dtype", "reduce-dtype", "buffer-dtype")}
-"""By the name of a capability that there was, those that it has become: an adapter declares the ones that it has."""
+from shardproof import renamed
 
 
 class _Names(enum.EnumType):
@@ -26,10 +25,12 @@ class _Names(enum.EnumType):
 def _why_not(capabilities: enum.EnumType, name: str) -> str:
     """Return a line about what is no capability, by its value or as an attribute."""
     value = name.lower().replace("_", "-") if name.isupper() else name
-    if value in DIVIDED:
-        *others, last = DIVIDED[value]
-        parts = f"{', '.join(others)} and {last}, of which an adapter declares those that it has"
-        return f"{value} is no capability any more: it is {parts}"
+    *others, last = renamed.capability(value)
+    if others:
+        parts = f"{', '.join(others)} and {last}; declare those that the implementation has"
+        return f"the capability {value} was divided into {parts}"
+    if last != value:
+        return f"the capability {value} was renamed: it is {last}"
     near = difflib.get_close_matches(value, capabilities, n=2, cutoff=0.6)
     known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
     return f"there is no capability {name!r}: {known}"
@@ -68,7 +69,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
-    REPLICAS_ALONE = "replicas-alone"
+    NO_SHARD = "no-shard"
     """User code can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
     SINGLE_RANK = "single-rank"
     """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
@@ -78,7 +79,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """Units may be sharded over other ranks than the root, as experts are."""
     PARAMETER_MESHES = "parameter-meshes"
     """Parameters of one unit may be sharded over different ranks, as experts next to the router of their layer."""
-    NAMED_DIMENSIONS = "named-dimensions"
+    DP_MESH_DIMS = "dp-mesh-dims"
     """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
     SPMD_TYPES = "spmd-types"
     """Parameters on that mesh may also be plain tensors, if they are annotated with the package ``spmd_types``."""
@@ -95,9 +96,9 @@ class Capability(enum.StrEnum, metaclass=_Names):
     # ``tied-parameters`` for almost every implementation. The others are options of user code: declare those that
     # there are.
 
-    WRAPPING_POLICY = "wrapping-policy"
+    AUTO_WRAP_POLICY = "auto-wrap-policy"
     """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
-    IGNORED_PARAMETERS = "ignored-parameters"
+    IGNORED_PARAMS = "ignored-params"
     """Some parameters can be left alone: neither sharded nor reduced."""
     IGNORED_MODULES = "ignored-modules"
     """Modules can be left alone, with all parameters in them."""
@@ -110,23 +111,23 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     # Gathers.
     # ``counted-units`` if each unit is gathered by one collective and reduced by one, which lets cases count; then
-    # ``gather-order`` if backward gathers one unit ahead. The others are options of user code.
+    # ``all-gather-order`` if backward gathers one unit ahead. The others are options of user code.
 
-    GATHER_EXTENSION = "gather-extension"
+    ALL_GATHER_EXTENSION = "all-gather-extension"
     """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
     COUNTED_UNITS = "counted-units"
     """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
-    GATHER_ORDER = "gather-order"
+    ALL_GATHER_ORDER = "all-gather-order"
     """Collectives follow the contract's order: forward gathers a unit when it runs, backward gathers one unit ahead."""
-    GATHERS_AHEAD = "gathers-ahead"
+    BACKWARD_PREFETCH = "backward-prefetch"
     """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
     EXPLICIT_PREFETCH = "explicit-prefetch"
     """User code can set which other units a unit gathers ahead, in forward and in backward."""
     KEEP_UNSHARDED_STORAGE = "keep-unsharded-storage"
     """User code can let gathered storages keep their memory when a unit reshards, so that their addresses stay."""
-    GATHER_RELEASE = "gather-release"
+    ALL_GATHER_RELEASE = "all-gather-release"
     """A shard with such methods chooses whether what was gathered is freed once its parameter has been made of it."""
-    SHARED_CONTEXT = "shared-context"
+    SHARE_COMM_CTX = "share-comm-ctx"
     """``share_comm_ctx`` lets several models, such as stages of a pipeline, share streams and buffers in flight."""
 
     # Outputs, hooks and calls.
@@ -183,19 +184,19 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
     UNREDUCED_GRADIENTS = "unreduced-gradients"
     """While reductions are deferred, modules register full parameters, which show this rank's unreduced gradients."""
-    KEEP_AFTER_BACKWARD = "keep-after-backward"
+    RESHARD_AFTER_BACKWARD = "reshard-after-backward"
     """Parameters can stay gathered after backward, for the next microbatch."""
-    MARKED_LAST_BACKWARD = "marked-last-backward"
+    IS_LAST_BACKWARD = "is-last-backward"
     """Several forwards may run before their backwards, and a call marks the last backward."""
 
     # Settings of reductions.
     # None unless user code can change how gradients are reduced.
 
-    DIVIDE_FACTOR = "divide-factor"
+    GRADIENT_DIVIDE_FACTOR = "gradient-divide-factor"
     """User code can set by what the sum of a unit's gradients is divided."""
-    OWN_REDUCE_GROUP = "own-reduce-group"
+    SEPARATE_REDUCE_SCATTER_GROUP = "separate-reduce-scatter-group"
     """Reductions can have a process group other than that of the gathers."""
-    REDUCE_INPUTS = "reduce-inputs"
+    REDUCE_SCATTER_MAX_INPUT_BUFFERS = "reduce-scatter-max-input-buffers"
     """User code can choose how many inputs of reductions may be in flight."""
     REDUCTION_HOOK = "reduction-hook"
     """A function of the script can take the place of the reduction of all units."""
@@ -223,7 +224,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """Reduced gradients of several microbatches add up in the parameters' dtype, deferred ones in the reduction's."""
     OUTPUT_DTYPE = "output-dtype"
     """A unit can cast its outputs to a dtype."""
-    FULL_PRECISION_EVALUATION = "full-precision-evaluation"
+    FULL_PRECISION_IN_EVAL = "full-precision-in-eval"
     """With a compute dtype, forwards in evaluation mode can do without any cast."""
     LOW_PRECISION_GRADIENTS = "low-precision-gradients"
     """The optimizer can get gradients in the dtype in which they are reduced."""
@@ -281,13 +282,13 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
     ASYNC_UNSHARD = "async-unshard"
     """A call starts to gather parameters in advance and returns at once, also before the first forward."""
-    WHOLE_PARAMETERS = "whole-parameters"
+    SUMMON_FULL_PARAMS = "summon-full-params"
     """A context gathers all parameters, which user code can read and change, with gradients too."""
-    WHOLE_ON_CPU = "whole-on-cpu"
+    FULL_PARAMS_ON_CPU = "full-params-on-cpu"
     """It can put them on the CPU, also where the model computes there."""
     META_DEVICE = "meta-device"
     """A model may come on the meta device; its values are made when it is sharded, or once it is."""
-    SYNC_STATES = "sync-states"
+    SYNC_MODULE_STATES = "sync-module-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
     OFFLOAD = "offload"
     """Shards, their gradients and the optimizer can live on the CPU."""
@@ -367,33 +368,33 @@ PREREQUISITES = {
         "deferred-all-reduce": "hybrid single-rank deferred-reduction counted-units",
         "deferred-per-unit": "deferred-reduction reshard-after-forward root-reshard counted-units",
         "deferred-reduction": "counted-units",
-        "gather-order": "counted-units",
-        "gathers-ahead": "reshard-after-forward counted-units",
-        "keep-after-backward": "deferred-reduction reshard-after-forward counted-units",
-        "marked-last-backward": "deferred-per-unit reshard-after-forward root-reshard counted-units gather-order",
+        "all-gather-order": "counted-units",
+        "backward-prefetch": "reshard-after-forward counted-units",
+        "reshard-after-backward": "deferred-reduction reshard-after-forward counted-units",
+        "is-last-backward": "deferred-per-unit reshard-after-forward root-reshard counted-units all-gather-order",
         "recomputes-gathered": "recomputation counted-units",
         "reshard-a-part": "root-reshard tensor-parallel counted-units",
         "reshard-to-size": "root-reshard counted-units",
-        "wrapping-policy": "counted-units",
+        "auto-wrap-policy": "counted-units",
         # A part or a variant of another.
         "accumulation-dtypes": "reduce-dtype deferred-reduction",
         "clip-any-norm": "clipping",
         "clip-empty-shards": "clipping",
         "clip-raises": "clipping clip-by-call sharded",
         "clip-some": "clipping",
-        "full-precision-evaluation": "param-dtype",
+        "full-precision-in-eval": "param-dtype",
         "full-state-dict": "distributed-checkpoint",
-        "gather-release": "gather-extension",
+        "all-gather-release": "all-gather-extension",
         "low-precision-gradients": "reduce-dtype",
         "offload-choice": "offload",
         "optimizer-keys": "distributed-checkpoint",
         "output-dtype": "param-dtype reduce-dtype",
         "pageable-offload": "offload",
         "parameter-dtypes": "param-dtype",
-        "spmd-types": "named-dimensions tensor-parallel",
+        "spmd-types": "dp-mesh-dims tensor-parallel",
         "tensor-parallel-checkpoint": "distributed-checkpoint tensor-parallel",
         "tensor-parallel-counts": "tensor-parallel",
-        "whole-on-cpu": "whole-parameters",
+        "full-params-on-cpu": "summon-full-params",
         # Called, or set, by what another stands for.
         "async-unshard": "registered-state",
         "dtensor-parameters": "sharded",
@@ -401,11 +402,11 @@ PREREQUISITES = {
         "keep-unsharded-storage": "unit-settings reshard-after-forward sharded",
         "loss-scaling": "own-optimizer",
         "manual-backward-finalization": "autograd-calls own-optimizer",
-        "named-dimensions": "sharded tensor-parallel",
-        "own-reduce-group": "unit-settings",
+        "dp-mesh-dims": "sharded tensor-parallel",
+        "separate-reduce-scatter-group": "unit-settings",
         "parameter-meshes": "tensor-parallel",
-        "replicated-modules": "ignored-parameters",
-        "shared-context": "autograd-calls own-optimizer",
+        "replicated-modules": "ignored-params",
+        "share-comm-ctx": "autograd-calls own-optimizer",
         "symmetric-memory": "unit-settings",
         "unit-meshes": "order-validation",
         "unit-settings": "reshard-after-forward",

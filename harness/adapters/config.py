@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
+from shardproof import renamed
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors import private
@@ -37,10 +38,6 @@ StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
 """
 
 
-KeyKind = Literal["name", "number"]
-"""What an optimizer's state dict calls its parameters by: their names, or their numbers in the optimizer's groups."""
-
-
 #: The orders of ranks that process groups can keep, as far as the installed torch has them.
 ORDERED = frozenset(
     capability
@@ -52,23 +49,34 @@ ORDERED = frozenset(
 )
 
 
+class _Renamed:
+    """Names the new name of a field to whoever reads it by the old one."""
+
+    if not TYPE_CHECKING:  # mypy would take every name for a field
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            new = renamed.member(kind, name)
+            raise AttributeError(f"{kind}.{name} was renamed: it is {kind}.{new}" if new else f"{kind} has no {name!r}")
+
+
 @dataclasses.dataclass(frozen=True)
-class Clip:
+class Clip(_Renamed):
     """Gradient clipping by the total norm of all gradients, the p-norm of ``norm_type``, positive or ``inf``.
 
     Attributes:
         max_norm: the norm above which gradients are scaled down; positive.
-        raises: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing. Needs
-            :attr:`Capability.CLIP_RAISES`.
+        error_if_nonfinite: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales
+            nothing. Needs :attr:`Capability.CLIP_RAISES`.
     """
 
     max_norm: float
     norm_type: float = 2.0
-    raises: bool = False
+    error_if_nonfinite: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Accumulation:
+class Accumulation(_Renamed):
     """What every backward but the last of a step defers to the last one.
 
     Needs :attr:`Capability.DEFERRED_REDUCTION`. A value other than a field's default needs the capability named there.
@@ -86,64 +94,64 @@ class Accumulation:
     Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
     """
 
-    ends_all: bool = False
-    """Whether the call that ends the deferral of the all-reduce is the one for the whole reduction.
+    ends_by_gradient_sync: bool = False
+    """Whether the call for the whole reduction, not the one for the all-reduce, ends the deferral of the all-reduce.
 
     Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
     """
 
-    keeps_gathered: bool = False
-    """Whether parameters stay gathered after these backwards, for the next microbatch.
+    reshard_after_backward: bool = True
+    """Whether these backwards reshard parameters; False leaves them unsharded for the next microbatch.
 
-    Needs :attr:`Capability.KEEP_AFTER_BACKWARD`.
+    False needs :attr:`Capability.RESHARD_AFTER_BACKWARD`.
     """
 
-    marks_last: bool = False
+    set_is_last_backward: bool = False
     """Whether a call marks the last backward, for schedules that run several forwards before their backwards.
 
-    Needs :attr:`Capability.MARKED_LAST_BACKWARD`.
+    Needs :attr:`Capability.IS_LAST_BACKWARD`.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(_Renamed):
     """The dtypes of a unit where they differ from those of its parameters.
 
     Values other than a field's default need what is named there, or :attr:`Capability.MODEL_PRECISION` alone where all
     units have the same and it casts no inputs.
     """
 
-    compute: torch.dtype | None = None
-    """The dtype in which parameters are gathered and computed with; None is that of the parameters.
+    param_dtype: torch.dtype | None = None
+    """The dtype of unsharded parameters, in the all-gather and in compute; None is that of the parameters.
 
     Needs :attr:`Capability.PARAM_DTYPE`.
     """
 
-    reduce: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are reduced, and added up before they are; None is the implementation's default.
 
-    :meth:`reduce_dtype` is the dtype that this comes to. Needs :attr:`Capability.REDUCE_DTYPE`.
+    :meth:`reduced_in` is the dtype that this comes to. Needs :attr:`Capability.REDUCE_DTYPE`.
     """
 
-    output: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
     """The dtype to which floating-point tensors in the unit's output are cast; None leaves them.
 
     Needs :attr:`Capability.OUTPUT_DTYPE`.
     """
 
-    buffers: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
     """The dtype of floating-point buffers; None leaves them. Needs :attr:`Capability.BUFFER_DTYPE`."""
 
-    casts_inputs: bool = True
-    """Whether floating-point tensors in the unit's inputs are cast to the dtype of compute."""
+    cast_forward_inputs: bool = True
+    """Whether floating-point tensors in the unit's inputs are cast to :attr:`param_dtype`."""
 
-    full_in_evaluation: bool = False
+    full_precision_in_eval: bool = False
     """Whether nothing is cast while the module is in evaluation mode.
 
-    Needs :attr:`Capability.FULL_PRECISION_EVALUATION`.
+    Needs :attr:`Capability.FULL_PRECISION_IN_EVAL`.
     """
 
-    keeps_gradients: bool = False
+    keep_low_precision_grads: bool = False
     """Whether the optimizer gets gradients of the dtype of the reduction; otherwise they have that of the parameters.
 
     Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
@@ -152,21 +160,21 @@ class Precision:
     def needs(self) -> frozenset[Capability]:
         """Return the capabilities without which no unit can have these dtypes of its own."""
         named = {
-            Capability.PARAM_DTYPE: self.compute, Capability.REDUCE_DTYPE: self.reduce,
-            Capability.OUTPUT_DTYPE: self.output, Capability.BUFFER_DTYPE: self.buffers,
-            Capability.FULL_PRECISION_EVALUATION: self.full_in_evaluation,
-            Capability.LOW_PRECISION_GRADIENTS: self.keeps_gradients,
+            Capability.PARAM_DTYPE: self.param_dtype, Capability.REDUCE_DTYPE: self.reduce_dtype,
+            Capability.OUTPUT_DTYPE: self.output_dtype, Capability.BUFFER_DTYPE: self.buffer_dtype,
+            Capability.FULL_PRECISION_IN_EVAL: self.full_precision_in_eval,
+            Capability.LOW_PRECISION_GRADIENTS: self.keep_low_precision_grads,
         }  # fmt: skip
         return frozenset(capability for capability, value in named.items() if value)
 
-    def reduce_dtype(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
+    def reduced_in(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
         """Return the dtype in which an implementation with these traits reduces the gradients of a unit.
 
         It may be that of the unit's parameters.
         """
-        if self.reduce is not None:
-            return self.reduce
-        return parameters if traits.reduces_in == "parameters" else self.compute or parameters
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        return parameters if traits.reduces_in == "parameters" else self.param_dtype or parameters
 
 
 class OwnCollective(Protocol):
@@ -184,7 +192,7 @@ class OwnCollective(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(_Renamed):
     """What user code changes about single units of a sharded model, for the passes that follow; None changes nothing.
 
     Needs :attr:`Capability.UNIT_SETTINGS`, and what is named at a field as well.
@@ -196,91 +204,97 @@ class Settings:
     unshard_in_backward: bool | None = None
     """Whether backward gathers the parameters, which some units compute their gradients without."""
 
-    keep_unsharded: bool | None = None
+    keep_unsharded_storage: bool | None = None
     """Whether gathered storages keep their memory. Needs :attr:`Capability.KEEP_UNSHARDED_STORAGE`."""
 
-    reduce_unused: bool | None = None
+    reduce_scatter_unused_params: bool | None = None
     """Whether zeros are reduced for parameters without a gradient; see :attr:`Config.ranks_differ`.
 
     Needs :attr:`Capability.RANKS_DIFFER`.
     """
 
-    divide_factor: float | None = None
-    """By what the sum of the gradients is divided; see :attr:`Config.divide_factors`.
+    gradient_divide_factor: float | None = None
+    """The divisor of the sum of the gradients; see :attr:`Config.gradient_divide_factors`.
 
-    Needs :attr:`Capability.DIVIDE_FACTOR`.
+    Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
     """
 
-    older_divide_factor: float | None = None
-    """The same, by the older name of the call. Needs :attr:`Capability.DIVIDE_FACTOR`."""
+    reduce_scatter_divide_factor: float | None = None
+    """The same divisor, set by the deprecated call of this name. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`."""
 
-    force_sum: bool | None = None
-    """Whether every reduction is a sum, and divisions are separate."""
+    force_sum_reduction_for_comms: bool | None = None
+    """Whether each reduction is a sum, followed by a separate division."""
 
-    own_reduce_group: bool | None = None
-    """Whether reductions have a process group of their own. Needs :attr:`Capability.OWN_REDUCE_GROUP`."""
+    separate_reduce_scatter_group: bool | None = None
+    """Whether reduce-scatters have a process group of their own.
 
-    reduce_inputs: int | None = None
-    """How many inputs of reductions may be in flight. Needs :attr:`Capability.REDUCE_INPUTS`."""
+    Needs :attr:`Capability.SEPARATE_REDUCE_SCATTER_GROUP`.
+    """
 
-    group_memory: bool | None = None
+    reduce_scatter_max_input_buffers: int | None = None
+    """The number of reduce-scatter inputs that may be in flight.
+
+    Needs :attr:`Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS`.
+    """
+
+    allocate_memory_from_process_group_for_comm: bool | None = None
     """Whether buffers come from the allocator of the process group, if it has one."""
 
-    symmetric_memory: str | None = None
+    symm_mem_for_comm: str | None = None
     """The backend in whose symmetric memory buffers live. Needs :attr:`Capability.SYMMETRIC_MEMORY`."""
 
-    reduced: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     """Called with the rank's share of the reduced gradients, 1-D, which it may change; after a sum over replicas."""
 
-    gather: OwnCollective | None = None
-    """Takes the place of the all-gather."""
+    custom_all_gather: OwnCollective | None = None
+    """Replaces the all-gather."""
 
-    reduce_scatter: OwnCollective | None = None
-    """Takes the place of the reduce-scatter."""
+    custom_reduce_scatter: OwnCollective | None = None
+    """Replaces the reduce-scatter."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WrapPolicy:
+class WrapPolicy(_Renamed):
     """A rule by which an implementation finds the units inside the root itself, instead of by their names.
 
     Attributes:
-        rule: ``"size"``: children first, each module with at least ``min_numel`` elements that nothing inside it has
-            taken. ``"classes"``: modules of ``classes``. ``"function"``: modules that ``chooses`` returns True for.
-            ``"objects"``: as "classes", by a policy object that names all modules at once. ``"called-objects"``: the
-            same, where the object is called for each module. ``"custom"``: as "function", by such an object;
-            ``chooses`` may also return a dict with ``reshard_after_forward`` for the module's unit.
+        rule: ``"size"``: children first, each module with at least ``min_num_params`` elements that no unit inside it
+            has. ``"classes"``: modules of ``module_classes``. ``"function"``: modules for which ``lambda_fn`` returns
+            True. ``"objects"``: as "classes", by a policy object that names all modules at once. ``"called-objects"``:
+            the same, where the object is called for each module. ``"custom"``: as "function", by such an object;
+            ``lambda_fn`` may also return a dict with ``reshard_after_forward`` for the module's unit.
             ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the options.
-        min_numel: for "size".
-        classes: for "classes", "objects" and "called-objects".
-        chooses: for "function", "custom" and "by-hand".
-        leaves: for "size", classes that become no unit, nor anything inside them; None is the implementation's choice.
-        excluded: for "size", classes that become no unit themselves; None is the implementation's choice.
+        min_num_params: for "size"; the number of elements.
+        module_classes: for "classes", "objects" and "called-objects".
+        lambda_fn: for "function", "custom" and "by-hand".
+        force_leaf_modules: for "size", classes that become no unit, nor anything inside them; None is the default.
+        exclude_wrap_modules: for "size", classes that become no unit themselves; None is the default.
     """
 
     rule: Literal["size", "classes", "function", "objects", "called-objects", "custom", "by-hand"]
-    min_numel: int = 0
-    classes: tuple[type[nn.Module], ...] = ()
-    chooses: Callable[[nn.Module], bool | dict[str, object]] | None = None
-    leaves: tuple[type[nn.Module], ...] | None = None
-    excluded: tuple[type[nn.Module], ...] | None = None
+    min_num_params: int = 0
+    module_classes: tuple[type[nn.Module], ...] = ()
+    lambda_fn: Callable[[nn.Module], bool | dict[str, object]] | None = None
+    force_leaf_modules: tuple[type[nn.Module], ...] | None = None
+    exclude_wrap_modules: tuple[type[nn.Module], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeParameters:
-    """How user code reads and changes whole parameters between two steps.
+class FullParams(_Renamed):
+    """How user code reads and changes full parameters between two steps: the options of ``summon_full_params``.
 
     Attributes:
-        keeps_changes: whether what the script writes to them stays; not together with ``first_rank_only``.
-        first_rank_only: whether the first rank alone has them.
-        on_cpu: whether they are on the CPU.
-        with_gradients: whether they have whole gradients, whose changes are kept as theirs are. Not together with
-            ``on_cpu`` or :attr:`Config.flat_parameters`.
+        writeback: whether changes of the full parameters reach the shards; not together with ``rank0_only``.
+        rank0_only: whether only the first rank has full parameters.
+        offload_to_cpu: whether full parameters are on the CPU.
+        with_grads: whether they have full gradients, whose changes are written back too. Not together with
+            ``offload_to_cpu`` or :attr:`Config.flat_parameters`.
     """
 
-    keeps_changes: bool = True
-    first_rank_only: bool = False
-    on_cpu: bool = False
-    with_gradients: bool = False
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,7 +310,7 @@ class NamedDimensions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(_Renamed):
     """How a case wants its model sharded, in terms that are the same for every implementation.
 
     An adapter raises for a value that its implementation cannot honour; it never approximates. Cases that need a
@@ -327,7 +341,7 @@ class Config:
     shards: bool = True
     """Whether parameters are divided among the ranks of :attr:`mesh`; False keeps them whole on each of them.
 
-    False needs :attr:`Capability.REPLICAS_ALONE` and a mesh of one dimension.
+    False needs :attr:`Capability.NO_SHARD` and a mesh of one dimension.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -352,7 +366,7 @@ class Config:
     clip: Clip | None = None
     """How gradients are clipped; None does not clip."""
 
-    find_unused: bool = False
+    find_unused_parameters: bool = False
     """Whether some parameters may get no gradient in a step, as in DDP's ``find_unused_parameters``."""
 
     ranks_differ: bool = False
@@ -370,33 +384,35 @@ class Config:
     unit_precision: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
     """The dtypes of the units of some modules, by the name of the unit's first module."""
 
-    ignored: tuple[str, ...] = ()
-    """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMETERS`."""
+    ignored_params: tuple[str, ...] = ()
+    """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMS`."""
 
     ignored_modules: tuple[str, ...] = ()
-    """Modules that user code names in place of their parameters, which are all in :attr:`ignored`.
+    """Modules that user code passes instead of their parameters, which are all in :attr:`ignored_params`.
 
-    Parameters in :attr:`ignored` that are outside of them are named beside, which is to be refused.
+    Ignored parameters outside these modules are passed as parameters too; the implementation must raise.
 
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
 
     ignored_inside: bool = False
-    """Whether only the units around what is ignored are given it, and not the root, which learns of it from them.
+    """Whether only nested units get the option, so that the root must infer which parameters are ignored.
 
     Needs :attr:`Capability.IGNORED_MODULES`.
     """
 
     replicated: tuple[str, ...] = ()
-    """Modules that torch's ``replicate`` manages, which averages their gradients; their parameters are :attr:`ignored`.
+    """Modules that torch's ``replicate`` manages, which averages their gradients.
+
+    Their parameters are :attr:`ignored_params`.
 
     Needs :attr:`Capability.REPLICATED_MODULES`.
     """
 
-    divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """By what the sum of the gradients of some units is divided, instead of the number of ranks.
+    gradient_divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """The divisors of the sums of the gradients of some units, which replace the number of ranks.
 
-    By the name of the unit's first module; "" is the root's own. Needs :attr:`Capability.DIVIDE_FACTOR`.
+    Keys are names of the units' first modules; "" is the root's own. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
     """
 
     flat_parameters: bool = False
@@ -405,41 +421,41 @@ class Config:
     Needs :attr:`Capability.FLAT_PARAMETERS`.
     """
 
-    sync_states: bool | Literal["root"] = False
+    sync_module_states: bool | Literal["root"] = False
     """Whether every rank starts from the parameters and buffers of the first rank of the mesh.
 
-    With ``"root"`` the root alone is given the option: the parameters of its own unit come from the first rank, and all
-    buffers, but not the parameters of the other units.
+    ``"root"`` sets the option for the root only: the parameters of the root's own unit and all buffers come from the
+    first rank, the parameters of the other units do not.
 
-    Needs :attr:`Capability.SYNC_STATES`, and ``"root"`` :attr:`Capability.COUNTED_UNITS` as well.
+    Needs :attr:`Capability.SYNC_MODULE_STATES`, and ``"root"`` :attr:`Capability.COUNTED_UNITS` as well.
     """
 
-    gathers_ahead: Literal["before-backward", "after-backward", "never"] | None = None
-    """When backward gathers the unit that comes next: before the current unit computes, after it, or not ahead.
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] | None = None
+    """When backward issues the all-gather of the next unit: before the current unit's backward, after it, or not ahead.
 
-    None is the implementation's default. Needs :attr:`Capability.GATHERS_AHEAD`.
+    None is the implementation's default. Needs :attr:`Capability.BACKWARD_PREFETCH`.
     """
 
-    gathers_ahead_in_forward: bool | None = None
-    """Whether each unit of a forward gathers the one that followed it in the first forward; None is the default.
+    forward_prefetch: bool | None = None
+    """Whether each unit of a forward prefetches the unit that followed it in the first forward; None is the default.
 
-    Needs :attr:`Capability.GATHERS_AHEAD`.
+    Needs :attr:`Capability.BACKWARD_PREFETCH`.
     """
 
-    bounds_gathers: bool | None = None
-    """Whether gathers wait for compute, so that few units are gathered at a time; None is the default.
+    limit_all_gathers: bool | None = None
+    """Whether all-gathers wait for compute, so that few units are unsharded at a time; None is the default.
 
-    Needs :attr:`Capability.GATHERS_AHEAD`.
+    Needs :attr:`Capability.BACKWARD_PREFETCH`.
     """
 
-    init: Callable[[nn.Module], None] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
     """Makes the parameters and buffers of one module itself real, and gives them their values.
 
     For a model on the meta device, which needs :attr:`Capability.META_DEVICE`. None moves what is on the meta device to
     uninitialised memory and calls the module's ``reset_parameters``.
     """
 
-    materializes: bool = True
+    materialize: bool = True
     """Whether sharding makes a model on the meta device real; False leaves that to a load.
 
     Needs :attr:`Capability.META_LOAD`.
@@ -482,16 +498,16 @@ class Config:
     :attr:`Capability.PARAMETER_DTYPES`.
     """
 
-    named_dimensions: NamedDimensions | None = None
-    """What the adapter passes on instead of :attr:`mesh`, which is the data-parallel part of it.
+    dp_mesh_dims: NamedDimensions | None = None
+    """The full mesh and the names of its data-parallel dimensions, passed instead of :attr:`mesh`, their sub-mesh.
 
-    Without dimensions to shard over, :attr:`shards` is False. Needs :attr:`Capability.NAMED_DIMENSIONS`.
+    Without dimensions to shard over, :attr:`shards` is False. Needs :attr:`Capability.DP_MESH_DIMS`.
     """
 
-    wraps: WrapPolicy | None = None
+    auto_wrap_policy: WrapPolicy | None = None
     """The rule by which the implementation finds the units itself; :attr:`units` are those that it should find.
 
-    Needs :attr:`Capability.WRAPPING_POLICY`.
+    Needs :attr:`Capability.AUTO_WRAP_POLICY`.
     """
 
     def mesh_of(self, unit: str) -> DeviceMesh:

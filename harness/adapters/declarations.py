@@ -11,8 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from shardproof.harness.adapters.base import Adapter, Traits, members_of_capabilities, undefined
+from shardproof import renamed
+from shardproof.harness.adapters.base import Adapter, Traits, is_undefined, members_of_capabilities, undefined
 from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.fsdp1 import Fsdp1Methods
 from shardproof.harness.adapters.registry import is_control, line_of, line_of_error, one_line
 from shardproof.harness.adapters.replicas import ReplicatedAdapter
 
@@ -37,8 +39,9 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     name = asked.read("name", lambda: getattr(adapter, "name", None))
     if not isinstance(name, str) or not name.strip():
         raise asked.wrong("name", name, "a string by which ranks tell adapters apart")
-    for member in _methods():
-        asked.read(member, functools.partial(_check_signature, asked, adapter, member))
+    for kind in (Adapter, Fsdp1Methods):
+        for member in _methods(kind) if issubclass(adapter, kind) else ():
+            asked.read(member, functools.partial(_check_signature, asked, adapter, kind, member))
     # First: what is not installed may be missing in the other answers too.
     reason = asked.read("availability()", lambda: adapter.availability(device))
     if reason is not None and not (isinstance(reason, str) and reason.strip()):
@@ -51,8 +54,9 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     capabilities = asked.read("capabilities()", adapter.capabilities)
     if not isinstance(capabilities, (set, frozenset)) or not all(isinstance(one, Capability) for one in capabilities):
         raise asked.wrong("capabilities()", capabilities, "a frozenset of members of Capability")
-    for member, capability in members_of_capabilities().items():
-        if capability in capabilities and getattr(adapter, member, None) is getattr(Adapter, member, None):
+    _check_names(implementation, adapter)
+    for member, capability in members_of_capabilities(Fsdp1Methods).items():
+        if capability in capabilities and is_undefined(adapter, member):
             raise _WrongMember(f"implementation {implementation!r} {undefined(capability, member)}")
     version = asked.read("version()", adapter.version)
     if not isinstance(version, str):
@@ -61,6 +65,23 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     if source is not None and not isinstance(source, str):
         raise asked.wrong("source()", source, "the name of a file, or None")
     _check_claims(asked, adapter, traits, frozenset(capabilities))
+
+
+def _check_names(implementation: str, adapter: type[Adapter]) -> None:
+    """Check that no method, and no option of ``option_names``, has the name of an older version."""
+    methods = [old.partition(".")[2] for old in renamed.rows() if old.startswith("Adapter.")]
+    lines = [
+        f"{old} was renamed: it is {renamed.member('Adapter', old)}"
+        for old in methods
+        if hasattr(adapter, old.removesuffix("()"))
+    ]
+    lines += [
+        f"option_names: {old!r} was renamed: it is {new!r}"
+        for old in adapter.option_names
+        if (new := renamed.option(old)) != old
+    ]
+    if lines:
+        raise _WrongMember(f"implementation {implementation!r}: {lines[0]}")
 
 
 class _Asked:
@@ -91,15 +112,15 @@ class _WrongMember(ValueError):
     """One line about one member."""
 
 
-def _methods() -> list[str]:
-    """Return the names of the protocol's methods, the constructor among them."""
-    methods = (name for name, value in vars(Adapter).items() if inspect.isfunction(value) or type(value) is classmethod)
+def _methods(kind: type) -> list[str]:
+    """Return the names of the methods of a class of the protocol, the constructor among them."""
+    methods = (name for name, value in vars(kind).items() if inspect.isfunction(value) or type(value) is classmethod)
     return [name for name in methods if name == "__init__" or not name.startswith("_")]
 
 
-def _check_signature(asked: _Asked, adapter: type[Adapter], member: str) -> None:
+def _check_signature(asked: _Asked, adapter: type[Adapter], kind: type, member: str) -> None:
     """Check that a member is a method and takes the arguments that the harness passes."""
-    found, base = getattr(adapter, member), inspect.signature(getattr(Adapter, member))
+    found, base = getattr(adapter, member), inspect.signature(getattr(kind, member))
     # A class method is bound to its class, which is no argument then.
     names = [name for name, one in base.parameters.items() if one.kind == one.KEYWORD_ONLY]
     places = [None] * (sum(one.kind != one.VAR_KEYWORD for one in base.parameters.values()) - len(names))

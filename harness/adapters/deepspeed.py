@@ -31,8 +31,8 @@ class DeepSpeedEngineAdapter(Packaged):
     package, extra = "deepspeed", "deepspeed"
     # Not ``no_sync`` of stages 0 and 1, which reduce after the last microbatch without it too.
     option_names: ClassVar[dict[str, str]] = {
-        "precision.compute": "bf16",
-        "precision.reduce": "communication_data_type",
+        "precision.param_dtype": "bf16",
+        "precision.reduce_dtype": "communication_data_type",
         "clip.max_norm": "gradient_clipping",
     }
     stage: ClassVar[int]
@@ -89,7 +89,7 @@ class DeepSpeedEngineAdapter(Packaged):
     def microbatch(self, *, is_last: bool) -> Iterator[None]:
         """Surround a microbatch with ``no_sync``, mark the last one, or step the engine after each, which counts."""
         how = self.config.accumulation
-        assert how in (None, Accumulation(), Accumulation(marks_last=True)), "an engine defers all or nothing"
+        assert how in (None, Accumulation(), Accumulation(set_is_last_backward=True)), "an engine defers all or nothing"
         if how is not None:
             self._engine.set_gradient_accumulation_boundary(is_last)
         defers = how == Accumulation() and not is_last
@@ -126,7 +126,7 @@ class DeepSpeedEngineAdapter(Packaged):
 
     def parameters(self) -> dict[str, Piece]:
         """Gather what the optimizer updates (collective): in low precision, float32 copies of trained parameters."""
-        if self.config.precision.compute is None:
+        if self.config.precision.param_dtype is None:
             return self.computed_with()
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -175,11 +175,15 @@ def _dtypes(precision: Precision) -> dict[str, Any]:
     if precision == Precision():
         return {}
     # DeepSpeed has ``auto_cast`` for float16 alone.
-    expected = Precision(compute=precision.compute, reduce=precision.reduce, casts_inputs=False)
+    expected = Precision(
+        param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype, cast_forward_inputs=False
+    )
     assert precision == expected, "user code casts inputs, and nothing else has a dtype of its own"
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    options: dict[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}} if precision.reduce == torch.float32 else {}
-    if precision.compute is not None:
-        scale = {"loss_scale": 1024} if precision.compute == torch.float16 else {}
-        options[names[precision.compute]] = {"enabled": True} | scale
-    return options | ({"communication_data_type": names[precision.reduce]} if precision.reduce else {})
+    options: dict[str, Any] = (
+        {"data_types": {"grad_accum_dtype": "fp32"}} if precision.reduce_dtype == torch.float32 else {}
+    )
+    if precision.param_dtype is not None:
+        scale = {"loss_scale": 1024} if precision.param_dtype == torch.float16 else {}
+        options[names[precision.param_dtype]] = {"enabled": True} | scale
+    return options | ({"communication_data_type": names[precision.reduce_dtype]} if precision.reduce_dtype else {})

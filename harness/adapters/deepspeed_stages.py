@@ -21,7 +21,7 @@ _ENGINE = COMMON | {
     Capability.CLIPPING,
     Capability.OWN_CHECKPOINT,
     Capability.MODEL_PRECISION,
-    Capability.MARKED_LAST_BACKWARD,
+    Capability.IS_LAST_BACKWARD,
 }
 
 
@@ -37,7 +37,7 @@ _TRAITS = Traits(
 )
 
 
-class _WholeParameters(DeepSpeedEngineAdapter):
+class _FullParameters(DeepSpeedEngineAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return _ENGINE | {
@@ -56,7 +56,7 @@ class _WholeParameters(DeepSpeedEngineAdapter):
         return {name: whole(parameter.detach()) for name, parameter in self.named_parameters().items()}
 
 
-class DeepSpeedZero1Adapter(_WholeParameters):
+class DeepSpeedZero1Adapter(_FullParameters):
     """ZeRO stage 1: the ranks divide the optimizer's state, and the copy of the parameters that it updates."""
 
     name = "deepspeed.zero1"
@@ -70,7 +70,7 @@ class DeepSpeedZero1Adapter(_WholeParameters):
         return super().capabilities() | {Capability.DEFERRED_REDUCTION, Capability.ACCUMULATION_DTYPES}
 
 
-class DeepSpeedZero0Adapter(_WholeParameters):
+class DeepSpeedZero0Adapter(_FullParameters):
     """No ZeRO: data parallelism by the engine, which shards nothing."""
 
     name = "deepspeed.zero0"
@@ -100,7 +100,7 @@ class DeepSpeedZero0Adapter(_WholeParameters):
         return {original_name(name): value for name, value in states["module"].items()}
 
 
-class DeepSpeedZero2Adapter(_WholeParameters):
+class DeepSpeedZero2Adapter(_FullParameters):
     """ZeRO stage 2: as stage 1, and each rank keeps the reduced gradients of its part alone."""
 
     name = "deepspeed.zero2"

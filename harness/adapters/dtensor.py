@@ -29,26 +29,12 @@ from shardproof.harness.tensors.pieces import Cut, Piece, chunk_of, cut_before_s
 from shardproof.harness.tensors.pieces import piece_of as piece_of
 from shardproof.harness.tensors.trees import local_of
 
-#: The setters of ``FSDPModule`` by the fields of ``Settings``.
-_SETTERS = {
-    "reshard_after_forward": "set_reshard_after_forward",
-    "unshard_in_backward": "set_unshard_in_backward",
-    "keep_unsharded": "set_keep_unsharded_storage",
-    "reduce_unused": "set_reduce_scatter_unused_params",
-    "divide_factor": "set_gradient_divide_factor",
-    "older_divide_factor": "set_reduce_scatter_divide_factor",
-    "force_sum": "set_force_sum_reduction_for_comms",
-    "own_reduce_group": "set_separate_reduce_scatter_group",
-    "reduce_inputs": "set_reduce_scatter_max_input_buffers",
-    "group_memory": "set_allocate_memory_from_process_group_for_comm",
-    "symmetric_memory": "set_symm_mem_for_comm",
-    "reduced": "set_all_reduce_hook",
-    "gather": "set_custom_all_gather",
-    "reduce_scatter": "set_custom_reduce_scatter",
-}
-#: Of these, those that take ``recurse``.
+#: The fields of ``Settings`` whose setters take ``recurse``.
 _RECURSIVE = frozenset(
-    {"reshard_after_forward", "keep_unsharded", "reduce_unused", "own_reduce_group", "reduce_inputs"}
+    {
+        *("reshard_after_forward", "keep_unsharded_storage", "reduce_scatter_unused_params"),
+        *("separate_reduce_scatter_group", "reduce_scatter_max_input_buffers"),
+    }
 )
 
 
@@ -80,8 +66,8 @@ def materialize(model: nn.Module, config: Config, *, device: str) -> None:
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
             continue
-        if config.init is not None:
-            config.init(module)
+        if config.param_init_fn is not None:
+            config.param_init_fn(module)
         else:
             module.to_empty(device=device, recurse=False)
             module.reset_parameters()  # type: ignore[operator]
@@ -98,15 +84,15 @@ class DTensorAdapter(ByParameter):
 
     option_names: ClassVar[dict[str, str]] = {
         "reshard_after_forward": "reshard_after_forward",
-        "precision.compute": "param_dtype",
-        "precision.reduce": "reduce_dtype",
-        "ignored": "ignored_params",
+        "precision.param_dtype": "param_dtype",
+        "precision.reduce_dtype": "reduce_dtype",
+        "ignored_params": "ignored_params",
         "shard_dim": "shard_placement_fn",
-        "divide_factors": "set_gradient_divide_factor",
+        "gradient_divide_factors": "set_gradient_divide_factor",
         "accumulation": "set_requires_gradient_sync",
         "clip.max_norm": "max_norm",
         "clip.norm_type": "norm_type",
-        "clip.raises": "error_if_nonfinite",
+        "clip.error_if_nonfinite": "error_if_nonfinite",
     }
     offload_policy: ClassVar[Callable[..., Any]]
     precision_policy: ClassVar[Callable[..., Any]]
@@ -129,38 +115,40 @@ class DTensorAdapter(ByParameter):
         # Optimizers that step in backward go by hooks of the parameters, which AUTOGRAD-5 is about.
         missing = {
             *Capability.of(
-                "flat-parameters fsdp1-api sync-states buffer-dtype replicas-alone reduction-hook gathers-ahead"
+                "flat-parameters fsdp1-api sync-module-states buffer-dtype no-shard reduction-hook backward-prefetch"
             ),
-            *Capability.of("ignored-modules wrapping-policy whole-parameters whole-on-cpu full-precision-evaluation"),
+            *Capability.of(
+                "ignored-modules auto-wrap-policy summon-full-params full-params-on-cpu full-precision-in-eval"
+            ),
             *Capability.of(
                 "low-precision-gradients step-in-backward optimizer-keys own-checkpoint unreduced-gradients zero-api"
             ),
         }
         if not hasattr(cls, "mesh_dims"):
-            missing |= {Capability.NAMED_DIMENSIONS, Capability.SPMD_TYPES}
+            missing |= {Capability.DP_MESH_DIMS, Capability.SPMD_TYPES}
         if not hasattr(cls, "share_comm_ctx"):
-            missing.add(Capability.SHARED_CONTEXT)
+            missing.add(Capability.SHARE_COMM_CTX)
         if importlib.util.find_spec("spmd_types") is None:
             missing.add(Capability.SPMD_TYPES)
         return frozenset(Capability) - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        other = (config.flat_parameters, config.sync_states, config.ignored_modules, config.wraps)
+        other = (config.flat_parameters, config.sync_module_states, config.ignored_modules, config.auto_wrap_policy)
         assert not any(other), "fully_shard has no such option"
-        assert config.shards or config.named_dimensions or not self.traits.shards, "fully_shard shards"
-        ahead = (config.gathers_ahead, config.gathers_ahead_in_forward, config.bounds_gathers)
+        assert config.shards or config.dp_mesh_dims or not self.traits.shards, "fully_shard shards"
+        ahead = (config.backward_prefetch, config.forward_prefetch, config.limit_all_gathers)
         assert ahead == (None, None, None), "fully_shard gathers ahead what user code names"
         # Looked up before anything is sharded: sharding changes the class of a module, although not its name.
         cuts = {original_name(name): cut_before_sharding(value) for name, value in model.named_parameters()}
         self._cuts: dict[str, Cut] = {
             name: self._cut_of(name, cut, dim) for (name, cut), dim in zip(cuts.items(), self._dims(model), strict=True)
         }
-        self._cuts |= dict.fromkeys(config.ignored, uncut)
+        self._cuts |= dict.fromkeys(config.ignored_params, uncut)
         model = self.set_up(model)
-        if config.materializes:
+        if config.materialize:
             self._materialize(model)
-        for name, factor in config.divide_factors.items():
+        for name, factor in config.gradient_divide_factors.items():
             sharded: Any = model.get_submodule(name)
             sharded.set_gradient_divide_factor(factor)
         if config.ranks_differ:
@@ -185,8 +173,8 @@ class DTensorAdapter(ByParameter):
             private.need("torch.distributed._composable.replicate.replicate")(
                 model.get_submodule(name), process_group=config.mesh.get_group()
             )
-        if config.ignored and not config.replicated:
-            options["ignored_params"] = {model.get_parameter(name) for name in config.ignored}
+        if config.ignored_params and not config.replicated:
+            options["ignored_params"] = {model.get_parameter(name) for name in config.ignored_params}
         if config.offload:
             options["offload_policy"] = type(self).offload_policy(pin_memory=config.offload == "pinned")
         for unit in inner_first(config.units):
@@ -246,7 +234,7 @@ class DTensorAdapter(ByParameter):
 
     def _its_mesh(self, unit: str) -> dict[str, Any]:
         """Return the options for the mesh of a unit."""
-        named = self.config.named_dimensions
+        named = self.config.dp_mesh_dims
         if named is not None:
             # One name comes alone, as most scripts give it.
             kinds = {"shard": named.shard, "replicate": named.replicate}
@@ -259,17 +247,19 @@ class DTensorAdapter(ByParameter):
 
     def _mixed_precision(self, unit: str, dtypes: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         precision = self.config.precision_of(unit)
-        assert precision.buffers is None, "fully_shard leaves buffers alone"
-        assert not (precision.full_in_evaluation or precision.keeps_gradients), "fully_shard has no such option"
+        assert precision.buffer_dtype is None, "fully_shard leaves buffers alone"
+        assert not (precision.full_precision_in_eval or precision.keep_low_precision_grads), (
+            "fully_shard has no such option"
+        )
         # Without single parameters as in scripts for a torch whose policy has no such field.
         own = {"param_dtype_override_fn": dtypes.get} if dtypes else {}
         if precision == Precision() and not own:
             return {}
         policy = type(self).precision_policy(
-            param_dtype=precision.compute,
-            reduce_dtype=precision.reduce,
-            output_dtype=precision.output,
-            cast_forward_inputs=precision.casts_inputs,
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            output_dtype=precision.output_dtype,
+            cast_forward_inputs=precision.cast_forward_inputs,
             **own,
         )
         return {"mp_policy": policy}
@@ -292,12 +282,12 @@ class DTensorAdapter(ByParameter):
         recurse = how.units != "root-only"
         targets = [root] if isinstance(how.units, str) else [root.get_submodule(name) for name in how.units]
         for target in targets:
-            is_whole = how.skips == "reduction" or (is_last and how.ends_all)
+            is_whole = how.skips == "reduction" or (is_last and how.ends_by_gradient_sync)
             reduces = target.set_requires_gradient_sync if is_whole else target.set_requires_all_reduce
             reduces(is_last, recurse=recurse)
-            if how.keeps_gathered:
+            if not how.reshard_after_backward:
                 target.set_reshard_after_backward(is_last, recurse=recurse)
-        if how.marks_last:
+        if how.set_is_last_backward:
             root.set_is_last_backward(is_last)
 
     def held_parameters(self) -> dict[str, nn.Parameter]:
@@ -362,7 +352,7 @@ class DTensorAdapter(ByParameter):
             value = getattr(settings, one.name)
             if value is None:
                 continue
-            setter = _SETTERS[one.name]
+            setter = f"set_{one.name}"
             if one.name in _RECURSIVE:
                 # A call without `recurse` is for all units inside too, and trainers make it so.
                 getattr(target, setter)(value, **({} if recurse else {"recurse": False}))

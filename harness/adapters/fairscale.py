@@ -46,7 +46,7 @@ class FairscaleSdpAdapter(FairscaleAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         return COMMON_AND_CLIPPING | Capability.of(
-            "unused-output recomputation compiled-modules deferred-reduction sync-states process-groups "
+            "unused-output recomputation compiled-modules deferred-reduction sync-module-states process-groups "
             "default-mesh clip-empty-shards own-optimizer loss-scaling"
         )
 
@@ -78,7 +78,7 @@ class FairscaleSdpAdapter(FairscaleAdapter):
             self._sharded,
             process_group=group,
             broadcast_buffers=False,
-            sync_models_at_startup=config.sync_states,
+            sync_models_at_startup=config.sync_module_states,
         )
 
     @contextlib.contextmanager
@@ -167,8 +167,8 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         return COMMON_AND_CLIPPING - {Capability.UNUSED_MODULE, Capability.DATACLASS_OUTPUT} | Capability.of(
             "sharded reshard-after-forward root-reshard recomputation cast-after-init flat-parameters "
-            "process-groups default-mesh divide-factor deferred-reduction keep-after-backward clip-empty-shards "
-            "counted-units single-rank own-optimizer loss-scaling offload"
+            "process-groups default-mesh gradient-divide-factor deferred-reduction reshard-after-backward "
+            "clip-empty-shards counted-units single-rank own-optimizer loss-scaling offload"
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -207,8 +207,8 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
             bucket_cap_mb=0,
             **options,
         )
-        if name in config.divide_factors:
-            wrapper.set_gradient_divide_factors(config.divide_factors[name], 1.0, recursive=False)
+        if name in config.gradient_divide_factors:
+            wrapper.set_gradient_divide_factors(config.gradient_divide_factors[name], 1.0, recursive=False)
         self._wrappers[name] = wrapper
         return wrapper  # type: ignore[no-any-return]
 

@@ -18,14 +18,13 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Config,
-    KeyKind,
+    FullParams,
     KeysLeftOver,
     OptimizerFactory,
     Precision,
     StateForm,
     Traits,
     Units,
-    WholeParameters,
     WrapPolicy,
     inner_first,
     state_pieces,
@@ -33,6 +32,7 @@ from shardproof.harness.adapters.base import (
 )
 from shardproof.harness.adapters.capability import COMMON_AND_CLIPPING, Capability
 from shardproof.harness.adapters.config import ORDERED, make_scaler
+from shardproof.harness.adapters.fsdp1 import Fsdp1Methods, KeyKind
 from shardproof.harness.tensors.pieces import Cut, Piece, original_name, piece_of, uncut
 
 # How the parameters of a unit lie in its flat parameter, and which part of each a rank holds.
@@ -179,14 +179,14 @@ def share_of_flat(shape: torch.Size, size: int) -> int:
     return math.ceil((math.prod(shape) + _MOST_ALIGNMENT - 1) / size)
 
 
-class WrappingAdapter(Adapter):
+class WrappingAdapter(Fsdp1Methods):
     """Drives a wrapper of one module, which may hold the parameters of the module in one flat parameter."""
 
     module: Any
     _held_flat: list[tuple[FlatLayout, nn.Parameter]]
 
     def _check(self, config: Config) -> None:
-        keeps = Accumulation(keeps_gathered=True)
+        keeps = Accumulation(reshard_after_backward=False)
         assert config.accumulation in (None, Accumulation(), keeps), "no_sync defers all of the reduction, of all units"
         assert config.accumulation != keeps or config.reshard_after_forward is False, (
             "parameters that are freed after forward are freed after backward too"
@@ -257,9 +257,9 @@ class FlatAdapter(WrappingAdapter):
     # Not ``no_sync``, which surrounds every microbatch but the last, whatever the case chooses.
     option_names: ClassVar[dict[str, str]] = {
         "reshard_after_forward": "sharding_strategy",
-        "precision.compute": "param_dtype",
-        "precision.reduce": "reduce_dtype",
-        "ignored": "ignored_states",
+        "precision.param_dtype": "param_dtype",
+        "precision.reduce_dtype": "reduce_dtype",
+        "ignored_params": "ignored_states",
         "clip.max_norm": "max_norm",
         "clip.norm_type": "norm_type",
     }
@@ -275,19 +275,20 @@ class FlatAdapter(WrappingAdapter):
             COMMON_AND_CLIPPING
             | ORDERED
             | Capability.of(
-                "sharded reshard-after-forward hybrid replicas-alone unused-output recomputation cast-after-init "
-                "param-dtype reduce-dtype buffer-dtype full-precision-evaluation low-precision-gradients "
-                "model-precision ignored-parameters ignored-modules wrapping-policy meta-device process-groups "
-                "deferred-reduction keep-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
-                "offload distributed-checkpoint full-state-dict whole-parameters whole-on-cpu flat-parameters "
-                "fsdp1-api sync-states order-validation tensor-parallel inputs-to-device autograd-calls ranks-differ "
-                "reduction-hook gathers-ahead optimizer-keys step-in-backward unreduced-gradients default-mesh"
+                "sharded reshard-after-forward hybrid no-shard unused-output recomputation cast-after-init "
+                "param-dtype reduce-dtype buffer-dtype full-precision-in-eval low-precision-gradients "
+                "model-precision ignored-params ignored-modules auto-wrap-policy meta-device process-groups "
+                "deferred-reduction reshard-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
+                "offload distributed-checkpoint full-state-dict summon-full-params full-params-on-cpu flat-parameters "
+                "fsdp1-api sync-module-states order-validation tensor-parallel inputs-to-device autograd-calls "
+                "ranks-differ reduction-hook backward-prefetch optimizer-keys step-in-backward unreduced-gradients "
+                "default-mesh"
             )
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
-        assert not config.divide_factors, "FullyShardedDataParallel divides by the number of ranks"
+        assert not config.gradient_divide_factors, "FullyShardedDataParallel divides by the number of ranks"
         self._check(config)
         assert not (config.shard_dim or config.unit_meshes or config.parameter_meshes), (
             "FullyShardedDataParallel has no such option"
@@ -295,16 +296,16 @@ class FlatAdapter(WrappingAdapter):
         names = names_of(config.units)
         itemsize = max((parameter.element_size() for parameter in model.parameters()), default=1)
         # Of the dtype in which the unit computes, to which its shard is cast before it is gathered.
-        computed = {name: config.precision_of(name).compute for name in [*names, ""]}
+        computed = {name: config.precision_of(name).param_dtype for name in [*names, ""]}
         sizes = {name: itemsize if dtype is None else dtype.itemsize for name, dtype in computed.items()}
         alignments = {} if config.flat_parameters else {name: _ALIGNMENT_BYTES // size for name, size in sizes.items()}
-        self._units = flat_units(model, [*names, ""], alignments=alignments, ignored=config.ignored)
-        options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored))
-        if config.wraps is not None:
-            options["auto_wrap_policy"] = self._policy(config.wraps)
-            if config.wraps.rule == "by-hand":
-                self._wrap_by_hand(model, config.wraps, options)
-        self.module = self._shard(model, names if config.wraps is None else [], options)
+        self._units = flat_units(model, [*names, ""], alignments=alignments, ignored=config.ignored_params)
+        options = self._options() | ({} if config.ignored_inside else self._ignored(model, "", config.ignored_params))
+        if config.auto_wrap_policy is not None:
+            options["auto_wrap_policy"] = self._policy(config.auto_wrap_policy)
+            if config.auto_wrap_policy.rule == "by-hand":
+                self._wrap_by_hand(model, config.auto_wrap_policy, options)
+        self.module = self._shard(model, names if config.auto_wrap_policy is None else [], options)
         if config.cast is not None:
             self.module.to(config.cast)
         # The optimizer's references: modules register views of gathered parameters in their place while they compute.
@@ -317,9 +318,9 @@ class FlatAdapter(WrappingAdapter):
         config = self.config
         for name in names:
             parent, _, child = name.rpartition(".")
-            inside = [one for one in config.ignored if config.ignored_inside and one.startswith(f"{name}.")]
+            inside = [one for one in config.ignored_params if config.ignored_inside and one.startswith(f"{name}.")]
             its = options | self._ignored(model, name, inside)
-            if config.sync_states == "root":
+            if config.sync_module_states == "root":
                 its["sync_module_states"] = False
             setattr(model.get_submodule(parent), child, self._wrap(model.get_submodule(name), name, its))
         return model if config.plain_root else self._wrap(model, "", options)
@@ -328,12 +329,12 @@ class FlatAdapter(WrappingAdapter):
         config = self.config
         return {
             **self._ranks(),
-            "param_init_fn": config.init,
+            "param_init_fn": config.param_init_fn,
             "sharding_strategy": self._strategy(config.reshard_after_forward),
             "cpu_offload": self.api.CPUOffload(offload_params=True) if config.offload else None,
             "device_id": _device(config.mesh.device_type),
             "use_orig_params": not config.flat_parameters,
-            "sync_module_states": bool(config.sync_states),
+            "sync_module_states": bool(config.sync_module_states),
             **self._ahead(),
         }
 
@@ -355,13 +356,12 @@ class FlatAdapter(WrappingAdapter):
         """The options about gathering ahead of which the case has chosen one."""
         config, prefetch = self.config, self.api.BackwardPrefetch
         chosen: dict[str, Any] = {}
-        if config.gathers_ahead is not None:
-            kinds = {"before-backward": prefetch.BACKWARD_PRE, "after-backward": prefetch.BACKWARD_POST, "never": None}
-            chosen["backward_prefetch"] = kinds[config.gathers_ahead]
-        if config.gathers_ahead_in_forward is not None:
-            chosen["forward_prefetch"] = config.gathers_ahead_in_forward
-        if config.bounds_gathers is not None:
-            chosen["limit_all_gathers"] = config.bounds_gathers
+        if config.backward_prefetch is not None:
+            chosen["backward_prefetch"] = getattr(prefetch, config.backward_prefetch, None)
+        if config.forward_prefetch is not None:
+            chosen["forward_prefetch"] = config.forward_prefetch
+        if config.limit_all_gathers is not None:
+            chosen["limit_all_gathers"] = config.limit_all_gathers
         return chosen
 
     def _ranks(self) -> dict[str, Any]:
@@ -376,21 +376,21 @@ class FlatAdapter(WrappingAdapter):
         made = self.api.wrap
         match policy.rule:
             case "size":
-                by_size = functools.partial(made.size_based_auto_wrap_policy, min_num_params=policy.min_numel)
-                if policy.leaves is not None:
-                    by_size = functools.partial(by_size, force_leaf_modules=set(policy.leaves))
-                if policy.excluded is not None:
-                    by_size = functools.partial(by_size, exclude_wrap_modules=set(policy.excluded))
+                by_size = functools.partial(made.size_based_auto_wrap_policy, min_num_params=policy.min_num_params)
+                if policy.force_leaf_modules is not None:
+                    by_size = functools.partial(by_size, force_leaf_modules=set(policy.force_leaf_modules))
+                if policy.exclude_wrap_modules is not None:
+                    by_size = functools.partial(by_size, exclude_wrap_modules=set(policy.exclude_wrap_modules))
                 return by_size
             case "classes":
-                classes = set(policy.classes)
+                classes = set(policy.module_classes)
                 return functools.partial(made.transformer_auto_wrap_policy, transformer_layer_cls=classes)
             case "function":
-                return functools.partial(made.lambda_auto_wrap_policy, lambda_fn=policy.chooses)
+                return functools.partial(made.lambda_auto_wrap_policy, lambda_fn=policy.lambda_fn)
             case "objects":
-                return made.ModuleWrapPolicy(policy.classes)
+                return made.ModuleWrapPolicy(policy.module_classes)
             case "called-objects":
-                called = made.ModuleWrapPolicy(policy.classes)
+                called = made.ModuleWrapPolicy(policy.module_classes)
                 return lambda module, recurse, nonwrapped_numel: called(module, recurse)
             case "custom":
                 return made.CustomPolicy(functools.partial(self._custom, policy))
@@ -411,15 +411,15 @@ class FlatAdapter(WrappingAdapter):
 
     def _custom(self, policy: WrapPolicy, module: nn.Module) -> Any:
         """Return what a policy object expects of a module: whether to wrap it, or the wrapper's arguments."""
-        assert policy.chooses is not None
-        answer = policy.chooses(module)
+        assert policy.lambda_fn is not None
+        answer = policy.lambda_fn(module)
         if not isinstance(answer, dict):
             return answer
         return {"sharding_strategy": self._strategy(answer["reshard_after_forward"])}
 
     def _wrap(self, module: nn.Module, unit: str, options: dict[str, Any]) -> nn.Module:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(self.config.precision_of(unit).full_in_evaluation)))
+            patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(self.config.precision_of(unit).full_precision_in_eval)))
             wrapper: nn.Module = self.api.FullyShardedDataParallel(
                 module, mixed_precision=self._mixed_precision(unit), **options
             )
@@ -427,19 +427,22 @@ class FlatAdapter(WrappingAdapter):
 
     def _mixed_precision(self, unit: str) -> Any:
         precision = self.config.precision_of(unit)
-        assert precision.output is None, "FullyShardedDataParallel leaves outputs alone"
+        assert precision.output_dtype is None, "FullyShardedDataParallel leaves outputs alone"
         if precision == Precision():
             return None
         # The root's inputs are cast if either is set, and those of other units do not depend on the second.
         wanted = {
-            "keep_low_precision_grads": precision.keeps_gradients,
-            "cast_forward_inputs": precision.casts_inputs and unit != "",
-            "cast_root_forward_inputs": precision.casts_inputs == (unit == ""),
+            "keep_low_precision_grads": precision.keep_low_precision_grads,
+            "cast_forward_inputs": precision.cast_forward_inputs and unit != "",
+            "cast_root_forward_inputs": precision.cast_forward_inputs == (unit == ""),
         }
         # What is the documented default is left to the implementation, as scripts leave it.
         chosen = {name: value for name, value in wanted.items() if value != _PRECISION_DEFAULTS[name]}
         return self.api.MixedPrecision(
-            param_dtype=precision.compute, reduce_dtype=precision.reduce, buffer_dtype=precision.buffers, **chosen
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            buffer_dtype=precision.buffer_dtype,
+            **chosen,
         )
 
     def _strategy(self, reshards: Any) -> Any:
@@ -484,7 +487,7 @@ class FlatAdapter(WrappingAdapter):
     def optimizer_state(self) -> dict[str, dict[str, Piece]] | None:
         return super().optimizer_state() if self.config.flat_parameters else Adapter.optimizer_state(self)
 
-    def replace_reduction(self, hook: Callable[..., None]) -> None:
+    def register_comm_hook(self, hook: Callable[..., None]) -> None:
         self.module.register_comm_hook(hook, _call if callable(hook) else hook)
 
     def checkpoint(self, *, form: StateForm = "sharded") -> dict[str, Any]:
@@ -513,14 +516,14 @@ class FlatAdapter(WrappingAdapter):
                 wrapper.optim_state_dict_to_load(self.module, optimizer, state["optimizer"], load_directly=True)
         return KeysLeftOver(tuple(keys.missing_keys), tuple(keys.unexpected_keys))
 
-    def older_checkpoint(self, *, form: StateForm) -> dict[str, Any]:
+    def legacy_optim_state_dict(self, *, form: StateForm) -> dict[str, Any]:
         wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
         if form == "sharded":
             return wrapper.sharded_optim_state_dict(self.module, optimizer)  # type: ignore[no-any-return]
         first = form == "first-rank"
         return cast(dict[str, Any], wrapper.full_optim_state_dict(self.module, optimizer, rank0_only=first))
 
-    def older_restore(self, state: dict[str, Any], *, form: StateForm) -> None:
+    def load_legacy_optim_state_dict(self, state: dict[str, Any], *, form: StateForm) -> None:
         wrapper, optimizer = self.api.FullyShardedDataParallel, self._checkpointed_optimizer()
         if form == "sharded":
             found = wrapper.flatten_sharded_optim_state_dict(state, self.module, optimizer)
@@ -530,7 +533,9 @@ class FlatAdapter(WrappingAdapter):
             found = wrapper.scatter_full_optim_state_dict(state or None, self.module, optim=optimizer)
         optimizer.load_state_dict(found)
 
-    def rekeyed(self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    def rekey_optim_state_dict(
+        self, state: dict[str, Any], *, by: KeyKind, model: nn.Module, optimizer: Any
+    ) -> dict[str, Any]:
         wrapper, kinds = self.api.FullyShardedDataParallel, self._key_kinds()
         kind = kinds.PARAM_NAME if by == "name" else kinds.PARAM_ID
         return cast(dict[str, Any], wrapper.rekey_optim_state_dict(state, kind, model, optim=optimizer))
@@ -557,13 +562,13 @@ class FlatAdapter(WrappingAdapter):
         return context(api.StateDictType.FULL_STATE_DICT, *configs)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
-    def whole_parameters(self, how: WholeParameters) -> Iterator[dict[str, nn.Parameter]]:
+    def summon_full_params(self, how: FullParams) -> Iterator[dict[str, nn.Parameter]]:
         with self.api.FullyShardedDataParallel.summon_full_params(
             self.module,
-            writeback=how.keeps_changes,
-            rank0_only=how.first_rank_only,
-            offload_to_cpu=how.on_cpu,
-            with_grads=how.with_gradients,
+            writeback=how.writeback,
+            rank0_only=how.rank0_only,
+            offload_to_cpu=how.offload_to_cpu,
+            with_grads=how.with_grads,
         ):
             # Flat parameters are gone inside: the original ones have their names.
             yield self.named_parameters()
@@ -580,7 +585,7 @@ class FlatAdapter(WrappingAdapter):
             # A group of one rank shards nothing, and the original parameters keep their shapes.
             for name, numel, cut in zip(unit.names, unit.numels, unit.cuts, strict=True):
                 yield ParameterPart(name, 0, numel, cut)
-        for name in self.config.ignored:
+        for name in self.config.ignored_params:
             yield ParameterPart(name, 0, self._held[name].numel(), uncut)
 
 

@@ -55,7 +55,7 @@ class FabricAdapter(Packaged):
             self._stepping,
             max_norm=clip.max_norm,
             norm_type=clip.norm_type,
-            error_if_nonfinite=clip.raises,
+            error_if_nonfinite=clip.error_if_nonfinite,
         )
         return norm
 
@@ -76,8 +76,8 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
-        # NAMED_DIMENSIONS, REPLICATED_MODULES and STATE_HELPERS have not been tried.
-        missing = Capability.of("meta-load named-dimensions replicated-modules spmd-types state-helpers")
+        # DP_MESH_DIMS, REPLICATED_MODULES and STATE_HELPERS have not been tried.
+        missing = Capability.of("meta-load dp-mesh-dims replicated-modules spmd-types state-helpers")
         return super().capabilities() - missing
 
     @classmethod
@@ -96,7 +96,7 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
 
     def _parallelize_fn(self, model: nn.Module) -> nn.Module:
         model = self.parallelize(model)
-        if self.config.init is not None or self.config.offload:
+        if self.config.param_init_fn is not None or self.config.offload:
             # Fabric would call reset_parameters, on its device.
             self._materialize(model)
         return model
@@ -122,7 +122,9 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
 
     name = "lightning.fabric_fsdp1"
     traits = dataclasses.replace(EngineFsdpAdapter.traits, isolation="adapter", simulates=False)
-    option_names: ClassVar[dict[str, str]] = EngineFsdpAdapter.option_names | {"clip.raises": "error_if_nonfinite"}
+    option_names: ClassVar[dict[str, str]] = EngineFsdpAdapter.option_names | {
+        "clip.error_if_nonfinite": "error_if_nonfinite"
+    }
 
     @classmethod
     def availability(cls, device_type: str) -> str | None:

@@ -20,7 +20,7 @@ from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 #: What olmo-core sets or calls for its own models, and what its clipping and its checkpoints must cope with.
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
-    "sharded reshard-after-forward root-reshard hybrid single-rank default-mesh counted-units gather-order "
+    "sharded reshard-after-forward root-reshard hybrid single-rank default-mesh counted-units all-gather-order "
     "unused-output post-accumulate-grad-hook recomputation autograd-calls recovery deferred-all-reduce "
     "param-dtype reduce-dtype clip-empty-shards own-optimizer dtensor-parameters registered-state meta-device "
     "distributed-checkpoint full-state-dict own-checkpoint"
@@ -77,7 +77,7 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
 
     def clip(self) -> torch.Tensor:
         clip = self.config.clip
-        assert clip is not None and not clip.raises
+        assert clip is not None and not clip.error_if_nonfinite
         return cast(torch.Tensor, self._train._clip_grad_norm(clip.max_norm, norm_type=clip.norm_type))
 
     def save_own(self, directory: pathlib.Path) -> None:

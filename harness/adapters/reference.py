@@ -100,7 +100,7 @@ class ReferenceAdapter(DTensorAdapter):
     def clip_parameters(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip: Clip, *, foreach: bool | None = None
     ) -> torch.Tensor:
-        return fsdp_impl.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.raises, foreach)
+        return fsdp_impl.clip_grad_norm_(parameters, clip.max_norm, clip.norm_type, clip.error_if_nonfinite, foreach)
 
 
 class ReferenceFlatAdapter(FlatAdapter):

@@ -126,7 +126,7 @@ class DdpAdapter(ReplicaAdapter):
 
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
-        return OF_DDP | {Capability.SYNC_STATES}
+        return OF_DDP | {Capability.SYNC_MODULE_STATES}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -138,8 +138,8 @@ class DdpAdapter(ReplicaAdapter):
             self._ddp = self.module = DistributedDataParallel(
                 model,
                 process_group=self.group,
-                broadcast_buffers=bool(config.sync_states),
-                find_unused_parameters=config.find_unused,
+                broadcast_buffers=bool(config.sync_module_states),
+                find_unused_parameters=config.find_unused_parameters,
             )
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None
 
@@ -168,7 +168,7 @@ class TorchReplicateAdapter(ReplicaAdapter):
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         replicate = private.need("torch.distributed._composable.replicate.replicate")
         super().__init__(model, optimizer=optimizer, config=config)
-        self.module = replicate(model, find_unused_parameters=config.find_unused, **self._ranks())
+        self.module = replicate(model, find_unused_parameters=config.find_unused_parameters, **self._ranks())
         if config.cast is not None:
             self.module.to(config.cast)
         self.optimizer = optimizer(self.module.parameters()) if optimizer else None

@@ -27,7 +27,7 @@ class TorchFsdpAdapter(FlatAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # What it puts on the CPU where it is already, it frees: findings/F041.py.
-        lacks = {Capability.WHOLE_ON_CPU, Capability.FULL_PRECISION_EVALUATION}
+        lacks = {Capability.FULL_PARAMS_ON_CPU, Capability.FULL_PRECISION_IN_EVAL}
         return super().capabilities() - lacks | {Capability.STATE_HELPERS}
 
     def _key_kinds(self) -> Any:
@@ -53,15 +53,15 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
 
     def _mixed_precision(self, unit: str) -> Any:
         policy = super()._mixed_precision(unit)
-        if policy is None or self.config.wraps is not None:
+        if policy is None or self.config.auto_wrap_policy is not None:
             return policy
         # The case says what batch norms compute in, which a policy that wraps would leave in float32.
         return dataclasses.replace(policy, _module_classes_to_ignore=())
 
     def _shard(self, model: nn.Module, names: list[str], options: dict[str, Any]) -> nn.Module:
         config = self.config
-        by_hand = config.wraps is not None and config.wraps.rule == "by-hand"
-        if by_hand or config.plain_root or config.ignored_inside or config.sync_states == "root":
+        by_hand = config.auto_wrap_policy is not None and config.auto_wrap_policy.rule == "by-hand"
+        if by_hand or config.plain_root or config.ignored_inside or config.sync_module_states == "root":
             return self._give(super()._shard(model, names, options), {})
         options = options | {"mixed_precision": self._mixed_precision("")}
         del options["device_id"]  # a package passes its own

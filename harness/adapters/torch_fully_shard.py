@@ -23,8 +23,8 @@ from shardproof.harness.tensors.trees import full_of
 _RECENT = {
     Capability.RECOVERY: "reset_iter_state",
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
-    Capability.OWN_REDUCE_GROUP: "set_separate_reduce_scatter_group",
-    Capability.REDUCE_INPUTS: "set_reduce_scatter_max_input_buffers",
+    Capability.SEPARATE_REDUCE_SCATTER_GROUP: "set_separate_reduce_scatter_group",
+    Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS: "set_reduce_scatter_max_input_buffers",
     Capability.SYMMETRIC_MEMORY: "set_symm_mem_for_comm",
     Capability.KEEP_UNSHARDED_STORAGE: "set_keep_unsharded_storage",
     Capability.MANUAL_BACKWARD_FINALIZATION: "finalize_backward",  # since torch 2.15
@@ -85,7 +85,7 @@ class TorchFullyShardAdapter(DTensorAdapter):
         if Version(torch.__version__).release < (2, 14):
             lacks.add(Capability.SPMD_TYPES)
         if Version(torch.__version__).release < (2, 15):
-            lacks.add(Capability.GATHER_RELEASE)
+            lacks.add(Capability.ALL_GATHER_RELEASE)
         return super().capabilities() - lacks
 
     def norm_value(self, norm: torch.Tensor) -> torch.Tensor:

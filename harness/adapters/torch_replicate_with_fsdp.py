@@ -21,9 +21,10 @@ _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
 _SHARDING = Capability.of(
     "sharded reshard-after-forward reshard-to-size reshard-to-size-uneven reshard-a-part root-reshard hybrid "
-    "deferred-all-reduce shard-dimension unit-meshes parameter-meshes gather-extension gather-release "
-    "gather-order explicit-prefetch counted-units tensor-parallel-counts registered-state unit-settings "
-    "fsdp2-api own-reduce-group reduce-inputs replicated-modules order-validation single-rank spmd-types"
+    "deferred-all-reduce shard-dimension unit-meshes parameter-meshes all-gather-extension all-gather-release "
+    "all-gather-order explicit-prefetch counted-units tensor-parallel-counts registered-state unit-settings "
+    "fsdp2-api separate-reduce-scatter-group "
+    "reduce-scatter-max-input-buffers replicated-modules order-validation single-rank spmd-types"
 )
 
 
@@ -59,7 +60,7 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
     def capabilities(cls) -> frozenset[Capability]:
         module = private.find("torch.distributed._composable.replicate_with_fsdp.ReplicateModule")
         lacks = _SHARDING | {Capability.ANY_COMBINATION} | (frozenset() if module is None else missing_of(module))
-        return super().capabilities() - lacks | {Capability.REPLICAS_ALONE}
+        return super().capabilities() - lacks | {Capability.NO_SHARD}
 
     def _cut_of(self, name: str, cut: Cut, dim: int) -> Cut:
         return cut  # what tensor parallelism has left is whole on every rank

@@ -27,7 +27,7 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
     @classmethod
     def capabilities(cls) -> frozenset[Capability]:
         # Its states are those that ``consolidate_state_dict`` makes.
-        return OF_DDP - {Capability.STATE_HELPERS} | {Capability.SYNC_STATES, Capability.ZERO_API}
+        return OF_DDP - {Capability.STATE_HELPERS} | {Capability.SYNC_MODULE_STATES, Capability.ZERO_API}
 
     @staticmethod
     def zero_optimizer(parameters: Any, optimizer_class: Any, **options: Any) -> torch.optim.Optimizer:

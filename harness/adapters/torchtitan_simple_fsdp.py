@@ -24,11 +24,11 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
     name = "torchtitan.simple_fsdp"
     package, brings = "torchtitan", "--no-deps 'torchtitan==0.3.0'"
     option_names: ClassVar[dict[str, str]] = {
-        "precision.compute": "param_dtype",
-        "precision.reduce": "reduce_dtype",
+        "precision.param_dtype": "param_dtype",
+        "precision.reduce_dtype": "reduce_dtype",
         "clip.max_norm": "max_norm",
         "clip.norm_type": "norm_type",
-        "clip.raises": "error_if_nonfinite",
+        "clip.error_if_nonfinite": "error_if_nonfinite",
     }
     traits = Traits(
         # Parameters are scattered from the first rank, whose communication threads may keep the last ones.
@@ -45,7 +45,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         return COMMON_AND_CLIPPING | Capability.of(
             "sharded unused-output post-accumulate-grad-hook non-root-forward clip-raises clip-empty-shards "
             "cast-after-init meta-device dtensor-parameters single-rank own-optimizer loss-scaling hybrid "
-            "replicas-alone recomputation recomputes-gathered compiled-modules distributed-checkpoint "
+            "no-shard recomputation recomputes-gathered compiled-modules distributed-checkpoint "
             "full-state-dict forward-method recovery process-groups"
         )
 
@@ -63,7 +63,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         super().__init__(model, optimizer=optimizer, config=config)
         assert config.reshard_after_forward is None and config.accumulation is None, "there is no such option"
         assert config.offload is None and not config.unit_precision
-        assert not config.ignored and not config.unit_meshes and not config.divide_factors
+        assert not config.ignored_params and not config.unit_meshes and not config.gradient_divide_factors
         # Of all names of a tied parameter: it should have one piece, whichever of them remain.
         self._cuts: dict[str, Cut] = {
             original_name(name): functools.partial(cut_of_share, cut=piece_of(value.detach()).cut, mesh=config.mesh)
@@ -72,7 +72,7 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
         }  # fmt: skip
         mode = "hybrid_shard" if config.mesh.ndim == 2 else "fully_shard" if config.shards else "replicate"
         precision = config.precision
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+        policy = MixedPrecisionPolicy(param_dtype=precision.param_dtype, reduce_dtype=precision.reduce_dtype)
         its = {} if precision == Precision() else {"mp_policy": policy}
         self.module = data_parallel(model, mesh_of(config), mode, **its)
         # Modules read their shards in place of gathered parameters.

@@ -19,7 +19,7 @@ from shardproof.harness.tensors.trees import local_of
 
 #: What VeOmni has options or calls for, and what its clipping and its checkpoints must cope with.
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
-    "sharded reshard-after-forward hybrid single-rank default-mesh counted-units gather-order unused-output "
+    "sharded reshard-after-forward hybrid single-rank default-mesh counted-units all-gather-order unused-output "
     "post-accumulate-grad-hook recomputation autograd-calls recovery offload pageable-offload offload-choice "
     "clip-raises clip-empty-shards own-optimizer dtensor-parameters registered-state distributed-checkpoint "
     "full-state-dict own-checkpoint"
@@ -75,7 +75,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         config = self.config
         assert config.reshard_after_forward is None or isinstance(config.reshard_after_forward, bool)
         assert config.precision == Precision() and not config.unit_precision, "one policy applies to all units"
-        assert config.init is None and config.shard_dim is None, "not tried"
+        assert config.param_init_fn is None and config.shard_dim is None, "not tried"
         self._state = _parallel_state(config.mesh.device_type, config.mesh.shape)
         options: dict[str, Any] = {}
         if config.reshard_after_forward is not None:
@@ -114,7 +114,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
         clip = self.config.clip
         assert clip is not None
         with use_parallel_state(self._state):
-            norm = veomni_clip_grad_norm(self.module, clip.max_norm, clip.norm_type, clip.raises)
+            norm = veomni_clip_grad_norm(self.module, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
         # A Python number, which has lost the dtype of the norm.
         dtypes = (parameter.grad.dtype for parameter in self.module.parameters() if parameter.grad is not None)
         return torch.tensor(norm, dtype=functools.reduce(torch.promote_types, dtypes, torch.float16))

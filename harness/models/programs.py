@@ -48,7 +48,7 @@ class Program(Described):
         calls: what is called, in this order.
         rows: the rows of each batch.
         replicas: the number of replicas, on a mesh of (replicas, shards); 0 is a mesh of one dimension.
-        keeps_gathered: whether a backward whose reduction is deferred leaves parameters gathered.
+        keeps_unsharded: whether a backward whose reduction is deferred leaves parameters unsharded.
         seed: seeds the parameters and the batches.
     """
 
@@ -60,7 +60,7 @@ class Program(Described):
     rows: int = 1
     replicas: int = 0
     reshard_after_forward: bool | None = None
-    keeps_gathered: bool = False
+    keeps_unsharded: bool = False
     optimizer: Optimizer = "momentum"
     seed: int = 0
 
@@ -175,7 +175,7 @@ def _backward(situation: Situation, call: Call) -> None:
     situation.replaced -= {"none"}
     situation.defers = situation.waiting == "deferred"
     situation.has_gradients |= not situation.defers
-    keeps = situation.program.keeps_gathered or situation.program.reshard_after_forward is False
+    keeps = situation.program.keeps_unsharded or situation.program.reshard_after_forward is False
     situation.waiting, situation.left, situation.dropped = "", situation.defers and keeps, False
 
 
@@ -255,7 +255,7 @@ def _dropped_states(situation: Situation, call: Call) -> None:
     situation.has_states = False
 
 
-_UNITS, _WRAPPERS = "fsdp2-api async-unshard manual-reshard registered-state", "fsdp1-api whole-parameters"
+_UNITS, _WRAPPERS = "fsdp2-api async-unshard manual-reshard registered-state", "fsdp1-api summon-full-params"
 _FORMS = {"sharded": "", "full": "full-state-dict", "first-rank": "full-state-dict"}
 
 KINDS: dict[str, CallKind] = {
@@ -317,7 +317,7 @@ KINDS: dict[str, CallKind] = {
     # Settings of units.
     "prefetch": CallKind(_not_waiting, "explicit-prefetch", {"next": "", "previous": "", "none": ""}),
     "reshard_after_forward": CallKind(_at_rest, "unit-settings", {"yes": "", "no": ""}),
-    "divide": CallKind(_at_rest, "unit-settings divide-factor", {"2": "", "4": ""}),
+    "divide": CallKind(_at_rest, "unit-settings gradient-divide-factor", {"2": "", "4": ""}),
     "recover": CallKind(_always, "recovery fsdp2-api", leads=_recovered),
 }  # fmt: skip
 
@@ -335,8 +335,8 @@ def needs_of_program(program: Program, *, world_size: int) -> frozenset[Capabili
         Capability.HYBRID: program.replicas,
         Capability.SINGLE_RANK: program.replicas == world_size,
         Capability.RESHARD_AFTER_FORWARD: program.reshard_after_forward is not None,
-        Capability.DEFERRED_REDUCTION: program.keeps_gathered,
-        Capability.KEEP_AFTER_BACKWARD: program.keeps_gathered,
+        Capability.DEFERRED_REDUCTION: program.keeps_unsharded,
+        Capability.RESHARD_AFTER_BACKWARD: program.keeps_unsharded,
         Capability.ADAM: program.optimizer == "adam",
     }
     own = frozenset(capability for capability, is_needed in needed.items() if is_needed)
@@ -347,7 +347,7 @@ def accumulation_of(program: Program, capabilities: frozenset[Capability]) -> Ac
     """Return what backwards may defer, for an implementation with these capabilities."""
     if Capability.DEFERRED_REDUCTION not in capabilities:
         return None
-    return Accumulation(keeps_gathered=program.keeps_gathered)
+    return Accumulation(reshard_after_backward=not program.keeps_unsharded)
 
 
 # What findings say is wrong: left out by what it is.

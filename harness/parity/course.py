@@ -20,9 +20,9 @@ from shardproof.harness.judging.finding import Location, Stage
 
 #: The methods of an adapter that change what it holds, or gather it.
 _ACTS = (
-    "forward", "backward", "clip", "clip_parameters", "step", "zero_grad", "reshard", "unshard", "whole_parameters",
-    "prefetch", "register_forward_method", "after_step", "change", "replace_reduction", "recover", "checkpoint",
-    "restore", "save_own", "load_own", "older_checkpoint", "older_restore",
+    "forward", "backward", "clip", "clip_parameters", "step", "zero_grad", "reshard", "unshard", "summon_full_params",
+    "prefetch", "register_forward_method", "after_step", "change", "register_comm_hook", "recover", "checkpoint",
+    "restore", "save_own", "load_own", "legacy_optim_state_dict", "load_legacy_optim_state_dict",
 )  # fmt: skip
 #: Those that read it: they are listed only if they raise.
 _READS = (
@@ -156,14 +156,14 @@ def follow(adapter: Adapter, course: Course) -> None:
 @functools.cache
 def _followed(kind: type[Adapter]) -> type[Adapter]:
     """Return a class like an adapter's, whose methods note that they are called."""
-    methods = {name: _noting(name, getattr(kind, name)) for name in (*_ACTS, *_READS)}
+    methods = {name: _noting(name, getattr(kind, name)) for name in (*_ACTS, *_READS) if hasattr(kind, name)}
     make: Any = type(kind)
     made: type[Adapter] = make(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
     return made
 
 
 def _noting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    if name == "whole_parameters":  # a context
+    if name == "summon_full_params":  # a context
 
         @functools.wraps(method)
         def noted(adapter: Any, *args: Any, **kwargs: Any) -> Any:

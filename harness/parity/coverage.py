@@ -58,7 +58,7 @@ def sizes_of(model: nn.Module, config: Config, traits: Traits) -> Sizes:
     parameters = list(model.parameters())
     itemsize = config.cast.itemsize if config.cast else max((value.element_size() for value in parameters), default=0)
     numel = sum(value.numel() for value in parameters)
-    ignored = {id(model.get_parameter(name)) for name in config.ignored}
+    ignored = {id(model.get_parameter(name)) for name in config.ignored_params}
     shares = [
         value.numel() if id(value) in ignored else traits.local_numel(value.shape, config.shard_size)
         for value in parameters
@@ -67,7 +67,7 @@ def sizes_of(model: nn.Module, config: Config, traits: Traits) -> Sizes:
     share = sum(shares) + padding
     # What is held besides the parameters is a share too, never the full model.
     held = share * (1 + sum(_SHARES[what] for what in traits.held_from_start))
-    if "gathered" in traits.held_from_start or config.sync_states:
+    if "gathered" in traits.held_from_start or config.sync_module_states:
         # What each of gloo's two threads has sent or gathered last stays allocated in full until it is released.
         held += config.shard_size * sum(sorted(shares)[-2:])
     # The margin is half of what sharding the parameters saves: bookkeeping tensors are smaller, an unsharded model
@@ -214,7 +214,7 @@ class Coverage:
         self.sizes = sizes_of(model, config, traits)
         self.shapes = {original_name(name): value.shape for name, value in model.named_parameters()}
         self._traits, self._rank = traits, rank
-        self._size, self._ignored = config.shard_size, frozenset(config.ignored)
+        self._size, self._ignored = config.shard_size, frozenset(config.ignored_params)
         self._group, self._replica = _group_of(config, rank)
         self._cuts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         self._seen: dict[Key, torch.Size] = {}

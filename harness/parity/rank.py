@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardproof import renamed
 from shardproof.harness.adapters import registry
 from shardproof.harness.adapters.base import Adapter, Config
 from shardproof.harness.collectives.trace import Collective
@@ -232,7 +233,9 @@ class Rank(Member):
         """Separate the fields of ``Config`` from those of :class:`RunOptions`."""
         driving, sharding = ({field.name for field in dataclasses.fields(kind)} for kind in (RunOptions, Config))
         if unknown := sorted(options.keys() - driving - sharding):
-            raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(driving | sharding))}")
+            new = renamed.member("Config", unknown[0])
+            known = f"it was renamed: it is {new}" if new else f"known are {', '.join(sorted(driving | sharding))}"
+            raise ValueError(f"unknown option {unknown[0]!r}; {known}")
         chosen = {name: value for name, value in options.items() if name in driving}
         return self.config(**{name: options[name] for name in options.keys() - driving}), RunOptions(**chosen)
 

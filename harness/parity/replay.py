@@ -87,7 +87,7 @@ State = dict[str, dict[str, torch.Tensor]]
 _SHARDING = frozenset(
     {
         *("mesh", "units", "reshard_after_forward", "accumulation", "offload", "flat_parameters"),
-        *("gathers_ahead", "gathers_ahead_in_forward", "bounds_gathers"),
+        *("backward_prefetch", "forward_prefetch", "limit_all_gathers"),
         *("init", "materializes", "as_groups", "default_mesh", "shard_dim", "unit_meshes", "wraps", "ignored_modules"),
         *("ignored_inside", "plain_root", "parameter_meshes"),
     }

@@ -238,7 +238,7 @@ class Run:
         self._options = options
         self._snapshots = Snapshots()
         self.units: list[UnitSize] = units_of(
-            model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored
+            model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored_params
         )
         self._phases = Phases(
             member, self.units, name=implementation.name, device_type=config.mesh.device_type, options=options

@@ -85,7 +85,7 @@ def _settings(request: PlanRequest, subject: Subject, adapter: type[Adapter]) ->
         "batch": f"{request.batch} x {request.sequence or subject.length} tokens",
         "parameters": name(request.dtype),
         "gathered as": name(request.compute or request.dtype),
-        "reduced as": name(request.precision.reduce_dtype(request.dtype, adapter.traits)),
+        "reduced as": name(request.precision.reduced_in(request.dtype, adapter.traits)),
         "optimizer": request.optimizer,
         "resharded after forward": reshards,
         "activations": "recomputed in backward" if request.checkpointing else "kept",
@@ -307,7 +307,7 @@ def _traffic_formulas(
         return
     units, root = known.numels(), known.root_numel
     compute = (request.compute or request.dtype).itemsize
-    reduce = request.precision.reduce_dtype(request.dtype, adapter.traits).itemsize
+    reduce = request.precision.reduced_in(request.dtype, adapter.traits).itemsize
     again = units if request.reshard_after_forward is not False else []
     # An explicit choice holds for the root's own unit too, where the implementation lets the root choose.
     keeps_root = request.reshard_after_forward is None or Capability.ROOT_RESHARD not in capabilities

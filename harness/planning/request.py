@@ -47,7 +47,7 @@ class PlanRequest:
     @property
     def precision(self) -> Precision:
         """The dtypes of every unit."""
-        return Precision(compute=self.compute, reduce=self.reduce)
+        return Precision(param_dtype=self.compute, reduce_dtype=self.reduce)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """Make the optimizer, by kernels that take no memory besides its state: those for lists of tensors do."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from shardproof import door
+from shardproof import door, renamed
 from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.selection import Selection
 
@@ -95,7 +95,7 @@ def read(path: pathlib.Path) -> Map:
         tenths = content.get("tenths") or [0] * len(content["items"])
         for (item, numbers), tenth in zip(content["items"].items(), tenths, strict=True):
             if found := ITEM.match(item):
-                case = f"{found['case']}[{found['rest']}]"
+                case = renamed.item(f"{found['case']}[{found['rest']}]")
                 items[found["implementation"]][case] = frozenset(names[number] for number in numbers)
                 if tenth:
                     seconds[found["implementation"]][case] = tenth / 10

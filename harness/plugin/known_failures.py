@@ -45,7 +45,7 @@ import pytest
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import Version
 
-from shardproof import door, runfile
+from shardproof import door, renamed, runfile
 from shardproof.door import BadFile, printable
 from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.records import MadeRecord
@@ -249,7 +249,7 @@ def _entry(item: dict[str, Any], source: str) -> list[KnownFailure]:
         raise BadFile(f"{source}: verdict = {item['verdict']!r} should be one of {expectable}")
     from shardproof.harness.tensors import devices  # late: it imports torch
 
-    first, *others = item["cases"]
+    first, *others = map(renamed.item, item["cases"])
     known = KnownFailure(
         case=first,
         verdict=Verdict(item["verdict"]),

@@ -82,7 +82,7 @@ class _Trainings(_Claimed):
             reshard_after_forward=reshards,
             microbatches=microbatches,
             accumulation=accumulation,
-            ahead=draw(st.integers(0, microbatches - 1)) if accumulation and accumulation.marks_last else 0,
+            ahead=draw(st.integers(0, microbatches - 1)) if accumulation and accumulation.set_is_last_backward else 0,
             clip=draw(st.sampled_from(self._clips(plan))),
             offloads=draw(st.sampled_from([False, *self._if((Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD), True)])),
             flat_parameters=can_be_flat and draw(st.sampled_from([False, *self._if(Capability.FLAT_PARAMETERS, True)])),
@@ -183,13 +183,13 @@ class _Trainings(_Claimed):
         per_unit = self._if(Capability.DEFERRED_PER_UNIT, "root-only", *[(unit[0],) for unit in plan.units()])
         skips = ["reduction", *(self._if(Capability.DEFERRED_ALL_REDUCE, "all-reduce") if replicas else [])]
         # A unit that is freed after forward can be kept after backward only if flags are set for each unit.
-        keeps = self._if(Capability.KEEP_AFTER_BACKWARD, True) if reshards is False or per_unit else []
+        keeps = self._if(Capability.RESHARD_AFTER_BACKWARD, True) if reshards is False or per_unit else []
         deferred = [
-            Accumulation(units=units, skips=skip, keeps_gathered=kept, marks_last=marks)
+            Accumulation(units=units, skips=skip, reshard_after_backward=not kept, set_is_last_backward=marks)
             for units in ("all", *per_unit)
             for skip in skips
             for kept in (False, *keeps)
-            for marks in (False, *self._if(Capability.MARKED_LAST_BACKWARD, True))
+            for marks in (False, *self._if(Capability.IS_LAST_BACKWARD, True))
         ]
         return [None, *self._if(Capability.DEFERRED_REDUCTION, *deferred)]
 
@@ -274,10 +274,10 @@ class _Programs(_Claimed):
     def _keeping(self, program: Program) -> st.SearchStrategy[Program]:
         """Let some programs without resharding after forward keep parameters after a deferred backward too."""
         able = program.reshard_after_forward is False and self._if(
-            (Capability.KEEP_AFTER_BACKWARD, Capability.DEFERRED_REDUCTION), True
+            (Capability.RESHARD_AFTER_BACKWARD, Capability.DEFERRED_REDUCTION), True
         )
         choices = st.sampled_from([False, True]) if able else st.just(False)
-        return choices.map(lambda keeps: dataclasses.replace(program, keeps_gathered=keeps))
+        return choices.map(lambda keeps: dataclasses.replace(program, keeps_unsharded=keeps))
 
     def _playable(self, program: Program) -> Program:
         return playable(program, self._wrong_calls, torch_version=torch.__version__)

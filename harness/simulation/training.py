@@ -69,7 +69,7 @@ class Simulation:
             model = build()
         self.parameters = {name: tuple(value.shape) for name, value in model.named_parameters()}
         self.units: list[UnitSize] = units_of(
-            model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored
+            model, config.units, traits=implementation.traits, size=config.shard_size, ignored=config.ignored_params
         )
         self.recorder = Recorder(UnitLookup(self.units))
         with self._during("shard"):

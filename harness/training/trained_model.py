@@ -225,7 +225,9 @@ class Maker:
         config = Config(
             mesh=self._mesh[request.data_dims] if others else self._mesh, microbatches=count,
             units=tuple((name,) for name in choose_units(model)),
-            precision=Precision(compute=DTYPES.get(request.param_dtype), reduce=DTYPES.get(request.reduce_dtype)),
+            precision=Precision(
+                param_dtype=DTYPES.get(request.param_dtype), reduce_dtype=DTYPES.get(request.reduce_dtype),
+            ),
             clip=Clip(request.max_norm) if request.max_norm else None,
         )  # fmt: skip
         adapter = kind(model, optimizer=None if own else self._by_name, config=config)

@@ -48,7 +48,7 @@ RESHARD_UNEVEN = [*RESHARD_CHOICES, _to_size(2, Capability.RESHARD_TO_SIZE_UNEVE
 
 #: Whether anything is sharded; for cases that also hold of whole parameters on every rank.
 SHARDS = pytest.mark.parametrize(
-    "shards", [True, pytest.param(False, marks=needs(Capability.REPLICAS_ALONE))], ids=["shards", "replicas-alone"]
+    "shards", [True, pytest.param(False, marks=needs(Capability.NO_SHARD))], ids=["shards", "replicas-alone"]
 )
 
 #: (replicate, shard) sizes on four ranks. The second shards nothing: such a group has nothing to gather, and averages

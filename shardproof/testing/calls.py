@@ -13,10 +13,10 @@ from torch import nn
 
 from shardproof.harness.adapters.base import (
     Clip,
+    FullParams,
     OptimizerFactory,
     Settings,
     StateForm,
-    WholeParameters,
     tensors_of_state,
 )
 from shardproof.harness.judging.elements import exact_difference
@@ -313,7 +313,7 @@ class _Both:
 
     def _read(self, call: Call) -> None:
         first = call.how == "first-rank"
-        with self._adapter.whole_parameters(WholeParameters(keeps_changes=False, first_rank_only=first)) as found:
+        with self._adapter.summon_full_params(FullParams(writeback=False, rank0_only=first)) as found:
             if not first or self._adapter.config.shard_index == 0:
                 self._compare_full(found)
 
@@ -322,7 +322,7 @@ class _Both:
             self._compare(Stage.PARAMETER, f"full {name}", found[name], parameter)
 
     def _read_gradients(self, call: Call) -> None:
-        with self._adapter.whole_parameters(WholeParameters(with_gradients=True)) as found:
+        with self._adapter.summon_full_params(FullParams(with_grads=True)) as found:
             for name, parameter in self._plain.named_parameters():
                 gradient, expected = found[name].grad, parameter.grad
                 if gradient is not None and expected is not None:
@@ -334,7 +334,7 @@ class _Both:
     @torch.no_grad()
     def _write(self, call: Call) -> None:
         keeps = call.how == "kept"
-        with self._adapter.whole_parameters(WholeParameters(keeps_changes=keeps)) as found:
+        with self._adapter.summon_full_params(FullParams(writeback=keeps)) as found:
             for parameter in each_once(found).values():
                 parameter.mul_(2.0)
         for parameter in self._plain.parameters() if keeps else ():
@@ -399,7 +399,7 @@ class _Both:
 
     def _divide(self, call: Call) -> None:
         self._divisor = int(call.how)
-        self._adapter.change(Settings(divide_factor=float(call.how)), recurse=True)
+        self._adapter.change(Settings(gradient_divide_factor=float(call.how)), recurse=True)
 
 
 def _factory(program: Program) -> OptimizerFactory:

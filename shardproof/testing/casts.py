@@ -81,7 +81,7 @@ class CastReplica:
         found = dict(self.model.named_buffers())
         for name, buffer in found.items():
             if buffer.is_floating_point():
-                found[name] = buffer.to(self._precision_of(name).buffers or buffer.dtype)
+                found[name] = buffer.to(self._precision_of(name).buffer_dtype or buffer.dtype)
         return found
 
     def step(self, microbatches: Sequence[Any], *, loss: Loss = mean_square) -> StepPicture:
@@ -119,7 +119,7 @@ class CastReplica:
 
     def _precision_of(self, name: str) -> Precision:
         precision = self._config.precision_of(self._unit_of(name))
-        return Precision() if precision.full_in_evaluation and not self.model.training else precision
+        return Precision() if precision.full_precision_in_eval and not self.model.training else precision
 
     def _backward(self, arguments: Any, loss: Loss, index: int) -> tuple[Any, torch.Tensor, _Gradients]:
         """Run one microbatch on a copy with all casts made; the gradients are of the dtypes that they are kept in."""
@@ -150,9 +150,9 @@ class CastReplica:
     def _working_copy(self) -> nn.Module:
         working = copy.deepcopy(self.model)
         for name, parameter in working.named_parameters():
-            if name not in self._config.ignored:
+            if name not in self._config.ignored_params:
                 own = self._config.parameter_dtypes.get(name)
-                parameter.data = parameter.data.to(own or self._precision_of(name).compute or parameter.dtype)
+                parameter.data = parameter.data.to(own or self._precision_of(name).param_dtype or parameter.dtype)
                 if self._traits.keeps_computed_gradients:
                     parameter.grad_dtype = None  # any
         for (_, buffer), cast in zip(working.named_buffers(), self.buffers().values(), strict=True):
@@ -166,11 +166,11 @@ class CastReplica:
         own = [gradient for gradient in microbatches if gradient is not None]
         parameter = self.model.get_parameter(name)
         if self._config.ranks_differ and not own and parameter.requires_grad:
-            own = [torch.zeros_like(parameter, dtype=self._precision_of(name).compute)]
-        if name in self._config.ignored:
+            own = [torch.zeros_like(parameter, dtype=self._precision_of(name).param_dtype)]
+        if name in self._config.ignored_params:
             return _added(own) if own else None
         precision = self._precision_of(name)
-        dtype, keeps = precision.reduce_dtype(parameter.dtype, self._traits), precision.keeps_gradients
+        dtype, keeps = precision.reduced_in(parameter.dtype, self._traits), precision.keep_low_precision_grads
         found = [gradient.to(dtype) for gradient in own]
         how = self._config.accumulation
         if found and how is not None and how.skips == "reduction":
@@ -183,7 +183,7 @@ class CastReplica:
         sums = [[_added([everyone[rank][index] for rank in row]) for index in range(len(found))] for row in rows]
         if how is not None and how.skips == "all-reduce":
             sums = [[_added(of_row)] if of_row else [] for of_row in sums]
-        count = self._config.divide_factors.get(self._unit_of(name), len(self._config.data_ranks))
+        count = self._config.gradient_divide_factors.get(self._unit_of(name), len(self._config.data_ranks))
         averages = [_added(list(of_rows)) / count for of_rows in zip(*sums, strict=True)]
         return _added([one if keeps else one.float() for one in averages]) if averages else None
 
@@ -205,10 +205,10 @@ def _cast_at_the_border(module: nn.Module, precision: Precision) -> None:
     """Cast the inputs and outputs of a module."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _cast((args, kwargs), precision.compute) if precision.casts_inputs else (args, kwargs)
+        return _cast((args, kwargs), precision.param_dtype) if precision.cast_forward_inputs else (args, kwargs)
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, precision.output)
+        return _cast(output, precision.output_dtype)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)

@@ -11,17 +11,18 @@ from shardproof.harness.adapters.base import (
     Accumulation,
     Adapter,
     Clip,
+    FullParams,
     OptimizerFactory,
     Precision,
     Settings,
     StateForm,
     Trainee,
     Traits,
-    WholeParameters,
     WrapPolicy,
     padded_to_rows,
 )
 from shardproof.harness.adapters.config import NamedDimensions
+from shardproof.harness.adapters.fsdp1 import as_fsdp1
 from shardproof.harness.adapters.registry import built_in_with
 from shardproof.harness.collectives.delays import Delay
 from shardproof.harness.models import parallel
@@ -36,6 +37,7 @@ __all__ = [
     "Adapter",
     "Clip",
     "Delay",
+    "FullParams",
     "NamedDimensions",
     "OptimizerFactory",
     "Precision",
@@ -44,8 +46,8 @@ __all__ = [
     "StateForm",
     "Trainee",
     "Traits",
-    "WholeParameters",
     "WrapPolicy",
+    "as_fsdp1",
     "built_in_with",
     "cut_over",
     "everywhere",

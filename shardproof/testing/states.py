@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.adapters.base import StateForm, WholeParameters
+from shardproof.harness.adapters.base import FullParams, StateForm
 from shardproof.harness.judging.finding import Finding, Location, Stage
 from shardproof.harness.models import optim
 from shardproof.harness.models.plain import mean_square
@@ -117,7 +117,7 @@ def _other_than_first(member: Member, run: Run, state: State) -> Iterator[_Probl
 
 def _divided(run: Run) -> Set[str]:
     """The names of the parameters that ranks share; buffers, and parameters that are ignored, are each rank's own."""
-    return run.coverage.shapes.keys() - set(run.adapter.config.ignored)
+    return run.coverage.shapes.keys() - set(run.adapter.config.ignored_params)
 
 
 def _digest(value: torch.Tensor) -> bytes:
@@ -324,17 +324,17 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
 # Whole parameters in a context of user code, beside those of an unsharded model.
 
 
-def check_whole(rank: Rank, how: WholeParameters, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:
+def check_whole(rank: Rank, how: FullParams, found: dict[str, nn.Parameter], plain: nn.Module) -> bool:
     """Check what a context gives this rank, and return whether it has whole parameters."""
     expected = dict(plain.named_parameters())
-    if how.first_rank_only and rank.index:
+    if how.rank0_only and rank.index:
         count = sum(parameter.numel() for parameter in found.values())
         numel = sum(parameter.numel() for parameter in expected.values())
         assert count < numel, f"this rank has {count} of {numel} elements, although the first rank alone should"
         return False
     assert found.keys() == expected.keys(), f"the names differ in {sorted(found.keys() ^ expected.keys())}"
     for name, parameter in found.items():
-        device = "cpu" if how.on_cpu else rank.device.type
+        device = "cpu" if how.offload_to_cpu else rank.device.type
         assert parameter.device.type == device, f"{name} is on {parameter.device} instead of {device}"
         right = expected[name].detach().to(parameter.device)
         assert parameter.shape == right.shape, f"{name} has the shape {tuple(parameter.shape)}"

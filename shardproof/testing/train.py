@@ -150,7 +150,7 @@ def _options(rank: Rank, training: Training) -> dict[str, Any]:
         "must_clip": None,
         "offload": "pageable" if training.offloads else None,
         "flat_parameters": training.flat_parameters,
-        "find_unused": any(block.runs != "always" for _, block in training.plan.blocks()),
+        "find_unused_parameters": any(block.runs != "always" for _, block in training.plan.blocks()),
     }
 
 

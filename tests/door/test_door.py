@@ -45,6 +45,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "shardproof/contract.py": 6,
         "shardproof/extras.py": 2,
         "shardproof/findings.py": 1,
+        "shardproof/renamed.py": 1,
     },
     "what the processes of one run write for each other, in a directory of their own": {
         "harness/adapters/deepspeed_stages.py": 1,

@@ -61,7 +61,7 @@ class LostCasts(ReferenceAdapter):
     """The dtype of compute is not passed on."""
 
     def __init__(self, model: nn.Module, *, optimizer: Any, config: Config) -> None:
-        lost = dataclasses.replace(config.precision, compute=None)
+        lost = dataclasses.replace(config.precision, param_dtype=None)
         super().__init__(model, optimizer=optimizer, config=dataclasses.replace(config, precision=lost))
         self.config = config  # of which the baseline's casts are made
 

@@ -65,7 +65,7 @@ def test_evaluated(rank: Rank) -> None:
 
 @world(2)
 def test_casts(rank: Rank) -> None:
-    low = Precision(compute=torch.bfloat16, reduce=torch.float32)
+    low = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = mixed.Mixed(7, 5)
     run, replica = run_and_replica(rank, model, units=[["low"], ["high"]], optimizer=optim.sgd(), precision=low)
     for step in range(2):

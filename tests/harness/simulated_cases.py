@@ -16,7 +16,7 @@ from shardproof.harness.models.shapes import WIDTH, Rows
 from shardproof.harness.parity.rank import Rank
 from shardproof.testing import Capability, models, needs, world
 
-MIXED = Precision(compute=torch.bfloat16, reduce=torch.float32)
+MIXED = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 UNITS = [[f"layers.{index}"] for index in range(4)]
 SETTINGS: dict[str, tuple[dict[str, Any], list[Capability]]] = {
     "plain": ({"clip": Clip(1e-3)}, [Capability.CLIPPING]),

@@ -147,7 +147,7 @@ def test_spans():
 )
 def test_what_trains_can_be_too_small_to_see_it_divided(shape, frozen, ignored, can_tell):
     model = nn.ParameterDict({"matrix": torch.ones(shape), "gain": torch.ones(1)})
-    coverage = Coverage(model, config=Config(mesh=mesh_of([0, 1]), ignored=ignored), traits=Traits(), rank=0)
+    coverage = Coverage(model, config=Config(mesh=mesh_of([0, 1]), ignored_params=ignored), traits=Traits(), rank=0)
     assert coverage.can_tell(frozen) == can_tell
 
 

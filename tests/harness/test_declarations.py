@@ -45,10 +45,24 @@ BROKEN = {
     "capabilities-misspelt": ("def capabilities(cls): return Capability.of('sharded defered-reduction')",
         "there is no capability 'defered-reduction': did you mean deferred-reduction"),
     "capability-that-was-divided": ("def capabilities(cls): return Capability.of('sharded mixed-precision')",
-        "mixed-precision is no capability any more: it is param-dtype, reduce-dtype and buffer-dtype, of which an ad"),
+        "the capability mixed-precision was divided into param-dtype, reduce-dtype and buffer-dtype; declare those"),
     "capability-that-was-divided-as-an-attribute": (
         "def capabilities(cls): return frozenset({Capability.SHARDED, Capability.MIXED_PRECISION})",
-        "mixed-precision is no capability any more: it is param-dtype, reduce-dtype and buffer-dtype, of which an ad"),
+        "the capability mixed-precision was divided into param-dtype, reduce-dtype and buffer-dtype; declare those"),
+    "capability-that-was-renamed": ("def capabilities(cls): return Capability.of('sharded whole-parameters')",
+        "the capability whole-parameters was renamed: it is summon-full-params"),
+    "capability-that-was-renamed-as-an-attribute": (
+        "def capabilities(cls): return frozenset({Capability.SHARDED, Capability.GATHERS_AHEAD})",
+        "the capability gathers-ahead was renamed: it is backward-prefetch"),
+    "method-that-was-renamed": ("def whole_parameters(self, how): pass",
+        "whole_parameters() was renamed: it is summon_full_params()"),
+    "capability-without-its-methods-of-fsdp1": (
+        "def capabilities(cls): return ReferenceAdapter.capabilities() | Capability.of('reduction-hook')",
+        "declares reduction-hook but does not define register_comm_hook()"),
+    "method-of-fsdp1-that-was-renamed": ("def older_restore(self, state): pass",
+        "older_restore() was renamed: it is load_legacy_optim_state_dict()"),
+    "option-that-was-renamed": ("option_names = {'precision.compute': 'param_dtype'}",
+        "option_names: 'precision.compute' was renamed: it is 'precision.param_dtype'"),
     "capability-misspelt-as-an-attribute": ("def capabilities(cls): return frozenset({Capability.DEFERED_REDUCTION})",
         "there is no capability 'DEFERED_REDUCTION': did you mean deferred-reduction"),
     "capability-without-its-methods": (

@@ -56,7 +56,7 @@ class UntiesQuietly(Unties):
 UNUSED = """
 @world(2)
 def test_case(rank):
-    pair = rank.pair(models.TwoHeads(dim=8), units=[["head0"]], baseline="replicated", find_unused=True)
+    pair = rank.pair(models.TwoHeads(dim=8), units=[["head0"]], baseline="replicated", find_unused_parameters=True)
     for step in range(3):
         pair.step(rank.batch(step, (4, 8)), loss=models.first_head if step else models.both_heads)
         pair.check()

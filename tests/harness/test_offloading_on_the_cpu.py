@@ -19,7 +19,7 @@ from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 class Offloads(TorchFsdpAdapter):
     @classmethod
     def capabilities(cls):
-        return super().capabilities() | {Capability.WHOLE_ON_CPU, Capability.PAGEABLE_OFFLOAD}
+        return super().capabilities() | {Capability.FULL_PARAMS_ON_CPU, Capability.PAGEABLE_OFFLOAD}
 
     def _models_are(self, form):
         return self._state_dicts_are(form)
@@ -40,7 +40,7 @@ PINNED = {"fail": "Cannot access accelerator device"}
 CASES = {
     "F-41, a state dict on every rank": ("test_state.py::test_names_and_values[%s-w2-plain-full]", FREED),
     "F-41, a state dict on the first rank": ("test_state.py::test_names_and_values[%s-w2-plain-first-rank]", FREED),
-    "F-41, parameters": ("test_evaluation.py::test_whole_parameters[%s-w2-None-read-on-cpu-flat]", FREED),
+    "F-41, parameters": ("test_evaluation.py::test_full_parameters[%s-w2-None-read-on-cpu-flat]", FREED),
     "F-10": ("test_offload.py::test_offloaded[%s-w2-undelayed-pageable]", PINNED),
 }
 

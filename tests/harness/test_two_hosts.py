@@ -120,7 +120,7 @@ def test_two_hosts_give_the_verdicts_of_one(hosts, tmp_path, rendezvous):
     assert {key: case["verdict"] for key, case in one.items()} == {key: case["verdict"] for key, case in two.items()}
     differ = {key[1].partition("::")[2] for key, case in one.items() if case["collectives"] != two[key]["collectives"]}
     # On one host the case declares hosts for its ranks, in turn; on two it takes the real ones.
-    assert differ == {"test_what_crosses_hosts[w4-cyclic-None-True]"}
+    assert differ == {"test_bytes_between_hosts[w4-cyclic-None-True]"}
     crossing = two["reference", f"suites/test_hybrid.py::{min(differ)}"]["collectives"][0]["trace"]
     assert {line.partition(" ranks ")[2][:3] for line in crossing if line.startswith("backward all_reduce")} == {"0,2"}
     assert any(case["verdict"] == "pass" for case in two.values())
