@@ -12,7 +12,7 @@ where its values are:
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
 - D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
-  ``training.norms``, D11 and D12 ``training.reduction``.
+  ``training.norms``, D11 and D12 ``training.reduction``, D19 ``training.freezing``.
 
 A signature never decides a verdict.
 """
@@ -57,6 +57,7 @@ MEMORY: Final = "D15"
 FINITE: Final = "D16"
 TOKENS: Final = "D17"
 STEPS_ALIKE: Final = "D18"
+FROZEN: Final = "D19"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Code:
 
 _INCIDENTS = "tests/test_incidents.py::"
 _LOOPS = "tests/harness/test_doctor_loops.py::"
+_STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
@@ -191,5 +193,10 @@ CHECKS = _by_code([
          "ranks that hold parts of one parameter step them by the same learning rate and other settings, from "
          "optimizer states of the same age",
          "compute settings from what all ranks have, and load states on all of them", _LOOPS + "plateau by rank"),
+    Code(FROZEN, "frozen-parameters-stay",
+         "a parameter that requires no gradient does not move in the optimizer's step (notes of frozen parameters in "
+         "an optimizer, and of parameters that replace frozen ones or become frozen between steps)",
+         "set `.grad` to None where parameters are frozen, and pass `requires_grad` on where they are replaced",
+         _STATES + "frozen and stepped"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

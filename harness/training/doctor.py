@@ -65,7 +65,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D18"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D19"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -73,7 +73,7 @@ class Doctor(Watcher):
             "collect" prints nothing.
         report: a run file for the page and the gate, which rank 0 writes.
         patience: seconds to wait for the slowest rank at the end of a step.
-        registered: ties that were noted while the model was built.
+        registered: registrations of parameters that were noted while the model was built.
 
     Attributes:
         findings: what was found, in the order of steps; equal on all ranks.
@@ -192,6 +192,7 @@ class Doctor(Watcher):
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
             bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
+            thawed=() if self._registered is None else self._registered.thawed(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class Start:
         bypassed: the names of wrappers around the model that the loop does not call.
         constant: the names of parameters of which it holds one value alone, such as zeros.
         seed: that of torch's random numbers.
+        thawed: the names of parameters that require a gradient, and have replaced ones that did not.
     """
 
     groups: Groups
@@ -45,6 +46,7 @@ class Start:
     bypassed: tuple[str, ...] = ()
     constant: frozenset[str] = frozenset()
     seed: int = 0
+    thawed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

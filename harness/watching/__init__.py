@@ -13,7 +13,8 @@ never gathers, waits for a stream or changes what it sees.
   gradients whose digests are read when it has ended; ``left``, those that are gone before an optimizer steps by them.
 - ``watching``: ``Watcher``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
-- ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice.
+- ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
+  that replaced frozen ones.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.
 """

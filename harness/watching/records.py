@@ -41,6 +41,7 @@ class Parameter:
     before: Bits | None = None  # its bits before the optimizer's step; None if no optimizer that has it has stepped
     # Its bits after it; of one that no optimizer of the rank steps, when the step has ended.
     after: Bits | None = None
+    is_frozen: bool = False  # whether it required no gradient when its optimizer stepped
     largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)

@@ -145,6 +145,7 @@ class Updates:
                 is_number = rate is not None and not isinstance(rate, torch.Tensor)
                 self.held[name] |= {
                     "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings[id(group)],
+                    "is_frozen": not parameter.requires_grad,
                 }  # fmt: skip
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
@@ -240,6 +241,7 @@ class Updates:
             box=None if place is None else place.box, mesh=() if place is None else place.mesh,
             trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
             lr=float(rate) if rate is not None else None, settings=held.get("settings", {}), before=before, after=after,
+            is_frozen=held.get("is_frozen", False),
             largest=float(ordered(own).abs().max()) if is_still else None,
             state={key: bits[name, key] for key in held.get("state", {})}, resting=resting,
         )  # fmt: skip

@@ -66,6 +66,7 @@ CHANGES = {
     "frozen": _parameter(trains=False),
     "in no optimizer": _parameter(optimizer=None, lr=None),
     "not moved": _parameter(before=(1,), after=(1,), largest=0.5),
+    "frozen when stepped": _parameter(is_frozen=True),
     "not stepped": _parameter(before=None, after=None, state={}),
     "no place": _parameter(box=None),
     "idle": lambda record, name, _: record.modules.idle.append(name),

@@ -12,7 +12,7 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training import comparing, freezing, invariants, judge, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -182,6 +182,7 @@ CHECKS |= {
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
+    "frozen_ever": lambda made: freezing.check_frozen_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
@@ -350,6 +351,18 @@ FOUND = {
         "note: step 0: each rank counts "
         "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
         "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
+    "D19-by-hand": ("frozen_ever", lambda m: (put(m.gradients, own={}), m.put("b", is_frozen=True)),
+        "note: step 0: frozen parameters move [D19]|'b': requires_grad is False, backward computes no gradient, and "
+        "the optimizer changes bits|seen: .grad is not None at the optimizer's step|meant, as where user code computes "
+        ".grad itself? else set .grad to None where parameters are frozen: of zeros, ..."),
+    "D19-held": ("frozen_ever", lambda m: m.put("b", is_frozen=True, before=(1,), after=(1,)),
+        "note: step 0: the optimizer holds frozen parameters [D19]|'b': requires_grad is False for 1 of 2 parameters "
+        "of optimizers, which do not train|meant, as where a part of the model is frozen? else ..."),
+    "D19-replaced": ("frozen_ever", lambda m: setattr(m, "starts", [
+        dataclasses.replace(one, thawed=("w",)) for one in m.starts]),
+        "note: step 0: frozen parameters train [D19]|'w': the parameter has replaced one whose requires_grad was "
+        "False, and the optimizer moves it|meant, as where a layer is made anew to train? else pass requires_grad on: "
+        "nn.Parameter(new, requires_grad=old.requires_grad)"),
 }  # fmt: skip
 
 
@@ -381,6 +394,22 @@ def test_states_that_ranks_divide_are_no_finding_of_a_step_that_moves_nothing():
     assert [one.checks for one in invariants.check_states_ever([made.evidence(), apart.evidence()])] == [("D3",)]
     made.put("b", [1], state={})  # owns none of it
     assert list(invariants.check_states_ever([made.evidence()])) == []
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_has_trained_and_is_frozen_must_not_move(moves):
+    """Without a gradient of the step: one that was computed before the parameter was frozen counts."""
+    first, second = Made(), Made()
+    put(second.records, step=1)
+    put(second.gradients, own={})
+    second.put("b", is_frozen=True, **({} if moves else {"before": (1,), "after": (1,)}))
+    (found,) = freezing.check_frozen_ever([first.evidence(), second.evidence()])
+    title = "frozen parameters move" if moves else "parameters stop training"
+    assert (found.title, found.step, found.is_note) == (title, 1, not moves)
+    put(second.gradients, own=first.gradients[0].own)
+    assert [one.title for one in freezing.check_frozen_ever([first.evidence(), second.evidence()])] == [
+        "parameters stop training"
+    ]
 
 
 def of_layers(factors, *, stage="after_backward"):
@@ -697,6 +726,6 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do; in check and compare as well."""
-    modules = (invariants, norms, updates, reduction, judge, comparing)
+    modules = (invariants, norms, updates, freezing, reduction, judge, comparing)
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
     assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]
