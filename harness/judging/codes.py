@@ -12,7 +12,8 @@ where its values are:
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
 - D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
-  ``training.norms``, D11 and D12 ``training.reduction``, D19 ``training.freezing``.
+  ``training.norms``, D11 and D12 ``training.reduction``, D19 ``training.freezing``,
+  D20 ``training.buffers``.
 
 A signature never decides a verdict.
 """
@@ -58,6 +59,7 @@ FINITE: Final = "D16"
 TOKENS: Final = "D17"
 STEPS_ALIKE: Final = "D18"
 FROZEN: Final = "D19"
+BUFFERS: Final = "D20"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,5 +200,9 @@ CHECKS = _by_code([
          "an optimizer, and of parameters that replace frozen ones or become frozen between steps)",
          "set `.grad` to None where parameters are frozen, and pass `requires_grad` on where they are replaced",
          _STATES + "frozen and stepped"),
+    Code(BUFFERS, "replicas-have-equal-buffers",
+         "buffers that data-parallel ranks have equal when training begins are equal when each step begins (a note; "
+         "statistics of torch's own modules are each rank's own)",
+         "reduce what changes a buffer over the data-parallel ranks", _STATES + "router by rank"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

@@ -183,6 +183,8 @@ class ModuleRecord:
     outdated: list[str] = dataclasses.field(default_factory=list)
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
     has_dropout: bool = False  # whether one drops elements at random in this step
+    # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
+    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

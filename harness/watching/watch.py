@@ -254,6 +254,7 @@ class Watch:
             # Before the step computes anything, because what is copied to a device is waited for.
             for _, parameter in self.model.parameters():
                 fingerprints.prepare(parameter.shape, local_of(parameter).device)
+            self._now.read_buffers()
         self._note_left()
         if not self.is_attached:  # another rank has stepped where this one has not
             return False

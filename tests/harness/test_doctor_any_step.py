@@ -69,6 +69,8 @@ CHANGES = {
     "frozen when stepped": _parameter(is_frozen=True),
     "not stepped": _parameter(before=None, after=None, state={}),
     "no place": _parameter(box=None),
+    "another buffer": lambda record, *_: record.modules.buffers.update(load=(record.rank,)),
+    "no buffer": lambda record, *_: record.modules.buffers.clear(),
     "idle": lambda record, name, _: record.modules.idle.append(name),
     "gathered": lambda record, name, _: record.modules.gathered.append(name),
     "outdated": lambda record, name, _: record.modules.outdated.append(name),

@@ -12,7 +12,7 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import comparing, freezing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training import buffers, comparing, freezing, invariants, judge, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -70,11 +70,13 @@ class Made:
         for rank, record in enumerate(self.records):
             members = {names[0]: (rank % 2, rank % 2 + 2), names[1]: (rank // 2 * 2, rank // 2 * 2 + 1)}
             bits = {name: (self.box(name, rank), tuple(EVERY), (rank % 2 if self.sharded else 0,)) for name in SHAPES}
-            self.starts.append(Start(Groups(members, "mesh", data), bits, (), "Net", SHAPES, {}))
+            groups = Groups(members, "mesh", data)
+            self.starts.append(Start(groups, bits, (), "Net", SHAPES, {}, buffers={"load": (0,)}))
             record.gradients.own = {n: [(m, gradient(self.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
             record.parameters = {name: self.parameter(name, rank) for name in SHAPES}
             record.optimizers = [Optimizer("AdamW", 2, 2, False)]
             record.modules.ties = [("head", "w")]
+            record.modules.buffers = {"load": (1,)}
             record.collectives = Trace([Collective("forward", "all_reduce", "float32", 8, tuple(EVERY))])
         self.clip(self.norm())
         self.reduce(self.mean)
@@ -182,6 +184,7 @@ CHECKS |= {
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
+    "buffers_ever": lambda made: buffers.check_buffers_ever([made.evidence()]),
     "frozen_ever": lambda made: freezing.check_frozen_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
@@ -351,6 +354,14 @@ FOUND = {
         "note: step 0: each rank counts "
         "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
         "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
+    "D20": ("buffers_ever", lambda m: put(m.modules[2:3], buffers={"load": (2,)}),
+        "note: step 0: buffers differ between ranks [D20, S9]|buffer 'load': equal on ranks 0-3 when training begins, "
+        "and not when a later step begins|meant, as for statistics of each rank's own data that training does not use? "
+        "else reduce them over these ranks before they change the buffer"),
+    "D20-sent": ("buffers_ever", lambda m: (put(m.modules[2:3], buffers={"load": (2,)}), setattr(m, "starts", [
+        dataclasses.replace(one, sends_buffers=True) for one in m.starts])),
+        "note: step 0: buffers differ between ranks [D20, S9]|...|seen: DistributedDataParallel broadcasts the buffers "
+        "of one rank before each forward: what other ranks add is lost|meant, ..."),
     "D19-by-hand": ("frozen_ever", lambda m: (put(m.gradients, own={}), m.put("b", is_frozen=True)),
         "note: step 0: frozen parameters move [D19]|'b': requires_grad is False, backward computes no gradient, and "
         "the optimizer changes bits|seen: .grad is not None at the optimizer's step|meant, as where user code computes "
@@ -410,6 +421,20 @@ def test_what_has_trained_and_is_frozen_must_not_move(moves):
     assert [one.title for one in freezing.check_frozen_ever([first.evidence(), second.evidence()])] == [
         "parameters stop training"
     ]
+
+
+def test_buffers_that_ranks_have_of_their_own_are_not_compared():
+    """Other values when training begins, parts of one model, and ranks of a tensor-parallel group."""
+    made = Made()
+    put(made.modules[2:3], buffers={"load": (2,)})
+    assert len(render(made, "buffers_ever")) == 1
+    made.starts[2] = dataclasses.replace(made.starts[2], buffers={"load": (9,)})
+    assert render(made, "buffers_ever") == []
+    made = Made(tensors_over="tp")
+    put(made.modules[1::2], buffers={"load": (2,)})
+    assert render(made, "buffers_ever") == []
+    put(made.modules[1:2], buffers={})
+    assert render(made, "buffers_ever") == []
 
 
 def of_layers(factors, *, stage="after_backward"):
@@ -726,6 +751,6 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do; in check and compare as well."""
-    modules = (invariants, norms, updates, freezing, reduction, judge, comparing)
+    modules = (invariants, norms, updates, buffers, freezing, reduction, judge, comparing)
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
     assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]
