@@ -150,8 +150,8 @@ CHECKS = _by_code([
          "calls, as where layers are drawn at random)",
          "use it in the loss, or set `requires_grad=False`", _INCIDENTS + "g10_detached_router"),
     Code(MOVES, "each-parameter-moves",
-         "a parameter whose gradient is not zero moves in the step (a note where the update is below the spacing of "
-         "its values, or its learning rate is 0 beside others)",
+         "a parameter whose gradient is not zero moves in the step (a note where the update of most elements, or of "
+         "a moment, is below the spacing of its values, or its learning rate is 0 beside others)",
          "give it a learning rate, or values of a wider dtype", _LOOPS + "parameter held back"),
     Code(HAS_STATE, "each-parameter-has-optimizer-state",
          "and, where it does not move, has optimizer state if others of its optimizer have",

@@ -105,6 +105,7 @@ class Examination:
         yield list(updates.check_optimizers_ever(self.seen))
         yield list(invariants.check_gradients_ever(self.seen))
         yield list(updates.check_rates_ever(self.seen))
+        yield list(updates.check_moments_ever(self.seen))
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen))

@@ -23,6 +23,7 @@ from shardproof.harness.watching.records import (
     Groups,
     Inputs,
     LossRecord,
+    Narrow,
     NormCall,
     NormRecord,
     NotFinite,
@@ -185,6 +186,7 @@ CHECKS |= {
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
     "buffers_ever": lambda made: buffers.check_buffers_ever([made.evidence()]),
+    "moments_ever": lambda made: updates.check_moments_ever([made.evidence()]),
     "frozen_ever": lambda made: freezing.check_frozen_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
@@ -275,6 +277,18 @@ FOUND = {
     "D6-lost": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0, dtype="bfloat16", lr=1e-3),
         "note: step 0: updates are lost to rounding [D6, S13]|'w': the gradient is not zero, and ...|meant, as at the "
         "start of a warm-up? else keep parameters in float32, or round stochastically"),
+    "D6-partly": ("updates", lambda m: (
+        m.put("w", dtype="bfloat16", narrow=Narrow(3, 4)), m.put("b", narrow=Narrow(1, 2))),
+        "note: step 0: updates are lost to rounding [D6, S13]|'w': the update of 75% of the elements is below half of "
+        "the spacing of bfloat16 at their values, so the step does not change them (of elements with a gradient, from "
+        "a sample)|meant, as at the start of a warm-up, or where the optimizer rounds stochastically or compensates? "
+        "else keep parameters in float32, or round stochastically"),
+    "D6-moments": ("moments_ever", lambda m: m.put(
+        "w", narrow=Narrow(states=dict.fromkeys(["exp_avg", "exp_avg_sq"], "bfloat16")),
+        settings={"betas": (0.9, 0.999)}),
+        "note: step 0: moments are lost to rounding [D6, S13]|'exp_avg_sq' of 'w': a step lowers it by at most 1 - "
+        "0.999 = 0.001 of its value, below half of the spacing of bfloat16 (0.002 of it at least), so it never falls|"
+        "meant, as where the optimizer rounds stochastically? else keep states in float32, or lower beta"),
     "D6-rate": ("updates", lambda m: [m.put(n, before=(1,), after=(1,), largest=4.0, lr=1e-9) for n in SHAPES],
         "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
     "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),

@@ -1,4 +1,4 @@
-"""Loops under the doctor with frozen parameters and with buffers, each healthy one beside its broken twin."""
+"""Loops under the doctor with frozen parameters, buffers and narrow dtypes, each healthy one beside its broken twin."""
 
 import functools
 
@@ -97,6 +97,22 @@ def normalized(data, wrap):
     train(model, adamw(model), data)
 
 
+# Narrow dtypes
+
+
+def narrow(data, *, lr, betas=(0.9, 0.95), dtype=torch.bfloat16, wrap=DDP):
+    """Parameters and moments in a narrow dtype, by updates that may be below the spacing of most of their values."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)
+    model = wrap(nn.Sequential(*layers).to(dtype))
+
+    def draw(data):
+        inputs, labels = data.batch()
+        return inputs.to(dtype), labels
+
+    train(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.0), data, draw=draw)
+
+
 #: Healthy loops: the notes that are printed, by check.
 HEALTHY = {
     "frozen after a step": (frozen, "parameters stop training [D19]"),
@@ -113,6 +129,9 @@ HEALTHY = {
     "BatchNorm under FSDP2": (lambda data: normalized(data, fully_shard), ""),
     "BatchNorm under DDP": (lambda data: normalized(data, DDP), ""),
     "BatchNorm of each rank": (lambda data: normalized(data, functools.partial(DDP, broadcast_buffers=False)), ""),
+    "bfloat16": (lambda data: narrow(data, lr=1e-2), ""),
+    "bfloat16 under FSDP2": (lambda data: narrow(data, lr=1e-2, wrap=fully_shard), ""),
+    "small rate in float32": (lambda data: narrow(data, lr=2e-4, betas=(0.9, 0.999), dtype=torch.float32), ""),
 }  # fmt: skip
 
 #: Loops with a mistake, and the finding, or the note where the mistake may be meant.
@@ -121,6 +140,11 @@ BROKEN = {
     "router by rank": (lambda data: routed(data, reduces=False), UNLIKE),
     "router under DDP by rank": (lambda data: routed(data, DDP, reduces=False), UNLIKE),
     "router by hand by rank": (lambda data: routed(data, None, reduces=False), UNLIKE),
+    "small rate in bfloat16": (lambda data: narrow(data, lr=2e-4), "note: updates are lost to rounding [D6, S13]"),
+    "small rate in bfloat16 under FSDP2": (lambda data: narrow(data, lr=2e-4, wrap=fully_shard),
+                                           "note: updates are lost to rounding [D6, S13]"),
+    "slow moments in bfloat16": (lambda data: narrow(data, lr=1e-2, betas=(0.9, 0.999)),
+                                 "note: moments are lost to rounding [D6, S13]"),
 }  # fmt: skip
 
 
