@@ -240,9 +240,9 @@ UNSEEN = (
         (0, "sys.exit(0)", 0, UNSEEN, 0),
         (0, "sys.exit(3)", 3, "the training ended with SystemExit", 0),
         (0, "raise OSError('mine')", OSError, "the training ended with OSError", 0),
-        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 18),
-        (2, "sys.exit()", 0, "", 18),
-        (4, "sys.exit(3)", 3, "", 18),
+        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 20),
+        (2, "sys.exit()", 0, "", 20),
+        (4, "sys.exit(3)", 3, "", 20),
     ],
 )
 def test_a_report_is_written_however_the_script_ends(
