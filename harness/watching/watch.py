@@ -40,6 +40,7 @@ from shardproof.harness.watching.names import (
     readable_of,
     switched_off,
     untransformed,
+    unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
 from shardproof.harness.watching.optimizers import seen_of
@@ -482,7 +483,14 @@ class Watch:
         if any(id(one) in live for one in mine) or all(one.grad is None for one in mine):
             return False
         self._now.drops.for_others = self._now.backwards.count
-        self._nesting.strangers[type(optimizer).__name__] = self.step, self._nesting.are_destroyed
+        kind = type(optimizer).__name__
+        self._nesting.strangers[kind] = self.step, self._nesting.are_destroyed
+        if self.model.roots:
+            watched = type(unwrapped(self.model.roots[0])).__name__
+            self.model.unseen.add(
+                f"the model that another {kind} steps, which has no parameter of the watched {watched}: "
+                "give each model a doctor(model, optimizer)"
+            )
         return True
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -1,5 +1,6 @@
 """Loops under the doctor with frozen parameters, buffers and narrow dtypes, each healthy one beside its broken twin."""
 
+import contextlib
 import functools
 
 import pytest
@@ -11,9 +12,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.training.doctor import doctor
 from shardproof.harness.watching.ties import Ties
 from shardproof.testing import world
-from tests.harness.test_doctor_loops import STEPS, adamw, perceptron, reduces_by_hand, titles, train
+from tests.harness.test_doctor_loops import STEPS, Data, adamw, perceptron, reduces_by_hand, titles, train
 
 UNLIKE = "note: buffers differ between ranks [D20, S9]"
 
@@ -146,6 +148,47 @@ BROKEN = {
     "slow moments in bfloat16": (lambda data: narrow(data, lr=1e-2, betas=(0.9, 0.999)),
                                  "note: moments are lost to rounding [D6, S13]"),
 }  # fmt: skip
+
+
+# Two models
+
+
+def adversaries(data, watch, *, zeroes=True):
+    """A generator and then a critic under FSDP2, each with an optimizer; the critic's gradients may stay."""
+    torch.manual_seed(0)
+    generator = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6)))
+    critic = fully_shard(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+    of_generator, of_critic = adamw(generator), adamw(critic)
+    with contextlib.ExitStack() as stack:
+        watching = [stack.enter_context(one) for one in watch((generator, of_generator), (critic, of_critic))]
+        for real, _ in data.batches():
+            fake = generator(data.noise(8, 4))
+            if zeroes:
+                of_critic.zero_grad()
+            (F.softplus(-critic(real)) + F.softplus(critic(fake.detach()))).mean().backward()
+            of_critic.step()
+            of_generator.zero_grad()
+            F.softplus(-critic(fake)).mean().backward()
+            of_generator.step()
+    return watching
+
+
+@pytest.mark.sampled
+@world(2)
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_each_of_two_models_has_a_doctor_of_its_own(rank: Rank, zeroes):
+    """One for both watches the first, and says that it does not see the other."""
+    make = functools.partial(doctor, on_finding="collect", patience=20)
+    both = adversaries(Data(rank.index), lambda *models: [make(*one) for one in models], zeroes=zeroes)
+    found = [[one.render().splitlines()[0] for one in watching.findings] for watching in both]
+    assert found == [[], [] if zeroes else ["step 1: gradients are never zeroed [D11, S4]"]]
+    assert not any("another AdamW" in watching.summary() for watching in both)
+    assert [watching.summary().partition(" parameters (")[2].partition(")")[0] for watching in both] == [
+        "72 elements", "65 elements"
+    ]  # fmt: skip
+    (first,) = adversaries(Data(rank.index), lambda *models: [make()], zeroes=zeroes)
+    assert "72 elements" in first.summary() and not first.findings
+    assert "the model that another AdamW steps, which has no parameter of the watched" in first.summary()
 
 
 @pytest.mark.sampled
