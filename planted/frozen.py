@@ -164,8 +164,12 @@ def scripts() -> Iterator[Work]:
     yield from _incidents()
     from tests.harness import test_doctor_gathers as gathers
     from tests.harness import test_doctor_loops as loops
+    from tests.harness import test_doctor_states as states
 
-    tables = {"HEALTHY": loops.HEALTHY, "BROKEN": loops.BROKEN, "LOOPS": gathers.LOOPS, "LOOPS wrong": gathers.LOOPS}
+    tables = {
+        "HEALTHY": loops.HEALTHY, "BROKEN": loops.BROKEN, "HEALTHY states": states.HEALTHY,
+        "BROKEN states": states.BROKEN, "LOOPS": gathers.LOOPS, "LOOPS wrong": gathers.LOOPS,
+    }  # fmt: skip
     for table, name in ((table, name) for table, names in tables.items() for name in names):
         yield _script(f"loop of tests/{table}/{name}", watched, 2, table, name)
 
@@ -253,8 +257,10 @@ def _loop(out: str, table: str, name: str) -> None:
     import torch.distributed as dist
 
     from shardproof.harness.training.doctor import Doctor, doctor
+    from shardproof.harness.watching.ties import Ties
     from tests.harness import test_doctor_gathers as gathers
     from tests.harness import test_doctor_loops as loops
+    from tests.harness import test_doctor_states as states
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -262,8 +268,9 @@ def _loop(out: str, table: str, name: str) -> None:
         with Doctor(on_finding="collect", report=out):
             gathers.LOOPS[name][0](types.SimpleNamespace(index=rank), table.endswith("wrong"))
     else:
-        with doctor(on_finding="collect", patience=20, report=out):
-            getattr(loops, table)[name][0](loops.Data(rank))
+        kind, _, room = table.partition(" ")
+        with doctor(on_finding="collect", patience=20, report=out, registered=Ties()):
+            getattr(states if room else loops, kind)[name][0](loops.Data(rank))
     dist.destroy_process_group()
 
 

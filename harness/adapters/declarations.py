@@ -6,7 +6,7 @@ names the implementation, the member, the value and what would be right.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -39,9 +39,8 @@ def check(implementation: str, adapter: type[Adapter], device: str) -> None:
     name = asked.read("name", lambda: getattr(adapter, "name", None))
     if not isinstance(name, str) or not name.strip():
         raise asked.wrong("name", name, "a string by which ranks tell adapters apart")
-    for kind in (Adapter, Fsdp1Methods):
-        for member in _methods(kind) if issubclass(adapter, kind) else ():
-            asked.read(member, functools.partial(_check_signature, asked, adapter, kind, member))
+    for kind, member in _methods(adapter):
+        asked.read(member, functools.partial(_check_signature, asked, adapter, kind, member))
     # First: what is not installed may be missing in the other answers too.
     reason = asked.read("availability()", lambda: adapter.availability(device))
     if reason is not None and not (isinstance(reason, str) and reason.strip()):
@@ -112,10 +111,13 @@ class _WrongMember(ValueError):
     """One line about one member."""
 
 
-def _methods(kind: type) -> list[str]:
-    """Return the names of the methods of a class of the protocol, the constructor among them."""
-    methods = (name for name, value in vars(kind).items() if inspect.isfunction(value) or type(value) is classmethod)
-    return [name for name in methods if name == "__init__" or not name.startswith("_")]
+def _methods(adapter: type[Adapter]) -> Iterator[tuple[type, str]]:
+    """Yield the methods of the protocol that an adapter class has, by the class that describes each."""
+    for kind in (Adapter, Fsdp1Methods):
+        for name, value in vars(kind).items() if issubclass(adapter, kind) else ():
+            is_method = inspect.isfunction(value) or type(value) is classmethod
+            if is_method and (name == "__init__" or not name.startswith("_")):
+                yield kind, name
 
 
 def _check_signature(asked: _Asked, adapter: type[Adapter], kind: type, member: str) -> None:

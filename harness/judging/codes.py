@@ -12,7 +12,8 @@ where its values are:
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
 - D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
-  ``training.norms``, D11 and D12 ``training.reduction``.
+  ``training.norms``, D11 and D12 ``training.reduction``, D19 ``training.freezing``,
+  D20 ``training.buffers``.
 
 A signature never decides a verdict.
 """
@@ -57,6 +58,8 @@ MEMORY: Final = "D15"
 FINITE: Final = "D16"
 TOKENS: Final = "D17"
 STEPS_ALIKE: Final = "D18"
+FROZEN: Final = "D19"
+BUFFERS: Final = "D20"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Code:
 
 _INCIDENTS = "tests/test_incidents.py::"
 _LOOPS = "tests/harness/test_doctor_loops.py::"
+_STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
@@ -150,8 +154,8 @@ CHECKS = _by_code([
          "calls, as where layers are drawn at random)",
          "use it in the loss, or set `requires_grad=False`", _INCIDENTS + "g10_detached_router"),
     Code(MOVES, "each-parameter-moves",
-         "a parameter whose gradient is not zero moves in the step (a note where the update is below the spacing of "
-         "its values, or its learning rate is 0 and that of others is not)",
+         "a parameter whose gradient is not zero moves in the step (a note where the update of most elements, or of "
+         "a moment, is below the spacing of its values, or its learning rate is 0 and that of others is not)",
          "give it a learning rate, or values of a wider dtype", _LOOPS + "parameter held back"),
     Code(HAS_STATE, "each-parameter-has-optimizer-state",
          "a parameter that does not move has optimizer state if others of its optimizer have",
@@ -196,5 +200,14 @@ CHECKS = _by_code([
          "ranks that hold parts of one parameter step them by the same learning rate and other settings, from "
          "optimizer states of the same age",
          "compute settings from values of all ranks, and load states on all of them", _LOOPS + "plateau by rank"),
+    Code(FROZEN, "frozen-parameters-stay",
+         "a parameter that requires no gradient does not move in the optimizer's step (notes of frozen parameters in "
+         "an optimizer, and of parameters that replace frozen ones or become frozen between steps)",
+         "set `.grad` to None where parameters are frozen, and copy `requires_grad` to their replacements",
+         _STATES + "frozen and stepped"),
+    Code(BUFFERS, "replicas-have-equal-buffers",
+         "buffers that are equal on data-parallel ranks when training begins are equal when each step begins (a note; "
+         "statistics of torch's own modules may differ)",
+         "reduce the values that update the buffer over the data-parallel ranks", _STATES + "router by rank"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

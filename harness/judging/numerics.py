@@ -120,6 +120,11 @@ CLIPPED = 1e-6
 LIMITS_APART = 1e-4
 ROUND = 1e-4
 
+#: The part of the elements of a narrow parameter above which a step that leaves them as they are is lost to rounding,
+#: and by how much of the spacing at 1 an update is less than half of the spacing at each value.
+MOST_LOST = 0.5
+LESS_THAN_HALF = 0.25
+
 #: How far rounding moves the factor of a sum of gradients, and within which of a number it is its factor.
 FACTOR_ROUNDING = 1e-5
 ONE_FACTOR = 1e-3

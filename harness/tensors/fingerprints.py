@@ -13,7 +13,7 @@ Sums are made in float64 whatever the dtype, because user code may lower the pre
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -297,6 +297,11 @@ def host_rows(tensors: Sequence[torch.Tensor]) -> list[Any]:
         for position, row in zip(positions, rows, strict=True):
             found[position] = row
     return found
+
+
+def bits_on_host(bits: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Copy the bits of tensors to the host, by name; see :func:`bits_of_all`."""
+    return {name: tuple(row) for name, row in zip(bits, host_rows([*bits.values()]), strict=True)}
 
 
 def _folded(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof import folders
 from shardproof.door import PARTIAL
 from shardproof.harness.judging import codes, numerics
-from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows
+from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training import invariants, report
 from shardproof.harness.training.evidence import Evidence, Start, flat_places
@@ -65,7 +65,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D18"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D20"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -73,7 +73,7 @@ class Doctor(Watcher):
             "collect" prints nothing.
         report: a run file for the page and the gate, which rank 0 writes.
         patience: seconds to wait for the slowest rank at the end of a step.
-        registered: ties that were noted while the model was built.
+        registered: registrations of parameters that were noted while the model was built.
 
     Attributes:
         findings: what was found, in the order of steps; equal on all ranks.
@@ -181,6 +181,7 @@ class Doctor(Watcher):
         groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(self._watch.model.parameters())
         bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
+        buffers = self._watch.model.buffers()
         found = {}
         for (name, parameter), own in zip(parameters, bits, strict=True):
             place = self._watch.model.place(name, parameter)
@@ -192,6 +193,9 @@ class Doctor(Watcher):
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
             bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
+            buffers=bits_on_host(dict(zip(buffers, bits_of_all([*buffers.values()]), strict=True))),
+            sends_buffers=wrappers.sends_buffers,
+            thawed=() if self._registered is None else self._registered.thawed(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ class Start:
         bypassed: the names of wrappers around the model that the loop does not call.
         constant: the names of parameters of which it holds one value alone, such as zeros.
         seed: that of torch's random numbers.
+        buffers: the bits of buffers of user code's modules, by canonical name.
+        sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
+        thawed: the names of parameters that require a gradient, and have replaced ones that did not.
     """
 
     groups: Groups
@@ -45,6 +48,9 @@ class Start:
     bypassed: tuple[str, ...] = ()
     constant: frozenset[str] = frozenset()
     seed: int = 0
+    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    sends_buffers: bool = False
+    thawed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

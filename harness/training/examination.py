@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from shardproof.harness.judging import codes
-from shardproof.harness.training import invariants, norms, reduction, updates
+from shardproof.harness.training import buffers, freezing, invariants, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -105,6 +105,9 @@ class Examination:
         yield list(updates.check_optimizers_ever(self.seen))
         yield list(invariants.check_gradients_ever(self.seen))
         yield list(updates.check_rates_ever(self.seen))
+        yield list(updates.check_moments_ever(self.seen))
+        yield list(freezing.check_frozen_ever(self.seen))
+        yield list(buffers.check_buffers_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen))
         yield list(invariants.check_gathered_ever(self.seen))
         # Of all steps in which replicas were to be alike; those that differ explain theirs.

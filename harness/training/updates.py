@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardproof.harness.judging import codes
+from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.numerics import ulp
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
@@ -107,7 +107,7 @@ def check_updates(evidence: Evidence) -> Iterator[DoctorFinding]:
     stepped = _stepped(evidence)
     # Of what moves it does not matter which state its optimizer keeps, and where.
     still = {name: held for name, held in stepped.items() if all(one.before == one.after for one, _ in held)}
-    yield from _check_moves(evidence, still, len(stepped))
+    yield from _check_moves(evidence, still, stepped)
     yield from _check_states(evidence, still)
 
 
@@ -122,12 +122,14 @@ def _stepped(evidence: Evidence) -> dict[str, _Held]:
     return found
 
 
-def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> Iterator[DoctorFinding]:
+def _check_moves(
+    evidence: Evidence, still: Mapping[str, _Held], stepped: Mapping[str, _Held]
+) -> Iterator[DoctorFinding]:
     """D6: an update moves a parameter, or is below the spacing of its values.
 
     Args:
         still: the parameters of which no bit changes.
-        count: how many have a gradient.
+        stepped: those that have a gradient.
     """
     must_move: list[str] = []
     lost: list[str] = []
@@ -138,25 +140,89 @@ def _check_moves(evidence: Evidence, still: Mapping[str, _Held], count: int) -> 
         line = f"{listed(must_move)}: the gradient is not zero, and no bit changes in the step"
         lines = (line, *_too_small(evidence, must_move))
         yield DoctorFinding((codes.MOVES,), codes.UNMOVED, evidence.step, "parameters do not move", lines)
+    yield from _check_lost(evidence, lost, still, stepped)
+
+
+def _check_lost(
+    evidence: Evidence, lost: Sequence[str], still: Mapping[str, _Held], stepped: Mapping[str, _Held]
+) -> Iterator[DoctorFinding]:
+    """D6: the update of most elements is not lost to rounding; all of ``lost`` is."""
     dtypes = {name: one.dtype for record in evidence.records for name, one in record.parameters.items()}
     # In float32 a single one has a gradient of rounding noise, as a bias has before a normalization.
-    if narrow := [name for name in lost if dtypes[name] in NARROW] if len(lost) < count else lost:
-        yield _of_rounded(evidence, narrow, dtypes[narrow[0]])
+    narrow = [name for name in lost if dtypes[name] in NARROW] if len(lost) < len(stepped) else list(lost)
+    partly = {name: _unchanged(held) for name, held in stepped.items() if name not in still}
+    partly = {name: share for name, share in partly.items() if share > numerics.MOST_LOST}
+    if narrow or partly:
+        yield _of_rounded(evidence, narrow, partly, dtypes[[*narrow, *partly][0]])
 
 
-def _of_rounded(evidence: Evidence, names: list[str], dtype: str) -> DoctorFinding:
-    """Make the note of updates that are below the spacing of the values of parameters."""
+def _unchanged(held: _Held) -> float:
+    """Return the part of the sampled elements with a gradient of a narrow parameter that the step does not change."""
+    found = [one.narrow for one, _ in held if one.narrow is not None and (one.lr is None or one.lr > 0)]
+    count = sum(one.sampled for one in found)
+    return sum(one.unchanged for one in found) / count if count else 0.0
+
+
+def _of_rounded(evidence: Evidence, names: list[str], partly: Mapping[str, float], dtype: str) -> DoctorFinding:
+    """Make the note of updates that are below the spacing of the values of parameters, of all or of most of them."""
     mend = (
         "keep parameters in float32, or round stochastically" if dtype in NARROW else "the learning rate is too small"
     )
-    lines = (
-        f"{listed(names)}: the gradient is not zero, and the update is below half of the spacing of "
-        f"{dtype} at the parameter's values, so no bit changes in the step",
-        f"meant, as at the start of a warm-up? else {mend}",
-    )
+    lines = []
+    if names:
+        lines.append(
+            f"{listed(names)}: the gradient is not zero, and the update is below half of the spacing of "
+            f"{dtype} at the parameter's values, so no bit changes in the step"
+        )
+    if partly:
+        low, high = min(partly.values()), max(partly.values())
+        share = f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+        lines.append(
+            f"{listed([*partly])}: the update of {share} of the elements is below half of the spacing of {dtype} at "
+            "their values, so the step does not change them (of elements with a gradient, from a sample)"
+        )
+    known = ", or where the optimizer rounds stochastically or compensates" if partly else ""
+    lines.append(f"meant, as at the start of a warm-up{known}? else {mend}")
     return DoctorFinding(
-        (codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", lines, is_note=True
+        (codes.MOVES,), codes.ROUNDED, evidence.step, "updates are lost to rounding", tuple(lines), is_note=True
     )
+
+
+#: The position in ``betas`` of the factor by which a step decays a moment, by the moment's key.
+_MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1}
+
+
+def _lost_moments(held: Parameter) -> Iterator[tuple[str, str, float]]:
+    """Yield the moments of a parameter that cannot fall: key, dtype and beta."""
+    betas = held.settings.get("betas", ())
+    for key, dtype in held.narrow.states.items() if held.narrow is not None else ():
+        if key in _MOMENTS and isinstance(betas, tuple) and len(betas) == len(_MOMENTS):
+            beta = betas[_MOMENTS[key]]
+            if 0.0 < 1.0 - beta < numerics.LESS_THAN_HALF * numerics.EPS[dtype]:
+                yield key, dtype, beta
+
+
+def check_moments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D6, after the last step: a moment can follow the gradients in its dtype.
+
+    A step lowers a moment by at most 1 - beta of its value. A decrease below half of the spacing is rounded away, and
+    then the moment never falls. The comparison is with the spacing: moments grow in first steps and do not show it.
+    """
+    lost: dict[tuple[str, str, float], list[str]] = {}
+    for record in records[-1].records:
+        for name, one in record.parameters.items():
+            for moment in _lost_moments(one):
+                lost.setdefault(moment, []).append(name)
+    if lost:
+        lines = [
+            f"{key!r} of {listed(list(dict.fromkeys(names)))}: a step lowers it by at most 1 - {beta} = "
+            f"{1.0 - beta:.1g} of its value, below half of the spacing of {dtype} "
+            f"({numerics.LESS_THAN_HALF * numerics.EPS[dtype]:.1g} of it at least), so it never falls"
+            for (key, dtype, beta), names in lost.items()
+        ]
+        lines.append("meant, as where the optimizer rounds stochastically? else keep states in float32, or lower beta")
+        title = "moments are lost to rounding"
+        yield DoctorFinding((codes.MOVES,), codes.ROUNDED, records[-1].step, title, tuple(lines), is_note=True)
 
 
 def _check_states(evidence: Evidence, still: Mapping[str, _Held]) -> Iterator[DoctorFinding]:

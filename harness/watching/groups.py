@@ -62,6 +62,11 @@ class Wrappers(NamedTuple):
         return ()
 
     @property
+    def sends_buffers(self) -> bool:
+        """Whether DDP replaces the buffers of all ranks by those of one before each forward."""
+        return any(isinstance(one, DistributedDataParallel) and one.broadcast_buffers for one in self.inside)
+
+    @property
     def hooks(self) -> tuple[str, ...]:
         """The names of the communication hooks that user code has registered."""
         found = []

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.fingerprints import Box, bits_on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
-from shardproof.harness.watching.names import is_compiled, modules_of, parameters_of, tied_in, without_turn
+from shardproof.harness.watching.names import buffers_of, is_compiled, modules_of, parameters_of, tied_in, without_turn
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.records import ModuleRecord
 
@@ -86,6 +86,10 @@ class Model:
                     once.add(id(parameter))
                     yield name, parameter
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that the modules of user code have, by canonical name."""
+        return {name: buffer for root in self.roots for name, buffer in buffers_of(root)}
+
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of a parameter; of an engine, which leaves none in ``.grad``, the whole one."""
         return parameter.grad if self.engine is None else self.engine.gradient(parameter)
@@ -119,16 +123,20 @@ class Model:
         """Return the sets of names that are one parameter."""
         return tied_in(self.roots)
 
-    def record(self, called: Mapping[int, bool], gathered: Gathered) -> ModuleRecord:
+    def record(
+        self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor]
+    ) -> ModuleRecord:
         """Return what a record has of the modules.
 
         Args:
             called: by module that was called in the step, whether it was with gradients enabled.
             gathered: what forwards have found gathered.
+            buffers: the bits of buffers when the step began, by name.
         """
         idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
         dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         return ModuleRecord(
             idle, detached, gathered.names, gathered.take_outdated(), self.tied(),
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
+            buffers=bits_on_host(buffers),
         )  # fmt: skip

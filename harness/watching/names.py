@@ -25,6 +25,15 @@ _INNER = {
 #: The class of attention's output projection.
 _UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
 
+#: Normalizations whose buffers are running statistics of each rank's own data, or else synchronized by themselves.
+_OF_RUNNING_STATISTICS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
+
+#: The elements of the largest buffer that is read.
+_LARGEST_BUFFER = 1 << 20
+
 
 def inner_of(module: nn.Module) -> nn.Module | None:
     """Return the module that a wrapper wraps, or None for a module that is no wrapper."""
@@ -68,6 +77,22 @@ def parameters_of(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for last, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{name}.{last}" if name else last, sharded.get(id(parameter), parameter)
+
+
+def buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that modules of user code have, under each of their canonical names, but for large ones.
+
+    Statistics of torch's own modules, such as BatchNorm, are of each rank's own data by design. A large buffer is a
+    table or a cache, and takes time to read; a mask has no statistics.
+    """
+    for name, module in modules_of(root):
+        # What fully_shard makes of a class is a class of torch.
+        kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
+        if kind.__module__.startswith("torch.") or isinstance(module, _OF_RUNNING_STATISTICS):
+            continue
+        for last, buffer in module._buffers.items():
+            if type(buffer) is torch.Tensor and buffer.dtype != torch.bool and 0 < buffer.numel() <= _LARGEST_BUFFER:
+                yield f"{name}.{last}" if name else last, buffer
 
 
 def sharded_by_gathered(root: nn.Module) -> dict[int, nn.Parameter]:

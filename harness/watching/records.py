@@ -27,6 +27,16 @@ class Gradient:
 
 
 @dataclasses.dataclass(frozen=True)
+class Narrow:
+    """The dtypes narrower than float32 of a parameter and its optimizer state."""
+
+    unchanged: int = 0  # how many elements of the sample the step leaves as they are
+    sampled: int = 0  # a sample of its elements that have a gradient; 0 of a parameter that is not narrow
+    # The dtypes of narrow tensors of its state, by key, without their "torch." prefix.
+    states: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class Parameter:
     """One parameter of the model as a rank holds it."""
 
@@ -41,7 +51,9 @@ class Parameter:
     before: Bits | None = None  # its bits before the optimizer's step; None if no optimizer that has it has stepped
     # Its bits after it; of one that no optimizer of the rank steps, when the step has ended.
     after: Bits | None = None
+    is_frozen: bool = False  # whether it required no gradient when its optimizer stepped
     largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
+    narrow: Narrow | None = None  # what rounding does to it and its state; None where neither is narrow
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)
     # The class of an optimizer of the process that has it and has not stepped, of one that trains.
@@ -182,6 +194,8 @@ class ModuleRecord:
     outdated: list[str] = dataclasses.field(default_factory=list)
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
     has_dropout: bool = False  # whether one drops elements at random in this step
+    # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
+    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

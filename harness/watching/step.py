@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
-from shardproof.harness.tensors.fingerprints import host_rows, on_host
+from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
@@ -308,6 +308,7 @@ class WatchedStep:
         self.collectives = Trace()
         self.zeroed, self.zeroed_since = zeroed, list[int]()
         self._model, self._takes = model, takes
+        self._buffers: dict[str, torch.Tensor] = {}
         self._started = time.monotonic()
 
     @property
@@ -320,6 +321,12 @@ class WatchedStep:
         """Whether there was a backward pass of a root, or an optimizer's step."""
         backwards = self.backwards
         return bool(backwards.own or backwards.is_running or backwards.count or self.has_stepped)
+
+    def read_buffers(self) -> None:
+        """Read the buffers before the first forward: after it, DDP has replaced them, and modules count in them."""
+        if self._takes.digests:
+            buffers = self._model.buffers()
+            self._buffers = dict(zip(buffers, bits_of_all([*buffers.values()]), strict=True))
 
     def note_zeroed(self) -> None:
         """Note a call of ``zero_grad()``."""
@@ -385,7 +392,7 @@ class WatchedStep:
         record = StepRecord(
             rank=0, step=number, backwards=self.backwards.count, forwards=self.forwards.record(),
             gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
-            modules=self._model.record(self.forwards.called, gathered), optimizers=self.updates.stepped,
+            modules=self._model.record(self.forwards.called, gathered, self._buffers), optimizers=self.updates.stepped,
             norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
             collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Remembers which parameters were registered in several places, from the construction of the model on."""
+"""Remembers registrations of parameters from the construction of the model on: ties, and what replaces frozen ones."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,13 @@ from shardproof.harness.watching.names import modules_of
 
 
 class Ties:
-    """Notes each registration of a parameter that a module has already; :meth:`close` ends it."""
+    """Notes each parameter that is registered twice, or that replaces a frozen one; :meth:`close` ends it."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
         self._pairs: list[tuple[tuple[weakref.ref[nn.Module], str], tuple[weakref.ref[nn.Module], str]]] = []
+        #: The places of frozen parameters that were replaced by parameters that require a gradient.
+        self._thawed: list[tuple[weakref.ref[nn.Module], str]] = []
         self._handle = register_module_parameter_registration_hook(self._on_registration)
 
     def close(self) -> None:
@@ -24,25 +26,22 @@ class Ties:
 
     def names(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:
         """Return the canonical names of what was one parameter in the modules of these roots."""
-        names: dict[int, str] = {}
-        for root in roots:
-            for name, module in modules_of(root):
-                names[id(module)] = name
-        found = []
-        for pair in self._pairs:
-            places = []
-            for ref, last in pair:
-                owner = ref()
-                if owner is not None and id(owner) in names:
-                    name = names[id(owner)]
-                    places.append(f"{name}.{last}" if name else last)
-            if len(places) == 2 and places[0] != places[1]:
-                found.append(tuple(places))
-        return found
+        names = _names_of(roots)
+        pairs = [tuple(filter(None, (_place(names, *one) for one in pair))) for pair in self._pairs]
+        return [places for places in pairs if len(places) == 2 and places[0] != places[1]]
+
+    def thawed(self, roots: Sequence[nn.Module]) -> tuple[str, ...]:
+        """Return the canonical names of parameters that require a gradient, and have replaced frozen ones."""
+        names = _names_of(roots)
+        places = [_place(names, *one) for one in self._thawed if _requires_gradient(*one)]
+        return tuple(dict.fromkeys(filter(None, places)))
 
     def _on_registration(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None:
             return
+        before = module._parameters.get(name)
+        if before is not None and before is not parameter and parameter.requires_grad and not before.requires_grad:
+            self._thawed.append((weakref.ref(module), name))
         known = self._first.get(id(parameter))
         if known is not None and known[0]() is parameter:
             owner = known[1]()
@@ -50,3 +49,22 @@ class Ties:
                 self._pairs.append(((known[1], known[2]), (weakref.ref(module), name)))
                 return
         self._first[id(parameter)] = (weakref.ref(parameter), weakref.ref(module), name)
+
+
+def _names_of(roots: Sequence[nn.Module]) -> dict[int, str]:
+    """Return the canonical names of the modules of roots, by id."""
+    return {id(module): name for root in roots for name, module in modules_of(root)}
+
+
+def _place(names: Mapping[int, str], ref: weakref.ref[nn.Module], last: str) -> str:
+    """Return the canonical name of a parameter; empty if its module is not among those of ``names``."""
+    owner = ref()
+    if owner is None or id(owner) not in names:
+        return ""
+    return f"{names[id(owner)]}.{last}" if names[id(owner)] else last
+
+
+def _requires_gradient(ref: weakref.ref[nn.Module], last: str) -> bool:
+    """Whether the parameter that a module has now requires a gradient."""
+    parameter = owner._parameters.get(last) if (owner := ref()) is not None else None
+    return parameter is not None and parameter.requires_grad

@@ -20,7 +20,8 @@ from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.optimizers import resting_of, settings_of, state_of
 from shardproof.harness.watching.pending import Pending, ordered
-from shardproof.harness.watching.records import Optimizer, Parameter
+from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
+from shardproof.harness.watching.samples import Samples, is_narrow
 
 
 class Nesting:
@@ -124,6 +125,7 @@ class Updates:
         self.held: dict[str, dict[str, Any]] = {}
         self.end_it = model.engine is not None
         self._model, self._takes = model, takes
+        self._samples = Samples()
 
     def hold(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
         """Read what an optimizer will update.
@@ -136,6 +138,8 @@ class Updates:
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
         # One object for all parameters of a group, which goes to other ranks once.
         settings = {key: settings_of(group) for key, group in {id(one): one for one in groups.values()}.items()}
+        for name, parameter in new if self._takes.digests and self._model.engine is None else ():
+            self._samples.take(name, parameter)
         for name, before in self._weights(new, Stage.INITIAL):
             self.held[name] = {"before": before, "state": {}}
         for name, parameter in mine:
@@ -145,6 +149,7 @@ class Updates:
                 is_number = rate is not None and not isinstance(rate, torch.Tensor)
                 self.held[name] |= {
                     "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings[id(group)],
+                    "is_frozen": not parameter.requires_grad,
                 }  # fmt: skip
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
@@ -159,11 +164,15 @@ class Updates:
         stepped = {name: one for name, one in self._model.parameters() if name in self.held and id(one) in mine}
         for name, after in self._weights(list(stepped.items()), Stage.PARAMETER):
             self.held[name]["after"] = after
+            self._samples.compare(name, stepped[name])
             own = states(stepped[name])
             for key, value in own.items() if self._takes.sink is not None else ():
                 place = self._model.place(name, value) if value.ndim else layout_of(value)
                 self._takes.emit(Stage.OPTIMIZER_STATE, value, place, parameter=name, state=key)
             if self._takes.digests:
+                self.held[name]["narrow"] = {
+                    key: name_of(value.dtype) for key, value in own.items() if value.ndim and is_narrow(value)
+                }
                 places += [(self.held[name]["state"], key) for key in own]
                 tensors += map(local_of, own.values())
         for (where, key), bits in zip(places, bits_of_all(tensors), strict=True):
@@ -225,21 +234,32 @@ class Updates:
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         is_known = self._takes.digests and self._model.engine is None
         resting = resting_of(live, self.held) if is_known else {}
-        return {name: self._parameter(name, one, bits, resting.get(name, "")) for name, one in live.items()}
+        counts = self._samples.counts()
+        return {
+            name: self._parameter(name, one, bits, resting.get(name, ""), counts.get(name, (0, 0)))
+            for name, one in live.items()
+        }
 
     def _parameter(
-        self, name: str, parameter: nn.Parameter, bits: Mapping[tuple[str, str], tuple[int, ...]], resting: str
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        bits: Mapping[tuple[str, str], tuple[int, ...]],
+        resting: str,
+        counts: tuple[int, int],
     ) -> Parameter:
         place = self._model.place(name, parameter)
         held = self.held.get(name, {})
         rate = held.get("lr")
         before, after = bits.get((name, "before")), bits.get((name, "after"))
-        own = fingerprints.strided(local_of(parameter))
+        own, states = fingerprints.strided(local_of(parameter)), held.get("narrow", {})
         is_still = before is not None and before == after and own.is_floating_point() and own.numel() > 0
         return Parameter(
             box=None if place is None else place.box, mesh=() if place is None else place.mesh,
             trains=parameter.requires_grad, dtype=name_of(parameter.dtype), optimizer=held.get("optimizer"),
             lr=float(rate) if rate is not None else None, settings=held.get("settings", {}), before=before, after=after,
+            is_frozen=held.get("is_frozen", False),
             largest=float(ordered(own).abs().max()) if is_still else None,
+            narrow=Narrow(*counts, states) if counts[1] or states else None,
             state={key: bits[name, key] for key in held.get("state", {})}, resting=resting,
         )  # fmt: skip

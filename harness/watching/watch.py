@@ -40,6 +40,7 @@ from shardproof.harness.watching.names import (
     readable_of,
     switched_off,
     untransformed,
+    unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
 from shardproof.harness.watching.optimizers import seen_of
@@ -254,6 +255,7 @@ class Watch:
             # Before the step computes anything, because what is copied to a device is waited for.
             for _, parameter in self.model.parameters():
                 fingerprints.prepare(parameter.shape, local_of(parameter).device)
+            self._now.read_buffers()
         self._note_left()
         if not self.is_attached:  # another rank has stepped where this one has not
             return False
@@ -481,7 +483,14 @@ class Watch:
         if any(id(one) in live for one in mine) or all(one.grad is None for one in mine):
             return False
         self._now.drops.for_others = self._now.backwards.count
-        self._nesting.strangers[type(optimizer).__name__] = self.step, self._nesting.are_destroyed
+        kind = type(optimizer).__name__
+        self._nesting.strangers[kind] = self.step, self._nesting.are_destroyed
+        if self.model.roots:
+            watched = type(unwrapped(self.model.roots[0])).__name__
+            self.model.unseen.add(
+                f"the model that another {kind} steps, which has no parameter of the watched {watched}: "
+                "give each model a doctor(model, optimizer)"
+            )
         return True
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.watching import script
-from shardproof.harness.watching.names import is_compiled, unwrapped
+from shardproof.harness.watching.names import is_compiled, parameters_of, unwrapped
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
 from shardproof.harness.watching.watch import Watch
@@ -115,8 +115,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         if all(root in inside for root in self._watch.model.roots):
             return True
         held = parameters_of_optimizers()
-        has_root = any(id(one) in held for root in self._watch.model.roots for one in root.parameters())
-        is_it = not has_root and any(id(one) in held for one in module.parameters())
+        # After its forward a root of FSDP2 has gathered parameters, which no optimizer has.
+        has_root = any(id(one) in held for _, one in self._watch.model.parameters())
+        is_it = not has_root and any(id(one) in held for _, one in parameters_of(module))
         if held and not is_it:
             self._inside |= weakref.WeakSet(inside)
         return is_it

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.training.doctor import CHECKS
 from shardproof.harness.training.examination import Examination
-from shardproof.harness.watching.records import Drop, NormCall, NotFinite, Optimizer
+from shardproof.harness.watching.records import Drop, Narrow, NormCall, NotFinite, Optimizer
 from tests.harness.test_doctor_checks import EVERY, SHAPES, Made, gradient
 
 
@@ -66,8 +66,15 @@ CHANGES = {
     "frozen": _parameter(trains=False),
     "in no optimizer": _parameter(optimizer=None, lr=None),
     "not moved": _parameter(before=(1,), after=(1,), largest=0.5),
+    "frozen when stepped": _parameter(is_frozen=True),
     "not stepped": _parameter(before=None, after=None, state={}),
+    "partly lost": _parameter(narrow=Narrow(3, 4)),
+    "narrow moments": _parameter(
+        narrow=Narrow(states={"exp_avg_sq": "bfloat16", "other": "float16"}), settings={"betas": (0.9, 0.999)}
+    ),
     "no place": _parameter(box=None),
+    "another buffer": lambda record, *_: record.modules.buffers.update(load=(record.rank,)),
+    "no buffer": lambda record, *_: record.modules.buffers.clear(),
     "idle": lambda record, name, _: record.modules.idle.append(name),
     "gathered": lambda record, name, _: record.modules.gathered.append(name),
     "outdated": lambda record, name, _: record.modules.outdated.append(name),

@@ -12,7 +12,7 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import comparing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training import buffers, comparing, freezing, invariants, judge, norms, reduction, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -23,6 +23,7 @@ from shardproof.harness.watching.records import (
     Groups,
     Inputs,
     LossRecord,
+    Narrow,
     NormCall,
     NormRecord,
     NotFinite,
@@ -70,11 +71,13 @@ class Made:
         for rank, record in enumerate(self.records):
             members = {names[0]: (rank % 2, rank % 2 + 2), names[1]: (rank // 2 * 2, rank // 2 * 2 + 1)}
             bits = {name: (self.box(name, rank), tuple(EVERY), (rank % 2 if self.sharded else 0,)) for name in SHAPES}
-            self.starts.append(Start(Groups(members, "mesh", data), bits, (), "Net", SHAPES, {}))
+            groups = Groups(members, "mesh", data)
+            self.starts.append(Start(groups, bits, (), "Net", SHAPES, {}, buffers={"load": (0,)}))
             record.gradients.own = {n: [(m, gradient(self.parts[rank][m][n])) for m in range(2)] for n in SHAPES}
             record.parameters = {name: self.parameter(name, rank) for name in SHAPES}
             record.optimizers = [Optimizer("AdamW", 2, 2, False)]
             record.modules.ties = [("head", "w")]
+            record.modules.buffers = {"load": (1,)}
             record.collectives = Trace([Collective("forward", "all_reduce", "float32", 8, tuple(EVERY))])
         self.clip(self.norm())
         self.reduce(self.mean)
@@ -182,6 +185,9 @@ CHECKS |= {
     "reduction": lambda made: check_reduction(made.evidence(), [])[0],
     "gathered": lambda made: invariants.check_gathered(made.evidence()),
     "rates_ever": lambda made: updates.check_rates_ever([made.evidence()]),
+    "buffers_ever": lambda made: buffers.check_buffers_ever([made.evidence()]),
+    "moments_ever": lambda made: updates.check_moments_ever([made.evidence()]),
+    "frozen_ever": lambda made: freezing.check_frozen_ever([made.evidence()]),
     "gathered_ever": lambda made: invariants.check_gathered_ever([made.evidence()]),
     "memory": lambda made: invariants.check_memory(made.memory),
 }
@@ -272,6 +278,18 @@ FOUND = {
     "D6-lost": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0, dtype="bfloat16", lr=1e-3),
         "note: step 0: updates are lost to rounding [D6, S13]|'w': the gradient is not zero, and ...|meant, as at the "
         "start of a warm-up? else keep parameters in float32, or round stochastically"),
+    "D6-partly": ("updates", lambda m: (
+        m.put("w", dtype="bfloat16", narrow=Narrow(3, 4)), m.put("b", narrow=Narrow(1, 2))),
+        "note: step 0: updates are lost to rounding [D6, S13]|'w': the update of 75% of the elements is below half of "
+        "the spacing of bfloat16 at their values, so the step does not change them (of elements with a gradient, from "
+        "a sample)|meant, as at the start of a warm-up, or where the optimizer rounds stochastically or compensates? "
+        "else keep parameters in float32, or round stochastically"),
+    "D6-moments": ("moments_ever", lambda m: m.put(
+        "w", narrow=Narrow(states=dict.fromkeys(["exp_avg", "exp_avg_sq"], "bfloat16")),
+        settings={"betas": (0.9, 0.999)}),
+        "note: step 0: moments are lost to rounding [D6, S13]|'exp_avg_sq' of 'w': a step lowers it by at most 1 - "
+        "0.999 = 0.001 of its value, below half of the spacing of bfloat16 (0.002 of it at least), so it never falls|"
+        "meant, as where the optimizer rounds stochastically? else keep states in float32, or lower beta"),
     "D6-rate": ("updates", lambda m: [m.put(n, before=(1,), after=(1,), largest=4.0, lr=1e-9) for n in SHAPES],
         "note: step 0: updates are lost to rounding [D6, S13]|'w', 'b': ...|... else the learning rate is too small"),
     "D6-large": ("updates", lambda m: m.put("w", before=(1,), after=(1,), largest=4.0),
@@ -351,6 +369,26 @@ FOUND = {
         "note: step 0: each rank counts "
         "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
         "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
+    "D20": ("buffers_ever", lambda m: put(m.modules[2:3], buffers={"load": (2,)}),
+        "note: step 0: buffers differ between ranks [D20, S9]|buffer 'load': equal on ranks 0-3 when training begins, "
+        "and not when a later step begins|meant, as for statistics of each rank's own data that training does not use? "
+        "else reduce them over these ranks before they change the buffer"),
+    "D20-sent": ("buffers_ever", lambda m: (put(m.modules[2:3], buffers={"load": (2,)}), setattr(m, "starts", [
+        dataclasses.replace(one, sends_buffers=True) for one in m.starts])),
+        "note: step 0: buffers differ between ranks [D20, S9]|...|seen: DistributedDataParallel broadcasts the buffers "
+        "of one rank before each forward, so that updates of other ranks are lost|meant, ..."),
+    "D19-by-hand": ("frozen_ever", lambda m: (put(m.gradients, own={}), m.put("b", is_frozen=True)),
+        "note: step 0: frozen parameters move [D19]|'b': requires_grad is False, backward computes no gradient, and "
+        "the optimizer changes bits|seen: .grad is not None at the optimizer's step|meant, as where user code computes "
+        ".grad itself? else set .grad to None where parameters are frozen: of zeros, ..."),
+    "D19-held": ("frozen_ever", lambda m: m.put("b", is_frozen=True, before=(1,), after=(1,)),
+        "note: step 0: the optimizer holds frozen parameters [D19]|'b': requires_grad is False for 1 of 2 parameters "
+        "of optimizers, which do not train|meant, as where a part of the model is frozen? else ..."),
+    "D19-replaced": ("frozen_ever", lambda m: setattr(m, "starts", [
+        dataclasses.replace(one, thawed=("w",)) for one in m.starts]),
+        "note: step 0: frozen parameters train [D19]|'w': the parameter has replaced one whose requires_grad was "
+        "False, and the optimizer moves it|meant, as where a layer is made anew to train? else pass requires_grad on: "
+        "nn.Parameter(new, requires_grad=old.requires_grad)"),
 }  # fmt: skip
 
 
@@ -382,6 +420,36 @@ def test_states_that_ranks_divide_are_no_finding_of_a_step_that_moves_nothing():
     assert [one.checks for one in invariants.check_states_ever([made.evidence(), apart.evidence()])] == [("D3",)]
     made.put("b", [1], state={})  # owns none of it
     assert list(invariants.check_states_ever([made.evidence()])) == []
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_what_has_trained_and_is_frozen_must_not_move(moves):
+    """Without a gradient of the step: one that was computed before the parameter was frozen counts."""
+    first, second = Made(), Made()
+    put(second.records, step=1)
+    put(second.gradients, own={})
+    second.put("b", is_frozen=True, **({} if moves else {"before": (1,), "after": (1,)}))
+    (found,) = freezing.check_frozen_ever([first.evidence(), second.evidence()])
+    title = "frozen parameters move" if moves else "parameters stop training"
+    assert (found.title, found.step, found.is_note) == (title, 1, not moves)
+    put(second.gradients, own=first.gradients[0].own)
+    assert [one.title for one in freezing.check_frozen_ever([first.evidence(), second.evidence()])] == [
+        "parameters stop training"
+    ]
+
+
+def test_buffers_that_ranks_have_of_their_own_are_not_compared():
+    """Other values when training begins, parts of one model, and ranks of a tensor-parallel group."""
+    made = Made()
+    put(made.modules[2:3], buffers={"load": (2,)})
+    assert len(render(made, "buffers_ever")) == 1
+    made.starts[2] = dataclasses.replace(made.starts[2], buffers={"load": (9,)})
+    assert render(made, "buffers_ever") == []
+    made = Made(tensors_over="tp")
+    put(made.modules[1::2], buffers={"load": (2,)})
+    assert render(made, "buffers_ever") == []
+    put(made.modules[1:2], buffers={})
+    assert render(made, "buffers_ever") == []
 
 
 def of_layers(factors, *, stage="after_backward"):
@@ -698,6 +766,6 @@ def test_what_tensor_parallel_ranks_have_reduced_over_data_parallel_ones_alone()
 
 def test_no_line_of_the_doctor_guesses():
     """What is printed was seen, or is what to do; in check and compare as well."""
-    modules = (invariants, norms, updates, reduction, judge, comparing)
+    modules = (invariants, norms, updates, buffers, freezing, reduction, judge, comparing)
     sources = [pathlib.Path(inspect.getsourcefile(one)).read_text() for one in modules]
     assert not [line.strip() for text in sources for line in text.splitlines() if re.search("as (when|with) ", line)]

@@ -812,12 +812,12 @@ BY_DAY = {
 }  # fmt: skip
 
 
-def titles(loop, rank: Rank, *, is_healthy: bool = False) -> tuple[set[str], set[str]]:
+def titles(loop, rank: Rank, *, is_healthy: bool = False, **options) -> tuple[set[str], set[str]]:
     """The findings and the notes of a loop, each with its checks, without the number of the step.
 
     A healthy one is watched to the end.
     """
-    with doctor(on_finding="collect", patience=20) as watching:
+    with doctor(on_finding="collect", patience=20, **options) as watching:
         loop(Data(rank.index))
     assert (watching.findings and not is_healthy) or watching.summary().startswith("steps 0-2 of 2 ranks")
     told = [(one.is_note, one.render().splitlines()[0].rpartition(": ")[2]) for one in watching.findings]
