@@ -44,6 +44,8 @@ class Parameter:
     largest: float | None = None  # the largest absolute value that the rank holds, of one whose bits did not change
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    # How often its optimizer has stepped it, where that is a number of the host; None of a tensor.
+    age: float | None = None
     # The class of an optimizer of the process that has it and has not stepped, of one that trains.
     resting: str = ""
 
