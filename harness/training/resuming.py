@@ -2,7 +2,7 @@
 
 The offset of two recordings is the step of the reference that is step 0 of the run. Data show it: the fingerprints of
 the rows that both have read. Parameters before a step show it too; where these and the data differ, the data did not go
-on from the checkpoint. What else a checkpoint has is compared of aligned steps: the age of optimizer states, whether
+on from the checkpoint. Aligned steps show the rest of a checkpoint: the age of optimizer states, whether
 moments go on, and the settings of groups, which a scheduler sets.
 """
 
@@ -26,7 +26,7 @@ BY_DATA = "data"
 
 
 class Aligned(NamedTuple):
-    """How the steps of a run are those of a reference.
+    """The offset of a run's steps from a reference's.
 
     Attributes:
         offset: the step of the reference that is step 0 of the run.
@@ -170,7 +170,7 @@ def _is_start(ref: RecordedStep, run: RecordedStep) -> bool:
     return bool(known) and all(float((a - b).norm()) <= numerics.EQUAL_SKETCHES * float(a.norm()) for a, b in known)
 
 
-# What a checkpoint has ----------------------------------------------------------------------
+# The rest of a checkpoint ----------------------------------------------------------------------
 
 
 class _Side(NamedTuple):
@@ -209,7 +209,7 @@ def other_data(pair: Pair, aligned: Aligned | None) -> str:
 
 
 class Resumption:
-    """What aligned steps show of a checkpoint; each difference is that of the first step that has it.
+    """The differences of aligned steps that a checkpoint makes, each of the first step that has it.
 
     Attributes:
         lines: the differences.
@@ -330,7 +330,7 @@ def _with_ages(pair: Pair) -> Iterator[str]:
         yield from begun
     elif any((pair.worst("state", name) or 0.0) > 4 * pair.allowed for name in names):
         yield "  the other states differ too"
-    else:
+    elif pair.slack() <= numerics.WIDE:
         keys = {name.partition(":")[2]: None for name in names}
         yield f"  {listed([*keys])} agree: the counter alone differs"
 

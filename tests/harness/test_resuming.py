@@ -164,6 +164,21 @@ def test_states_without_a_counter(tmp_path, capsys):
     assert code == 1 and f"optimizer states of RUN begin anew: at its step 0 {said}" in text.splitlines(), text
 
 
+def test_ages_and_rates_do_not_depend_on_the_dtype(tmp_path, capsys):
+    """In bfloat16 distances are allowed that moments which begin anew do not exceed; nobody says that these agree."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        saved = before(tmp_path / "before")
+        for mistake in ("", "optimizer", "scheduler"):
+            after(tmp_path / f"after{mistake}", saved, mistake=mistake)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for mistake, said in [("optimizer", AGES), ("scheduler", RATE)]:
+        code, text = compared(capsys, tmp_path / "before", tmp_path / f"after{mistake}", "--align", "data")
+        assert code == 1 and said in text.splitlines() and "the counter alone" not in text, text
+    assert compared(capsys, tmp_path / "before", tmp_path / "after", "--align", "data")[0] == 0
+
+
 def test_a_counter_on_the_host(tmp_path, capsys):
     saved = before(tmp_path / "before", "Counting")
     after(tmp_path / "after", saved, kind="Counting", mistake="counter")
@@ -213,7 +228,7 @@ def test_an_older_recording_is_compared_without_settings(runs, tmp_path, capsys)
 # Offsets
 
 
-def test_what_cannot_be_aligned_is_one_line(runs, tmp_path, capsys):
+def test_bad_offsets_are_refused_in_one_line(runs, tmp_path, capsys):
     folder, saved = runs
     ref, run = folder / "before", tmp_path / "after"
     after(run, saved)
