@@ -85,6 +85,12 @@ NOISE_OF_LARGEST_EPS = 16.0
 #: those of several parameters are one.
 UPDATES_TELL, UPDATES_ALIKE = 0.1, 0.05
 
+#: Relative distance of the sketches of two tensors up to which these are equal: sketches are written with 9 digits.
+EQUAL_SKETCHES = 1e-7
+
+#: Relative difference up to which two settings of optimizers are one: schedulers compute them in several orders.
+SAME_SETTING = 1e-6
+
 #: Up to which size the weight of a microbatch is none.
 NO_WEIGHT = 1e-6
 

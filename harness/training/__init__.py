@@ -21,5 +21,5 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``recording``: writes what one rank sees of some steps, and reads it.
 - ``alignment``: one step of a recording, assembled from its ranks and cut into microbatches of the same rows.
 - ``comparing``: where two recordings first diverge; ``pairs``, one step of both, and what is allowed; ``explaining``,
-  what a divergence is.
+  what a divergence is; ``resuming``, which steps are those of a resumed training, and what its checkpoint lacks.
 """

@@ -8,19 +8,22 @@ any factor times the reference's, if one factor serves all microbatches of a ste
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardproof.door import BadFile, printable
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.judging.texts import rank_count, ranks_of
+from shardproof.harness.training import resuming
 from shardproof.harness.training.alignment import Key, RecordedStep, key_of, name_of_seen
 from shardproof.harness.training.explaining import Explained
 from shardproof.harness.training.findings import listed
 from shardproof.harness.training.pairs import Judged, Pair, what
 from shardproof.harness.training.recording import Recorded, RecordedEvent
+from shardproof.harness.training.resuming import Aligned, Resumption, steps_of
 
 _AT_STEP = Stage.CLIPPED_GRADIENT
+_BEFORE_DATA = (Stage.INITIAL,)
 
 
 @dataclasses.dataclass
@@ -63,6 +66,8 @@ class Comparison:
         divergent: the first event of each rank that diverges, in the order of steps, stages and ranks.
         slack: what is allowed by the narrowest dtype alone.
         distances: the largest by step and tensor.
+        resumption: what aligned steps show of a checkpoint; None of recordings that are compared as they are.
+        has_other_data: whether the last of the steps reads other data on the two sides.
     """
 
     ref: Recorded
@@ -76,63 +81,110 @@ class Comparison:
     factor: float = 1.0
     slack: float = 0.0
     distances: dict[tuple[int, Key], float] = dataclasses.field(default_factory=dict)
+    resumption: Resumption | None = None
+    has_other_data: bool = False
 
-    def add(self, step: int, judged: Sequence[Sequence[Judged]]) -> None:
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs."""
+        return not self.divergent and not (self.resumption and self.resumption.lines)
+
+    def add(self, pair: Pair, judged: Sequence[Sequence[Judged]]) -> None:
         """Add what was compared of a step."""
-        self.steps.append(step)
+        self.steps.append(pair.step)
+        if self.resumption is not None:
+            self.resumption.add(pair)
         for one in (one for own in judged for one in own):
-            key = (step, key_of(one.seen))
+            key = (pair.step, key_of(one.seen))
             self.distances[key] = max(self.distances.get(key, 0.0), one.distance)
             self.compared += 1
 
     def end(self, pairs: Sequence[Pair], largest: Sequence[float], *, has_noise: bool) -> None:
         """Add what all steps together show."""
-        rows = {row for own in pairs[-1].run.rows.values() for row in own}
-        self.rows = (len(rows), len({row for own in pairs[-1].ref.rows.values() for row in own}))
-        self.largest, self.factor = max(largest), pairs[0].factor
-        self.slack = 0.0 if has_noise else max(pair.slack() for pair in pairs)
+        self.largest = max(largest)
+        if pairs:
+            rows = {row for own in pairs[-1].run.rows.values() for row in own}
+            self.rows = (len(rows), len({row for own in pairs[-1].ref.rows.values() for row in own}))
+            self.factor = pairs[0].factor
+            self.slack = 0.0 if has_noise else max(pair.slack() for pair in pairs)
         skipped: dict[str, set[str]] = {}
         for reason, names in (one for pair in pairs for one in pair.skipped.items()):
             skipped.setdefault(reason, set()).update(names)
         self.notes += [f"not compared: {reason} ({listed(sorted(names))})" for reason, names in skipped.items()]
+        self.notes += self.resumption.notes() if self.resumption is not None else ()
         self.divergent.sort(key=lambda one: (one.step, one.stage, one.number, one.rank))
 
 
-def compare(ref: Recorded, run: Recorded, *, noise: Recorded | None = None) -> Comparison:
+def compare(
+    ref: Recorded, run: Recorded, *, noise: Recorded | None = None, align: int | str | None = None
+) -> Comparison:
     """Compare a recording with a reference.
 
     Args:
         noise: a second recording of the reference's run, from which tolerances are taken.
+        align: the step of the reference that is step 0 of the run, as of a resumed training; "data" finds it by the
+            data that both have read. None: steps of one number are compared.
 
     Raises:
         BadFile: they have no step or no parameter in common, or read different data; in one line.
     """
+    aligned = resuming.align(ref, run, align) if align is not None else None
+    if aligned is not None:
+        ref, noise = ref.shifted(aligned.offset), noise and noise.shifted(aligned.offset)
     distances = compare(ref, noise).distances if noise is not None else None
     steps = _common_steps(ref, run)
     found = Comparison(ref, run, [], notes=[*_untied(ref, run), *_incomplete(ref, run, steps)])
-    pairs: list[Pair] = []
+    found.resumption = Resumption() if aligned is not None else None
     passed = [_Passed(rank) for rank in range(len(run.ranks))]
-    for step in steps:
-        pair = Pair(RecordedStep(ref, step), RecordedStep(run, step), distances, pairs)
-        if (text := _other_data(pair, ref, run)) and not found.divergent:
-            raise BadFile(text)
-        if text:
-            found.notes.append(text)
-            break
-        if not pairs:
-            _refuse_other_models(pair)
-        pairs.append(pair)
-        judged = [pair.judge(rank) for rank in range(len(run.ranks))]
-        found.notes += pair.settle(judged)
-        found.add(step, judged)
-        for one, own in zip(passed, judged, strict=True):
-            found.divergent += one.first(pair, own)
-        if all(one.diverges for one in passed):
-            break
+    pairs = _compare_steps(found, steps, passed, distances, aligned)
     if not found.compared:
         raise BadFile(f"{ref.path} and {run.path} have no tensor that can be compared")
     found.end(pairs, [one.largest for one in passed], has_noise=noise is not None)
     return found
+
+
+def _compare_steps(
+    found: Comparison,
+    steps: Sequence[int],
+    passed: Sequence["_Passed"],
+    noise: Mapping[tuple[int, Key], float] | None,
+    aligned: Aligned | None,
+) -> list[Pair]:
+    """Add the steps, until each rank has diverged or data differ; return those that have read the same data."""
+    pairs: list[Pair] = []
+    for step in steps:
+        pair = Pair(RecordedStep(found.ref, step), RecordedStep(found.run, step), noise, pairs)
+        stages = _stages(pair, found, aligned)
+        if not stages:
+            break
+        if not pairs:
+            _refuse_other_models(pair)
+        judged = [pair.judge(one.rank, stages) for one in passed]
+        if stages != _BEFORE_DATA:
+            pairs.append(pair)
+            found.notes += pair.settle(judged)
+        found.add(pair, judged)
+        for one, own in zip(passed, judged, strict=True):
+            found.divergent += one.first(pair, own)
+        if stages == _BEFORE_DATA or all(one.diverges for one in passed):
+            break
+    return pairs
+
+
+def _stages(pair: Pair, found: Comparison, aligned: Aligned | None) -> Sequence[Stage]:
+    """Return the stages of a step that can be compared: those that no data reach, if the run reads other data."""
+    text = _other_data(pair)
+    if not text:
+        return tuple(Stage)
+    if found.resumption is not None and (said := resuming.other_data(pair, aligned)):
+        found.resumption.lines.append(said)
+        found.has_other_data = True
+        found.notes.append(f"not compared: anything that depends on the data of step {pair.step}")
+        return _BEFORE_DATA
+    if not found.divergent:
+        raise BadFile(text + (resuming.suggestion(pair.ref.recorded, pair.run.recorded) if aligned is None else ""))
+    found.notes.append(text)
+    return ()
 
 
 @dataclasses.dataclass
@@ -201,15 +253,17 @@ def _untied(ref: Recorded, run: Recorded) -> Iterator[str]:
 def _common_steps(ref: Recorded, run: Recorded) -> list[int]:
     steps = [step for step in ref.steps if step in run.steps]
     if not steps:
-        raise BadFile(f"{ref.path} has {_steps(ref.steps)} and {run.path} has {_steps(run.steps)}: none in common")
+        text = f"{ref.path} has {steps_of(ref.steps)} and {run.path} has {steps_of(run.steps)}: none in common"
+        raise BadFile(text + resuming.suggestion(ref, run))
     return steps
 
 
 def _incomplete(ref: Recorded, run: Recorded, steps: Sequence[int]) -> Iterator[str]:
-    for head, one in ((side.head, one) for side in (ref, run) for one in side.ranks if not one.is_complete):
+    sides = ((side.head, side.shift, one) for side in (ref, run) for one in side.ranks if not one.is_complete)
+    for head, shift, one in sides:
         last = max((seen.n for seen in one.events.get(steps[-1], ())), default=0)
         wanted = [step for step in head.steps if step not in one.events]
-        where = f"it ended in step {wanted[0]}" if wanted else "it was not closed"
+        where = f"it ended in step {wanted[0] + shift}" if wanted else "it was not closed"
         yield f"{one.folder} is incomplete ({where}); compared up to event {last}"
 
 
@@ -219,21 +273,16 @@ def _refuse_other_models(pair: Pair) -> None:
         raise BadFile(f"{ref.path} and {run.path} share no parameter name: they are of different models")
 
 
-def _other_data(pair: Pair, ref: Recorded, run: Recorded) -> str:
+def _other_data(pair: Pair) -> str:
+    ref, run = pair.ref.recorded, pair.run.recorded
     mine = {row for own in pair.run.rows.values() for row in own}
     other = {row for own in pair.ref.rows.values() for row in own}
     if not mine or not other or mine == other:
         return ""
     lacking, whose, where = (other - mine, ref, run) if other - mine else (mine - other, run, ref)
     count = f"{len(lacking)} of {len(other if whose is ref else mine)} sequences of {whose.path}"
-    return f"step {pair.step}: {count} are not in {where.path}: the runs read different data"
-
-
-def _steps(steps: Sequence[int]) -> str:
-    if not steps:
-        return "no step that all ranks have ended"
-    is_range = len(steps) > 1 and list(steps) == list(range(steps[0], steps[-1] + 1))
-    return f"steps {steps[0]}-{steps[-1]}" if is_range else f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+    steps = f"step {pair.step}" + (f" of RUN, step {pair.step + ref.shift} of REF" if ref.shift else "")
+    return f"{steps}: {count} are not in {where.path}: the runs read different data"
 
 
 # Text ---------------------------------------------------------------------------------------
@@ -242,12 +291,18 @@ def _steps(steps: Sequence[int]) -> str:
 def render(found: Comparison) -> str:
     """Return the comparison in lines."""
     sides = [f"{name} {_ranks(one)}" for name, one in (("REF", found.ref), ("RUN", found.run))]
-    rows = f"the same {found.rows[0]} sequences" if found.rows[0] else "inputs without rows"
-    lines = [f"{', '.join(sides)}; {_steps(found.steps)}, {found.compared:,} tensors, {rows} in step {found.steps[-1]}"]
+    steps = steps_of(found.steps)
+    if found.ref.shift:
+        aligned = steps_of([step + found.ref.shift for step in found.steps])
+        steps += f" of RUN {'are' if len(found.steps) > 1 else 'is'} {aligned} of REF"
+    lines = [f"{', '.join(sides)}; {steps}, {found.compared:,} tensors, {_rows(found)} in step {found.steps[-1]}"]
     if abs(found.factor - 1) > numerics.ONE_FACTOR:
         lines.append(f"losses and gradients before their reduction are compared as {found.factor:.4g} x the run's")
+    if found.resumption is not None:
+        lines += found.resumption.lines
     if not found.divergent:
-        lines.append(f"no divergence (largest distance {found.largest:.1g})")
+        other = "" if found.agrees else "other "
+        lines.append(f"no {other}divergence (largest distance {found.largest:.1g})")
         if found.slack > numerics.WIDE:
             wide = f"{found.slack:.0%} ({numerics.RUNS_EPS:g} eps of the narrowest dtype of the steps)"
             lines.append(f"not judged: differences below {wide}: record both in float32, or give --noise")
@@ -264,6 +319,12 @@ def render(found: Comparison) -> str:
         if others := [one.rank for one in own[1:]]:
             lines.append(f"  {ranks_of(others)} diverge{'s' * (len(others) == 1)} at the same tensor")
     return "\n".join(map(printable, [*lines, *found.notes]))
+
+
+def _rows(found: Comparison) -> str:
+    if found.has_other_data:
+        return "other data"
+    return f"the same {found.rows[0]} sequences" if found.rows[0] else "inputs without rows"
 
 
 def text_of(one: DivergentEvent) -> str:

@@ -14,6 +14,7 @@ from shardproof.harness.training.evidence import vector_of
 from shardproof.harness.training.findings import launched, listed
 from shardproof.harness.training.pairs import Judged, Pair
 from shardproof.harness.training.recording import Recorded, RecordedEvent
+from shardproof.harness.training.resuming import different_ages
 from shardproof.harness.watching.records import Gradient
 
 
@@ -124,9 +125,11 @@ class Explained:
         if kind == "decay":
             return [f"with equal gradients, {which} moved by {factor:+.2g} x itself more than the reference's: the "
                     "weight decay differs"]  # fmt: skip
-        return [
-            f"with equal gradients, {which} moved {factor:.4g} times as far as the reference's: learning rates differ"
-        ]
+        return [f"with equal gradients, {which} moved {factor:.4g} times as far as the reference's: {self._why()}"]
+
+    def _why(self) -> str:
+        """Say what makes updates by equal gradients differ by a factor."""
+        return "the ages of optimizer states differ" if different_ages(self._pair) else "learning rates differ"
 
     def _kind_of_update(self, name: str) -> tuple[str, float] | None:
         """Return "rate" and an update's factor, or "decay" and the part of the parameter in it; None of others."""
@@ -165,7 +168,7 @@ class Explained:
         listed_ = ", ".join(f"{one:.3g}" for one in factors[:8])
         more = f" and {len(factors) - 8} more" if len(factors) > 8 else ""
         return [f"with equal gradients, the shards of ranks moved {listed_}{more} times as far as the reference's, by "
-                "rank: learning rates differ"]  # fmt: skip
+                f"rank: {self._why()}"]  # fmt: skip
 
     def _updates_of_ranks(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the sketches of updates of a parameter's parts, a column for each rank, and of the reference's update.
@@ -222,12 +225,14 @@ class Explained:
         )
         if any(one.stage is Stage.MODULE_OUTPUT for side in (self._pair.ref, self._pair.run) for one in side.seen[0]):
             return [text]
+        ref, run = self._pair.ref.recorded, self._pair.run.recorded
+        align = f" --align {ref.shift}" if ref.shift else ""
         return [
             text,
             "next: record the outputs of modules as well, and compare names the first that differs",
-            f"  {_launched(self._pair.ref.recorded, 'record --stages modules --out ref-modules')}",
-            f"  {_launched(self._pair.run.recorded, 'record --stages modules --out run-modules')}",
-            "  shardproof compare ref-modules run-modules",
+            f"  {_launched(ref, f'record --stages modules{_steps(ref)} --out ref-modules')}",
+            f"  {_launched(run, f'record --stages modules{_steps(run)} --out run-modules')}",
+            f"  shardproof compare ref-modules run-modules{align}",
         ]
 
     def _fitted(self) -> list[float]:
@@ -282,6 +287,12 @@ class Explained:
         listed_ = ", ".join(f"{factor:.4g}" for factor in known[:8])
         text = f"each rank scales its shards by a factor of its own: {listed_} x the reference's"
         return [f"{text} [{codes.LOCAL_NORM}]"]
+
+
+def _steps(recorded: Recorded) -> str:
+    """Return the option with the steps of a recording; empty if they are those by default."""
+    steps = [step + recorded.shift for step in recorded.head.steps]
+    return f" --steps {','.join(map(str, steps))}" if steps != [0, 1] else ""
 
 
 def _launched(recorded: Recorded, command: str) -> str:

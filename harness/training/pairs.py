@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -182,11 +182,11 @@ class Pair:
     def _own_shape(self, step: RecordedStep, name: str) -> tuple[int, ...]:
         return next(one.own[name][0][1].box.shape for one in step.gradients if name in one.own)
 
-    def judge(self, rank: int) -> list[Judged]:
-        """Return what was compared of a rank, in execution order."""
+    def judge(self, rank: int, only: Collection[Stage] = tuple(Stage)) -> list[Judged]:
+        """Return what was compared of a rank in some stages, in execution order."""
         found = []
         for seen in self.run.seen[rank]:
-            one = self._judge(rank, seen)
+            one = self._judge(rank, seen) if seen.stage in only else None
             if one is not None:
                 found.append(one)
         return found

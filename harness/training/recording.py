@@ -50,7 +50,7 @@ from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
 from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.observation import Observation, Observed
-from shardproof.harness.watching.records import Groups, NotWatchable, StepRecord
+from shardproof.harness.watching.records import Groups, NotWatchable, Parameter, StepRecord
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
 from shardproof.jsonfiles import (
@@ -172,11 +172,23 @@ class EventLine(Digested, Named):
 
 
 @described()
+class SteppedLine:
+    """The settings by which an optimizer has stepped some parameters, and their age (in a line of an end)."""
+
+    parameters: Sequence[Name] = says("their names")
+    settings: Mapping[str, Sequence[Number]] = says("lr and other numbers of their group, each as a list", default={})
+    age: Number | None = says("how often they were stepped, of a counter that is no tensor", default=None)
+
+
+@described()
 class EndLine:
     """The end of a step."""
 
     end: Count = says("the step")
     autocast: str = says("the dtype of autocast in its forwards", default="")
+    stepped: Sequence[SteppedLine] = says(
+        "the parameters that optimizers have stepped, with their settings", default=()
+    )
 
 
 # Writing ------------------------------------------------------------------------------------
@@ -416,6 +428,21 @@ def _digest_in_line(own: _Taken, mark: Fingerprint) -> dict[str, Any]:
     return line
 
 
+def _stepped(parameters: Mapping[str, Parameter]) -> list[SteppedLine]:
+    """Return the settings and ages of the parameters that optimizers have stepped; those that are equal are one."""
+    found: dict[tuple[Any, float | None], list[str]] = {}
+    for name, one in parameters.items():
+        if one.optimizer is not None:
+            every = {**one.settings, "lr": one.lr}
+            lists = {
+                key: tuple(map(float, value if isinstance(value, tuple) else (value,)))
+                for key, value in every.items()
+                if value is not None
+            }
+            found.setdefault((tuple(sorted(lists.items())), one.age), []).append(name)
+    return [SteppedLine(parameters=names, settings=dict(settings), age=age) for (settings, age), names in found.items()]
+
+
 def _line_of_layout(layout: Layout, number: int) -> dict[str, Any]:
     line = LayoutLine(
         layout=number, shape=layout.box.shape, dims=layout.box.dims, flat=layout.box.flat, pending=layout.pending,
@@ -578,7 +605,9 @@ class Recording(Watcher):
                 values[key if own.event.stage is Stage.INPUT else str(own.number)] = own.value
             lines += self._files.lines_of(own, mark, record.step)
         self._files.write_values(record.step, values)
-        self._files.write([*lines, encode(EndLine(end=record.step, autocast=record.forwards.autocast))])
+        stepped = _stepped({self._name(name): one for name, one in record.parameters.items()})
+        end = EndLine(end=record.step, autocast=record.forwards.autocast, stepped=stepped)
+        self._files.write([*lines, encode(end)])
         self._digests.end_step()
         self._taken = {}
         if record.step >= self._steps[-1]:
@@ -650,6 +679,7 @@ class OfRank:
         events: of each step that has ended, in execution order.
         is_complete: whether it recorded all that it should.
         autocast: the dtypes of autocast in its forwards.
+        stepped: by step and parameter, settings and age; empty of a recording that was made before there were any.
     """
 
     rank: int
@@ -658,6 +688,7 @@ class OfRank:
     events: dict[int, list[RecordedEvent]]
     is_complete: bool
     autocast: set[str]
+    stepped: dict[int, dict[str, SteppedLine]]
 
     def value(self, seen: RecordedEvent) -> torch.Tensor | None:
         """Return the values of an event; None if they were not recorded, or safetensors is not installed."""
@@ -672,16 +703,34 @@ class OfRank:
 
 @dataclasses.dataclass
 class Recorded:
-    """A recording of all ranks."""
+    """A recording of all ranks.
+
+    Attributes:
+        shift: the number that was subtracted from those of its steps, to align it with another recording.
+    """
 
     path: Path
     head: Head
     ranks: list[OfRank]
+    shift: int = 0
 
     @property
     def steps(self) -> list[int]:
         """The steps that all ranks have ended."""
         return sorted(set.intersection(*(set(one.events) for one in self.ranks)))
+
+    def shifted(self, shift: int) -> "Recorded":
+        """Return the recording with its steps renumbered, so that step ``shift`` is step 0."""
+        ranks = [
+            dataclasses.replace(
+                one,
+                events={step - shift: seen for step, seen in one.events.items()},
+                stepped={step - shift: lines for step, lines in one.stepped.items()},
+            )
+            for one in self.ranks
+        ]
+        head = dataclasses.replace(self.head, steps=[step - shift for step in self.head.steps])
+        return Recorded(self.path, head, ranks, self.shift + shift)
 
 
 def read(path: str | os.PathLike[str]) -> Recorded:
@@ -711,7 +760,7 @@ def _read_rank(path: Path, rank: int, head: Head) -> OfRank:
     if is_complete and not reading.ended:
         raise BadFile(f"{file}: it has no step, and {folder / 'done'} says that it is complete")
     events = {step: own for step, own in reading.events.items() if step in reading.ended}
-    return OfRank(rank, folder, reading.groups, events, is_complete, reading.autocast)
+    return OfRank(rank, folder, reading.groups, events, is_complete, reading.autocast, reading.stepped)
 
 
 class _Reading:
@@ -726,6 +775,7 @@ class _Reading:
         self.events: dict[int, list[RecordedEvent]] = {}
         self.ended: set[int] = set()
         self.autocast: set[str] = set()
+        self.stepped: dict[int, dict[str, SteppedLine]] = {}
 
     def take(self, data: object) -> None:
         """Take a line.
@@ -743,6 +793,8 @@ class _Reading:
                 raise RecordError(f"end: step {end.end} has ended before")
             self.ended.add(end.end)
             self.autocast.add(end.autocast or "float64")
+            names = {self._first_names.get(name, name): one for one in end.stepped for name in one.parameters}
+            self.stepped[end.end] = names
         elif "layout" in line:
             layout = decode(LayoutLine, line, "the layout")
             self._layouts[layout.layout] = self._layout_of(layout)

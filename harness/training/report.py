@@ -167,6 +167,9 @@ def write_comparison(path: str | os.PathLike[str], found: Comparison) -> None:
         failures[one.rank] = Failure(text=text_of(one), stage=one.stage.value, step=one.step, rank=one.rank,
                                      name=one.name or None, element=element)  # fmt: skip
     cases = [_case(f"compare::rank_{rank}", "COMPARE-1", world, 0.0, failures.get(rank)) for rank in range(world)]
+    if found.resumption is not None:
+        text = "\n".join(map(printable, found.resumption.lines))
+        cases.append(_case("compare::resumption", "COMPARE-1", world, 0.0, Failure(text=text) if text else None))
     _write(path, cases, 0.0)
 
 

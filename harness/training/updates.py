@@ -12,6 +12,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.training.invariants import has_gradient
+from shardproof.harness.watching.optimizers import AGE
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
 #: The title of the finding that the model's parameters are in no optimizer that steps.
@@ -262,13 +263,9 @@ def check_settings(evidence: Evidence) -> Iterator[DoctorFinding]:
         yield DoctorFinding((codes.STEPS_ALIKE,), "", evidence.step, title, lines)
 
 
-_AGE = "step"
-"""The key under which optimizers keep how often a parameter was stepped."""
-
-
 def _settings_of(held: Parameter) -> dict[str, Any]:
     """What ranks must have alike of a parameter that they step, by its name in messages."""
-    age = {f"state {_AGE!r}": held.state[_AGE]} if _AGE in held.state else {}
+    age = {f"state {AGE!r}": held.state[AGE]} if AGE in held.state else {}
     return {"lr": held.lr, **held.settings, **age}
 
 

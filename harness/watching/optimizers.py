@@ -11,6 +11,9 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
 from shardproof.harness.watching.records import Optimizer
 
+AGE = "step"
+"""The key under which optimizers keep how often a parameter was stepped."""
+
 #: Entries of a group that do not decide what an update is, and the learning rate, which is kept by itself.
 _NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
@@ -42,6 +45,14 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[
     state = states.get(parameter) if isinstance(states, Mapping) else None
     items = state.items() if isinstance(state, Mapping) else ()
     return {str(key): value for key, value in items if isinstance(value, torch.Tensor)}
+
+
+def age_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> float | None:
+    """Return how often an optimizer has stepped a parameter, where it counts in a number of the host; else None."""
+    states = optimizer.state
+    state = states.get(parameter) if isinstance(states, Mapping) else None
+    age = state.get(AGE) if isinstance(state, Mapping) else None
+    return float(age) if isinstance(age, (int, float)) else None
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class Parameter:
     narrow: Narrow | None = None  # what rounding does to it and its state; None where neither is narrow
     # The bits of the tensors of its optimizer state, by key.
     state: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    # How often its optimizer has stepped it, where that is a number of the host; None of a tensor.
+    age: float | None = None
     # The class of an optimizer of the process that has it and has not stepped, of one that trains.
     resting: str = ""
 

@@ -18,7 +18,7 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.observation import Takes
-from shardproof.harness.watching.optimizers import resting_of, settings_of, state_of
+from shardproof.harness.watching.optimizers import age_of, resting_of, settings_of, state_of
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
 from shardproof.harness.watching.samples import Samples, is_narrow
@@ -184,6 +184,9 @@ class Updates:
         for optimizer in optimizers:
             mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
             self.release(mine, functools.partial(state_of, optimizer))
+            for name, one in self._model.parameters():
+                if id(one) in mine and name in self.held:
+                    self.held[name]["age"] = age_of(optimizer, one)
             done |= mine
 
     def has_all(self, own: Collection[str]) -> bool:
@@ -261,5 +264,5 @@ class Updates:
             is_frozen=held.get("is_frozen", False),
             largest=float(ordered(own).abs().max()) if is_still else None,
             narrow=Narrow(*counts, states) if counts[1] or states else None,
-            state={key: bits[name, key] for key in held.get("state", {})}, resting=resting,
+            state={key: bits[name, key] for key in held.get("state", {})}, age=held.get("age"), resting=resting,
         )  # fmt: skip

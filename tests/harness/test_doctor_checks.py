@@ -423,7 +423,7 @@ def test_states_that_ranks_divide_are_no_finding_of_a_step_that_moves_nothing():
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_what_has_trained_and_is_frozen_must_not_move(moves):
+def test_frozen_parameters_that_trained_must_not_move(moves):
     """Without a gradient of the step: one that was computed before the parameter was frozen counts."""
     first, second = Made(), Made()
     put(second.records, step=1)

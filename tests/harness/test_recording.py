@@ -277,10 +277,11 @@ UNREADABLE = {
              "{run}/recording.json: world: 'one' is not an integer"),
     "rank": (lambda run: rewrite(run / "recording.json", '"world": 1', '"world": 2'),
              "{run}/rank00001 is missing; the recording is of 2 ranks"),
-    "cut": (lambda run: rewrite(run / LINES, '{"end":1}\n', '{"end"'), f"{EVENTS}: line {{last}}: it is cut off"),
+    "cut": (lambda run: (run / LINES).write_text((run / LINES).read_text().partition(':1,"stepped"')[0]),
+            f"{EVENTS}: line {{last}}: it is cut off"),
     "field": (lambda run: rewrite(run / LINES, '"dtype":"float32",', ""),
               f"{EVENTS}: line 2: the event: the field 'dtype' is missing"),
-    "twice": (lambda run: rewrite(run / LINES, '{"end":1}', '{"end":0}'),
+    "twice": (lambda run: rewrite(run / LINES, '{"end":1,', '{"end":0,'),
               f"{EVENTS}: line {{last}}: end: step 0 has ended before"),
     "json": (lambda run: rewrite(run / LINES, '{"n":3', '{"n":'), None),
     "empty": (lambda run: (run / LINES).write_text(""),
@@ -306,7 +307,7 @@ def test_recordings_that_cannot_be_compared(runs, tmp_path, capsys):
     line = f"step 0: 8 of 8 sequences of {ref} are not in {data}: the runs read different data"
     assert compared(capsys, ref, data) == (2, f"shardproof: {line}\n")
     train(tmp_path / "late", steps=1)
-    rewrite(tmp_path / "late/rank00000/events.jsonl", '{"end":0}', '{"end":7}')
+    rewrite(tmp_path / "late/rank00000/events.jsonl", '{"end":0,', '{"end":7,')
     line = f"{ref} has steps 0-1 and {tmp_path}/late has no step that all ranks have ended: none in common"
     assert compared(capsys, ref, tmp_path / "late") == (2, f"shardproof: {line}\n")
     train(tmp_path / "names", names=lambda name: f"model.{name}")
