@@ -125,8 +125,8 @@ def test_accepted_regressions_have_old_ids_too(tmp_path):
     ],
 )  # fmt: skip
 def test_an_old_field_names_the_new_one(made, old, new):
-    with pytest.raises(AttributeError, match=f"{old} was renamed: it is {new}$"):
-        getattr(made(), old)
+    with pytest.raises(ValueError, match=f"{old} was renamed: it is {new}$"):
+        getattr(made(), old, "a default that would hide it")
 
 
 def test_an_unknown_field_is_an_attribute_error():

@@ -56,8 +56,10 @@ class _Renamed:
 
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
-            new = renamed.member(kind, name)
-            raise AttributeError(f"{kind}.{name} was renamed: it is {kind}.{new}" if new else f"{kind} has no {name!r}")
+            if new := renamed.member(kind, name):
+                # No AttributeError, which getattr() with a default would hide.
+                raise ValueError(f"{kind}.{name} was renamed: it is {kind}.{new}")
+            raise AttributeError(f"{kind} has no {name!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _check_names(implementation: str, adapter: type[Adapter]) -> None:
     """Check that no method, and no option of ``option_names``, has the name of an older version."""
     methods = [old.partition(".")[2] for old in renamed.rows() if old.startswith("Adapter.")]
     lines = [
-        f"{old} was renamed: it is {renamed.member('Adapter', old)}"
+        f"{old} was renamed: it is {renamed.rows()[f'Adapter.{old}']}"
         for old in methods
         if hasattr(adapter, old.removesuffix("()"))
     ]
