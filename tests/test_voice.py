@@ -42,7 +42,6 @@ ALLOWED: dict[str, int] = {
     "docs/adapters.md": 1,
     "docs/architecture.md": 7,
     "docs/cases.md": 4,
-    "docs/contract.md": 19,
     "docs/coverage.md": 8,
     "docs/implementations.md": 6,
     "docs/incidents.md": 1,
