@@ -41,7 +41,6 @@ ALLOWED: dict[str, int] = {
     "docs/adapter-reference.md": 3,
     "docs/adapters.md": 1,
     "docs/architecture.md": 7,
-    "docs/cases.md": 4,
     "docs/coverage.md": 8,
     "docs/implementations.md": 6,
     "docs/incidents.md": 1,
