@@ -38,7 +38,6 @@ PLAIN = {
 
 #: Hits that are left, by place. A number may only fall: whoever rewrites a sentence lowers it.
 ALLOWED: dict[str, int] = {
-    "docs/adapter-reference.md": 3,
     "docs/architecture.md": 7,
     "docs/coverage.md": 8,
     "docs/implementations.md": 6,
