@@ -82,7 +82,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
     DP_MESH_DIMS = "dp-mesh-dims"
     """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
     SPMD_TYPES = "spmd-types"
-    """Parameters on that mesh may also be plain tensors, if they are annotated with the package ``spmd_types``."""
+    """With ``dp-mesh-dims``, parameters may also be plain tensors with annotations of the package ``spmd_types``."""
     ORDERED_GROUPS = "ordered-groups"
     """The mesh may consist of process groups that keep an order of ranks other than the sorted one."""
     ORDERED_MESHES = "ordered-meshes"
@@ -92,7 +92,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
     DEFAULT_MESH = "default-mesh"
     """Without a mesh or process groups, a model is sharded over all ranks."""
 
-    # Units, and what they leave alone.
+    # Units, and modules and parameters that they ignore.
     # ``tied-parameters`` for almost every implementation. The others are options of user code: declare the existing
     # ones.
 
@@ -109,7 +109,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
 
-    # Gathers.
+    # All-gathers.
     # ``counted-units`` if each unit has one all-gather and one reduction, so that cases can count collectives; then
     # ``all-gather-order`` if backward prefetches one unit. The others are options of user code.
 
