@@ -38,11 +38,7 @@ PLAIN = {
 
 #: Hits that are left, by place. A number may only fall: whoever rewrites a sentence lowers it.
 ALLOWED: dict[str, int] = {
-    "docs/adapter-reference.md": 3,
-    "docs/adapters.md": 1,
     "docs/architecture.md": 7,
-    "docs/cases.md": 4,
-    "docs/contract.md": 19,
     "docs/coverage.md": 8,
     "docs/implementations.md": 6,
     "docs/incidents.md": 1,
@@ -62,7 +58,7 @@ ALLOWED: dict[str, int] = {
     "docs/upstream-tests.md": 5,
     "docstrings of fsdp_impl": 72,
     "docstrings of harness": 1,
-    "docstrings of harness/adapters": 27,
+    "docstrings of harness/adapters": 23,
     "docstrings of harness/collectives": 4,
     "docstrings of harness/judging": 15,
     "docstrings of harness/models": 12,

@@ -199,9 +199,9 @@ class Adapter(ABC):
         zero_optimizer: what makes its optimizer, as a staticmethod. Needs :attr:`Capability.ZERO_API`.
         mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.DP_MESH_DIMS` as well.
         share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARE_COMM_CTX`.
-        option_names: the implementation's own names of fields of :class:`Config`, as "clip.raises". The constructor and
-            the other methods pass these on, whether the capability is declared or not; an option without a name here
-            is one that the implementation does not have.
+        option_names: the implementation's own names of fields of :class:`Config`, as "clip.error_if_nonfinite". The
+            constructor and the other methods pass these on, whether the capability is declared or not; an option
+            without a name here is one that the implementation does not have.
         config: how this model is sharded.
         module: what the training loop calls.
         optimizer: None if the case trains without an optimizer, or if an engine owns the step.

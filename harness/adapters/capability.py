@@ -11,7 +11,7 @@ from shardproof import renamed
 
 
 class _Names(enum.EnumType):
-    """Says of an attribute that is no capability which one may be meant."""
+    """Names the nearest capability in the error for an unknown attribute."""
 
     if not TYPE_CHECKING:  # mypy would take every attribute for a capability
 
@@ -23,7 +23,7 @@ class _Names(enum.EnumType):
 
 
 def _why_not(capabilities: enum.EnumType, name: str) -> str:
-    """Return a line about what is no capability, by its value or as an attribute."""
+    """Return a line about an unknown capability, by its value or as an attribute."""
     value = name.lower().replace("_", "-") if name.isupper() else name
     *others, last = renamed.capability(value)
     if others:
@@ -40,95 +40,95 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """A named feature of an implementation.
 
     A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``. The
-    capabilities are in families: a comment has the name of each and, as :func:`families` reads it, what to declare.
+    capabilities are in families. The comment above a family has its name and a recipe, which :func:`families` reads.
     """
 
     # Sharding and resharding.
-    # Every implementation that shards parameters declares ``sharded``, ZeRO-1 and ZeRO-2 none of these. One whose
-    # user chooses what forward frees adds ``reshard-after-forward``, and ``root-reshard`` where that includes the
-    # root.
+    # Every implementation that shards parameters declares ``sharded``; ZeRO-1 and ZeRO-2 declare none of these. Add
+    # ``reshard-after-forward`` if user code chooses whether units reshard after forward, and ``root-reshard`` if this
+    # includes the root.
 
     SHARDED = "sharded"
     """At least the parameters are sharded."""
     RESHARD_AFTER_FORWARD = "reshard-after-forward"
-    """``reshard_after_forward`` accepts ``True`` (free gathered parameters after forward) and ``False`` (keep them)."""
+    """``reshard_after_forward`` accepts ``True`` (reshard units after forward) and ``False`` (keep them unsharded)."""
     RESHARD_TO_SIZE = "reshard-to-size"
     """``reshard_after_forward`` accepts an int smaller than the shard group and reshards to groups of that size."""
     RESHARD_TO_SIZE_UNEVEN = "reshard-to-size-uneven"
-    """After resharding to a smaller size that does not divide a dimension, ``parameters()`` shows the right shards."""
+    """``parameters()`` returns the right shards after resharding to a smaller size that does not divide a dimension."""
     RESHARD_A_PART = "reshard-a-part"
-    """Resharding to a smaller size works too where several parts of the world train models of their own."""
+    """Resharding to a smaller size also works where several sub-meshes of the world train models of their own."""
     ROOT_RESHARD = "root-reshard"
-    """``reshard_after_forward=True`` also frees the root's own unit after forward."""
+    """``reshard_after_forward=True`` also reshards the root's own unit after forward."""
     GROUPED_UNIT = "grouped-unit"
     """One unit can consist of several modules."""
 
     # Meshes and process groups.
-    # None for an implementation of one process group. ``hybrid`` for replicas of shards, ``single-rank`` if that
-    # group may have one rank, ``default-mesh`` and ``process-groups`` for what it takes in place of a mesh.
+    # None for an implementation of one process group. ``hybrid`` for replicas of shards, ``single-rank`` if a shard
+    # group may have one rank, ``default-mesh`` if no mesh is needed, ``process-groups`` if groups replace the mesh.
 
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
     NO_SHARD = "no-shard"
-    """User code can choose that nothing is sharded: ranks hold whole parameters, whose gradients are averaged."""
+    """User code can disable sharding: ranks hold full parameters, whose gradients are averaged."""
     SINGLE_RANK = "single-rank"
     """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
     SHARD_DIMENSION = "shard-dimension"
-    """User code can choose along which dimension a parameter is cut."""
+    """User code can choose the dimension along which a parameter is sharded."""
     UNIT_MESHES = "unit-meshes"
-    """Units may be sharded over other ranks than the root, as experts are."""
+    """Units may be sharded over ranks other than the root's, as experts are."""
     PARAMETER_MESHES = "parameter-meshes"
-    """Parameters of one unit may be sharded over different ranks, as experts next to the router of their layer."""
+    """Parameters of one unit may be sharded over different ranks, for example experts and the router of their layer."""
     DP_MESH_DIMS = "dp-mesh-dims"
     """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
     SPMD_TYPES = "spmd-types"
-    """Parameters on that mesh may also be plain tensors, if they are annotated with the package ``spmd_types``."""
+    """With ``dp-mesh-dims``, parameters may also be plain tensors with annotations of the package ``spmd_types``."""
     ORDERED_GROUPS = "ordered-groups"
-    """The mesh may be of process groups that keep an order of ranks other than the sorted one."""
+    """The mesh may consist of process groups that keep an order of ranks other than the sorted one."""
     ORDERED_MESHES = "ordered-meshes"
-    """The mesh may be one that makes such process groups."""
+    """A mesh may create process groups that keep an order of ranks other than the sorted one."""
     PROCESS_GROUPS = "process-groups"
-    """The ranks may be given as process groups instead of a mesh."""
+    """User code may pass process groups instead of a mesh."""
     DEFAULT_MESH = "default-mesh"
     """Without a mesh or process groups, a model is sharded over all ranks."""
 
-    # Units, and what they leave alone.
-    # ``tied-parameters`` for almost every implementation. The others are options of user code: declare those that
-    # there are.
+    # Units, and modules and parameters that they ignore.
+    # ``tied-parameters`` for almost every implementation. The others are options of user code: declare the existing
+    # ones.
 
     AUTO_WRAP_POLICY = "auto-wrap-policy"
     """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
     IGNORED_PARAMS = "ignored-params"
-    """Some parameters can be left alone: neither sharded nor reduced."""
+    """Some parameters can be ignored: they are neither sharded nor reduced."""
     IGNORED_MODULES = "ignored-modules"
-    """Modules can be left alone, with all parameters in them."""
+    """Modules can be ignored, with all parameters in them."""
     REPLICATED_MODULES = "replicated-modules"
-    """Modules inside that torch's ``replicate`` manages are left to it, and it refuses sharded ones."""
+    """Modules that torch's ``replicate`` manages may stand inside the model; ``replicate`` refuses sharded modules."""
     FLAT_PARAMETERS = "flat-parameters"
     """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
 
-    # Gathers.
-    # ``counted-units`` if each unit is gathered by one collective and reduced by one, which lets cases count; then
-    # ``all-gather-order`` if backward gathers one unit ahead. The others are options of user code.
+    # All-gathers.
+    # ``counted-units`` if each unit has one all-gather and one reduction, so that cases can count collectives; then
+    # ``all-gather-order`` if backward prefetches one unit. The others are options of user code.
 
     ALL_GATHER_EXTENSION = "all-gather-extension"
-    """A shard with the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` chooses what is gathered for it."""
+    """Shards may have ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which choose the tensors to all-gather."""
     COUNTED_UNITS = "counted-units"
-    """Each unit is gathered by one collective and reduced by one, so the number of collectives follows a formula."""
+    """Each unit has one all-gather and one reduction, so the number of collectives follows a formula."""
     ALL_GATHER_ORDER = "all-gather-order"
-    """Collectives follow the contract's order: forward gathers a unit when it runs, backward gathers one unit ahead."""
+    """All-gathers follow the contract's order: forward issues that of the running unit, backward that of the next."""
     BACKWARD_PREFETCH = "backward-prefetch"
-    """User code chooses whether backward and forward gather the next unit ahead, and whether gathers are bounded."""
+    """User code chooses whether backward and forward prefetch the next unit, and whether all-gathers are limited."""
     EXPLICIT_PREFETCH = "explicit-prefetch"
-    """User code can set which other units a unit gathers ahead, in forward and in backward."""
+    """User code can set the units that a unit prefetches, in forward and in backward."""
     KEEP_UNSHARDED_STORAGE = "keep-unsharded-storage"
-    """User code can let gathered storages keep their memory when a unit reshards, so that their addresses stay."""
+    """User code can keep the memory of unsharded storages when a unit reshards, so that their addresses stay."""
     ALL_GATHER_RELEASE = "all-gather-release"
-    """A shard with such methods chooses whether what was gathered is freed once its parameter has been made of it."""
+    """A shard with all-gather hooks chooses whether the all-gather output is freed once its parameter has been made."""
     SHARE_COMM_CTX = "share-comm-ctx"
-    """``share_comm_ctx`` lets several models, such as stages of a pipeline, share streams and buffers in flight."""
+    """``share_comm_ctx`` makes several models, such as pipeline stages, share streams and buffers in flight."""
 
     # Outputs, hooks and calls.
     # Begin with ``unused-module``, ``container-output``, ``dataclass-output`` and ``multiple-forward``; then
@@ -149,18 +149,18 @@ class Capability(enum.StrEnum, metaclass=_Names):
     MULTIPLE_FORWARD = "multiple-forward"
     """A unit may run several times in one forward."""
     FORWARD_METHOD = "forward-method"
-    """A method other than ``forward`` can be registered to gather and free parameters as ``forward`` does."""
+    """A method other than ``forward`` can be registered to unshard and reshard its unit as ``forward`` does."""
     INPUTS_TO_DEVICE = "inputs-to-device"
     """The root's forward moves its input tensors to the device."""
 
     # Recomputation, compiled modules and user calls of autograd.
-    # ``recomputation`` as soon as users train with activation checkpointing. The others after the rest passes: each
-    # is a promise about user code that few implementations make.
+    # ``recomputation`` as soon as users train with activation checkpointing. Declare the others once the rest passes:
+    # each is a promise about user code that few implementations make.
 
     RECOMPUTATION = "recomputation"
-    """Units work under activation checkpointing, whether by a wrapper, by hooks or around the call."""
+    """Units work under activation checkpointing, by a wrapper, by hooks or around the call."""
     RECOMPUTES_GATHERED = "recomputes-gathered"
-    """A unit that is recomputed in backward is gathered once, for the recomputation and the backward together."""
+    """A unit that is recomputed in backward has one all-gather, for the recomputation and the backward together."""
     COMPILED_MODULES = "compiled-modules"
     """The modules of a unit may be compiled with ``torch.compile`` before they are sharded."""
     RANKS_DIFFER = "ranks-differ"
@@ -168,13 +168,13 @@ class Capability(enum.StrEnum, metaclass=_Names):
     AUTOGRAD_CALLS = "autograd-calls"
     """User code may call ``backward`` and ``torch.autograd.grad`` itself, several times for one forward."""
     RECOVERY = "recovery"
-    """After an exception in forward or backward on all ranks, and a call if one is needed, the next step is right."""
+    """After an exception in forward or backward on all ranks, and a recovery call if needed, the next step is right."""
     HOST_RUNS_AHEAD = "host-runs-ahead"
-    """The host enqueues whole steps without waiting for the device, also where gathers and reductions are in flight."""
+    """The host enqueues complete steps without waiting for the device, also while collectives are in flight."""
 
     # Gradient accumulation.
-    # ``deferred-reduction`` for a ``no_sync()`` that holds back reductions until the last microbatch. Without it
-    # every backward reduces, and cases without a need still check that microbatches add up.
+    # ``deferred-reduction`` for a ``no_sync()`` that defers reductions to the last microbatch. Without it every
+    # backward reduces, and cases without a need still check that microbatches add up.
 
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""
@@ -183,9 +183,9 @@ class Capability(enum.StrEnum, metaclass=_Names):
     DEFERRED_ALL_REDUCE = "deferred-all-reduce"
     """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
     UNREDUCED_GRADIENTS = "unreduced-gradients"
-    """While reductions are deferred, modules register full parameters, which show this rank's unreduced gradients."""
+    """While reductions are deferred, modules register full parameters with this rank's unreduced gradients."""
     RESHARD_AFTER_BACKWARD = "reshard-after-backward"
-    """Parameters can stay gathered after backward, for the next microbatch."""
+    """Parameters can stay unsharded after backward, for the next microbatch."""
     IS_LAST_BACKWARD = "is-last-backward"
     """Several forwards may run before their backwards, and a call marks the last backward."""
 
@@ -193,145 +193,145 @@ class Capability(enum.StrEnum, metaclass=_Names):
     # None unless user code can change how gradients are reduced.
 
     GRADIENT_DIVIDE_FACTOR = "gradient-divide-factor"
-    """User code can set by what the sum of a unit's gradients is divided."""
+    """User code can set the divisor of the sum of a unit's gradients."""
     SEPARATE_REDUCE_SCATTER_GROUP = "separate-reduce-scatter-group"
-    """Reductions can have a process group other than that of the gathers."""
+    """Reductions can have a process group other than that of the all-gathers."""
     REDUCE_SCATTER_MAX_INPUT_BUFFERS = "reduce-scatter-max-input-buffers"
-    """User code can choose how many inputs of reductions may be in flight."""
+    """User code can limit the number of reduction inputs in flight."""
     REDUCTION_HOOK = "reduction-hook"
-    """A function of the script can take the place of the reduction of all units."""
+    """A function of user code can replace the reduction of all units."""
     UNIT_SETTINGS = "unit-settings"
-    """Between steps user code can change single units: when they reshard, and with what they gather and reduce."""
+    """Between steps user code can change settings of single units: when they reshard, and their collectives."""
     SYMMETRIC_MEMORY = "symmetric-memory"
-    """The buffers of gathers, and of reductions by sums, can live in symmetric memory of NCCL."""
+    """The buffers of all-gathers, and of reductions by sums, can be in symmetric memory of NCCL."""
     MANUAL_BACKWARD_FINALIZATION = "manual-backward-finalization"
-    """``finalize_backward`` of the root ends backwards, if user code has chosen that; cases call it themselves."""
+    """User code can choose to end backwards by ``finalize_backward`` of the root; cases call it themselves."""
 
     # Dtypes.
-    # ``cast-after-init`` if ``module.to(dtype)`` works after sharding, ``model-precision`` if the whole model
-    # computes in one lower dtype. ``param-dtype``, ``reduce-dtype`` and ``buffer-dtype``, each by itself, for what user
-    # code chooses for each unit. The others are further options of that choice, or of a parameter.
+    # ``cast-after-init`` if ``module.to(dtype)`` works after sharding, ``model-precision`` if all units compute in one
+    # lower dtype. ``param-dtype``, ``reduce-dtype`` and ``buffer-dtype``, each by itself, if user code chooses that
+    # dtype for each unit. The others are further options of mixed precision, or of a parameter.
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
     PARAM_DTYPE = "param-dtype"
-    """Parameters can be gathered, and computed with, in a dtype other than their own, in each unit in another one."""
+    """Parameters can be all-gathered and used in a dtype other than their own, which may differ between units."""
     REDUCE_DTYPE = "reduce-dtype"
-    """Gradients can be reduced in a dtype other than the one they are computed in, in each unit in another one."""
+    """Gradients can be reduced in a dtype other than that of their computation, which may differ between units."""
     BUFFER_DTYPE = "buffer-dtype"
     """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
     ACCUMULATION_DTYPES = "accumulation-dtypes"
-    """Reduced gradients of several microbatches add up in the parameters' dtype, deferred ones in the reduction's."""
+    """Reduced gradients accumulate over microbatches in the parameters' dtype, deferred ones in the reduce dtype."""
     OUTPUT_DTYPE = "output-dtype"
     """A unit can cast its outputs to a dtype."""
     FULL_PRECISION_IN_EVAL = "full-precision-in-eval"
-    """With a compute dtype, forwards in evaluation mode can do without any cast."""
+    """With a compute dtype, forwards in evaluation mode can omit all casts."""
     LOW_PRECISION_GRADIENTS = "low-precision-gradients"
     """The optimizer can get gradients in the dtype in which they are reduced."""
     GRADIENT_DTYPE = "gradient-dtype"
-    """A parameter keeps its ``grad_dtype``, in which its gradient adds up and is shown."""
+    """A parameter keeps its ``grad_dtype``; its gradient accumulates in that dtype and has it."""
     PARAMETER_DTYPES = "parameter-dtypes"
     """With a compute dtype, single parameters of a unit can keep their own dtype in compute."""
     MODEL_PRECISION = "model-precision"
-    """The whole model can compute in one lower dtype, on inputs as they are; the optimizer updates float32 copies."""
+    """All units can compute in one lower dtype, on uncast inputs; the optimizer updates float32 copies."""
 
     # Clipping.
-    # ``clipping`` for the 2-norm, with ``clip-by-call`` where a call clips and without it where the step does;
-    # ``clip-any-norm`` and ``clip-empty-shards`` if the call takes other norms.
+    # ``clipping`` for the 2-norm; also ``clip-by-call`` if a call clips and not the step; ``clip-any-norm`` and
+    # ``clip-empty-shards`` if the call takes other norms.
 
     CLIPPING = "clipping"
-    """Gradients can be clipped by the 2-norm of all gradients together, by a call or inside the step."""
+    """Gradients can be clipped by the 2-norm of all gradients together, with a call or inside the step."""
     CLIP_BY_CALL = "clip-by-call"
-    """Gradients can be clipped by a call between backward and step, by their 2-norm."""
+    """A call between backward and step can clip gradients by their 2-norm."""
     CLIP_ANY_NORM = "clip-any-norm"
     """Clipping works for any norm: 1, 2, inf."""
     CLIP_SOME = "clip-some"
-    """Some parameters, or one, can be clipped by a call, by their own norm."""
+    """A call can clip the gradients of some parameters, or of one, by their own norm."""
     CLIP_RAISES = "clip-raises"
-    """Clipping can raise where the norm is infinite or NaN."""
+    """Clipping can raise an error if the norm is infinite or NaN."""
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
     """Clipping works for any norm when a rank's shard of some parameter is empty."""
 
     # The optimizer.
-    # ``adam`` and ``own-optimizer`` where user code makes any torch optimizer of the shards and steps it; an engine
-    # that steps declares ``adam`` alone.
+    # ``adam`` and ``own-optimizer`` where user code creates any torch optimizer on the shards and steps it; an engine
+    # that steps declares only ``adam``.
 
     ADAM = "adam"
     """Optimizers may keep more state than momentum, as Adam does."""
     OWN_OPTIMIZER = "own-optimizer"
-    """The script makes the optimizer and steps it, and may change its groups, the parameters and their gradients."""
+    """User code creates and steps the optimizer, and may change its groups, the parameters and their gradients."""
     STEP_IN_BACKWARD = "step-in-backward"
     """Optimizers that ``torch.distributed.optim`` attaches to parameters step in backward, once a gradient is reduced.
 
     A unit of one flat parameter refuses them.
     """
     LOSS_SCALING = "loss-scaling"
-    """The loss can be scaled: an infinite gradient on one rank makes every rank skip the step and lower the scale."""
+    """The loss can be scaled: if one rank has an infinite gradient, every rank skips the step and lowers the scale."""
     POST_OPTIM_EVENT = "post-optim-event"
-    """The next step's gathers can wait for a given event instead of the optimizer's stream."""
+    """The next step's all-gathers can wait for a given event instead of the optimizer's stream."""
 
     # Parameters as user code finds them.
-    # ``dtensor-parameters`` for DTensors, and nothing for flat shards. ``offload`` with ``pageable-offload`` if the CPU
-    # may hold the shards, which needs no accelerator.
+    # ``dtensor-parameters`` for DTensors, and nothing for flat shards. ``offload`` with ``pageable-offload`` if shards
+    # may be on the CPU, which needs no accelerator.
 
     DTENSOR_PARAMETERS = "dtensor-parameters"
-    """Sharded parameters, their gradients and their state are DTensors, which know the full tensor."""
+    """Sharded parameters, their gradients and their optimizer state are DTensors."""
     REGISTERED_STATE = "registered-state"
-    """``module.parameters()`` shows which parameters are sharded and which are gathered."""
+    """``module.parameters()`` returns sharded parameters of sharded units and full ones of unsharded units."""
     MANUAL_RESHARD = "manual-reshard"
-    """Scripts can call ``unshard()`` and ``reshard()`` on a unit."""
+    """User code can call ``unshard()`` and ``reshard()`` on a unit."""
     ASYNC_UNSHARD = "async-unshard"
-    """A call starts to gather parameters in advance and returns at once, also before the first forward."""
+    """A call starts to unshard parameters in advance and returns at once, also before the first forward."""
     SUMMON_FULL_PARAMS = "summon-full-params"
-    """A context gathers all parameters, which user code can read and change, with gradients too."""
+    """A context unshards all parameters, which user code can read and change, with gradients too."""
     FULL_PARAMS_ON_CPU = "full-params-on-cpu"
-    """It can put them on the CPU, also where the model computes there."""
+    """The context of full parameters can put them on the CPU, also where the model computes there."""
     META_DEVICE = "meta-device"
-    """A model may come on the meta device; its values are made when it is sharded, or once it is."""
+    """A model may be on the meta device; it gets its values when it is sharded, or afterwards."""
     SYNC_MODULE_STATES = "sync-module-states"
     """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
     OFFLOAD = "offload"
-    """Shards, their gradients and the optimizer can live on the CPU."""
+    """Shards, their gradients and the optimizer state can be on the CPU."""
     PAGEABLE_OFFLOAD = "pageable-offload"
-    """Offloaded shards can live in memory that is not pinned, which needs no accelerator."""
+    """Offloaded shards can be in pageable memory, which needs no accelerator."""
     OFFLOAD_CHOICE = "offload-choice"
-    """User code chooses whether offloaded shards live in pinned memory; pinning raises where it cannot be done."""
+    """User code chooses whether offloaded shards are in pinned memory; impossible pinning raises an error."""
 
     # Checkpoints.
-    # ``distributed-checkpoint`` if torch's state dicts work, ``own-checkpoint`` for calls of the implementation.
+    # ``distributed-checkpoint`` if torch's state dicts work, ``own-checkpoint`` for the implementation's own calls.
 
     DISTRIBUTED_CHECKPOINT = "distributed-checkpoint"
     """``torch.distributed.checkpoint`` can save and load model and optimizer through their state dicts."""
     TENSOR_PARALLEL_CHECKPOINT = "tensor-parallel-checkpoint"
     """Checkpoints also work for DTensors of a tensor-parallel mesh, including sizes that the mesh does not divide."""
     FULL_STATE_DICT = "full-state-dict"
-    """State dicts can also hold whole tensors, on every rank, or on the first alone, which then also sends them."""
+    """State dicts can also have full tensors, on every rank or only on the first, which sends them in a load."""
     OPTIMIZER_KEYS = "optimizer-keys"
-    """The optimizer's state dict can have numbers instead of names, and older calls save and load it too."""
+    """The optimizer's state dict can have parameter numbers instead of names; older calls save and load it too."""
     OWN_CHECKPOINT = "own-checkpoint"
-    """The implementation's own calls save and load model and optimizer; user code makes full weights of the result."""
+    """The implementation's own calls save and load model and optimizer; the result can be converted to full weights."""
     STATE_HELPERS = "state-helpers"
     """``torch.distributed.checkpoint.state_dict`` takes the module and its optimizers, with all options."""
     META_LOAD = "meta-load"
-    """Ranks whose model is on the meta device can take parameters and buffers from the first rank's state dict."""
+    """Ranks with a model on the meta device can load parameters and buffers from the first rank's state dict."""
 
     # Tensor parallelism, and the implementation as a whole.
     # ``tensor-parallel`` if parameters may be DTensors before sharding. ``any-combination`` last: a search then draws
-    # cases from all that is declared.
+    # cases from all declared capabilities.
 
     TENSOR_PARALLEL = "tensor-parallel"
     """Parameters may be DTensors of a tensor-parallel mesh; they are sharded over the data-parallel mesh as well."""
     TENSOR_PARALLEL_COUNTS = "tensor-parallel-counts"
     """The collectives of tensor parallelism are unchanged, and a data-parallel mesh of one rank adds none."""
     ANY_COMBINATION = "any-combination"
-    """What is declared works in any combination, so that cases may draw models, policies and schedules from it."""
+    """The declared capabilities work in any combination, so that cases may draw models, policies and schedules."""
     ORDER_VALIDATION = "order-validation"
     """With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` the implementation compares the order in which units run in forward.
 
-    It compares the ranks with each other in the first iteration, and each rank with its own first iteration later.
+    In the first iteration it compares ranks with each other. Later it compares each rank with its own first iteration.
     """
     FSDP1_API = "fsdp1-api"
-    """The adapter's ``api`` is a module with ``FullyShardedDataParallel`` and what its arguments are made of.
+    """The adapter's ``api`` is a module with ``FullyShardedDataParallel`` and the classes of its arguments.
 
     Names and arguments are those of ``torch.distributed.fsdp``. Cases call them themselves.
     """
@@ -346,15 +346,15 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     @classmethod
     def of(cls, names: str) -> "frozenset[Capability]":
-        """Return the capabilities of these names, separated by spaces; a ``ValueError`` names one that there is not."""
+        """Return the capabilities of these names, separated by spaces; a ``ValueError`` names an unknown one."""
         return frozenset(map(cls, names.split()))
 
 
 COMMON = Capability.of("unused-module container-output dataclass-output multiple-forward tied-parameters adam")
-"""What almost every implementation has."""
+"""The capabilities of almost every implementation."""
 
 COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM}
-"""The same, with a call that clips gradients by any norm."""
+""":data:`COMMON`, with a call that clips gradients by any norm."""
 
 
 PREREQUISITES = {
@@ -413,7 +413,7 @@ PREREQUISITES = {
         "unreduced-gradients": "deferred-reduction",
     }.items()
 }
-"""By capability, the others without which no case can check it; each other one is checked with :data:`COMMON` alone."""
+"""By capability, those without which no case can check it; a capability without a row needs only :data:`COMMON`."""
 
 
 def families() -> Iterator[tuple[str, str, dict[Capability, str]]]:
@@ -426,13 +426,13 @@ def families() -> Iterator[tuple[str, str, dict[Capability, str]]]:
 
 
 class Hardware(enum.StrEnum):
-    """A feature of a host. A case that needs one which the host lacks is skipped with the verdict ``unmet``."""
+    """A feature of a host. A case that needs a feature that the host lacks is skipped with the verdict ``unmet``."""
 
     ACCELERATOR = "accelerator"
     """A device other than the CPU."""
 
     STREAMS = "streams"
-    """Real device streams, which a case can occupy: a delay in one does not stop the others."""
+    """Real device streams, which a case can occupy: a delay in one stream does not stop the others."""
 
     LATE_COPIES = "late-copies"
-    """Streams that a case can occupy, below collectives that may stop the host: copies and computation can be late."""
+    """Streams that a case can occupy, though collectives may block the host: copies and computation can be late."""

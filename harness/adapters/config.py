@@ -1,4 +1,4 @@
-"""How a case wants its model sharded, in terms that are the same for every implementation."""
+"""The configuration of a sharded model, in terms that are the same for every implementation."""
 
 import dataclasses
 import inspect
@@ -19,22 +19,22 @@ from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import local_of
 
 Units = tuple[tuple[str, ...], ...]
-"""The units of a model: each entry names the modules whose parameters are gathered by one collective."""
+"""The units of a model: each entry names the modules whose parameters are unsharded by one all-gather."""
 
 EvaluationMode = Literal["no_grad", "inference_mode"]
 """The context in which a forward is evaluated."""
 
 StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
-"""What a state dict consists of.
+"""The contents of a state dict.
 
 - "sharded": each rank has its shards, as ``torch.distributed.checkpoint`` saves and loads them.
 - "flattened": as "sharded", and the optimizer's state dict has one level: an entry for each state and option of a
-  parameter. Without :attr:`Capability.DTENSOR_PARAMETERS` nobody reads it.
-- "full": every rank has all values whole.
-- "first-rank": the first rank of the world has all values whole, on the CPU, and the others have empty dicts. They take
-  the values from the first rank when they load.
-- "local": each rank has its flat parameters, under no names of the model, so that nothing can be read of it. Without
-  an optimizer. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups instead of a mesh.
+  parameter. Cases read it only with :attr:`Capability.DTENSOR_PARAMETERS`.
+- "full": every rank has all tensors in full.
+- "first-rank": the first rank of the world has all tensors in full, on the CPU, and the others have empty dicts. The
+  others take the values from the first rank when they load.
+- "local": each rank has its flat parameters, without the names of the model, so that no parameter can be read from it,
+  and no optimizer state. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups instead of a mesh.
 """
 
 
@@ -50,7 +50,7 @@ ORDERED = frozenset(
 
 
 class _Renamed:
-    """Names the new name of a field to whoever reads it by the old one."""
+    """Raises an AttributeError with the new name of a field that was renamed."""
 
     if not TYPE_CHECKING:  # mypy would take every name for a field
 
@@ -79,7 +79,7 @@ class Clip(_Renamed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulation(_Renamed):
-    """What every backward but the last of a step defers to the last one.
+    """The work that every backward but the last of a step defers to the last one.
 
     Needs :attr:`Capability.DEFERRED_REDUCTION`. A value other than a field's default needs the capability named there.
     """
@@ -91,13 +91,13 @@ class Accumulation(_Renamed):
     """
 
     skips: Literal["reduction", "all-reduce"] = "reduction"
-    """What is deferred: the whole reduction, or only the all-reduce over the replicas of a (replicate, shard) mesh.
+    """The deferred work: the entire reduction, or only the all-reduce over the replicas of a (replicate, shard) mesh.
 
     Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
     """
 
     ends_by_gradient_sync: bool = False
-    """Whether the call for the whole reduction, not the one for the all-reduce, ends the deferral of the all-reduce.
+    """Whether ``set_requires_gradient_sync``, and not the call for the all-reduce, ends the deferral of the all-reduce.
 
     Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
     """
@@ -119,30 +119,30 @@ class Accumulation(_Renamed):
 class Precision(_Renamed):
     """The dtypes of a unit where they differ from those of its parameters.
 
-    Values other than a field's default need what is named there, or :attr:`Capability.MODEL_PRECISION` alone where all
-    units have the same and it casts no inputs.
+    A value other than a field's default needs the capability named at the field. If all units have the same dtypes and
+    no inputs are cast, :attr:`Capability.MODEL_PRECISION` is enough.
     """
 
     param_dtype: torch.dtype | None = None
-    """The dtype of unsharded parameters, in the all-gather and in compute; None is that of the parameters.
+    """The dtype of unsharded parameters, in the all-gather and in compute; None is the dtype of the parameters.
 
     Needs :attr:`Capability.PARAM_DTYPE`.
     """
 
     reduce_dtype: torch.dtype | None = None
-    """The dtype in which gradients are reduced, and added up before they are; None is the implementation's default.
+    """The dtype in which gradients are reduced, and accumulated before that; None is the implementation's default.
 
-    :meth:`reduced_in` is the dtype that this comes to. Needs :attr:`Capability.REDUCE_DTYPE`.
+    :meth:`reduced_in` returns the resulting dtype. Needs :attr:`Capability.REDUCE_DTYPE`.
     """
 
     output_dtype: torch.dtype | None = None
-    """The dtype to which floating-point tensors in the unit's output are cast; None leaves them.
+    """The dtype to which floating-point tensors in the unit's output are cast; None casts none.
 
     Needs :attr:`Capability.OUTPUT_DTYPE`.
     """
 
     buffer_dtype: torch.dtype | None = None
-    """The dtype of floating-point buffers; None leaves them. Needs :attr:`Capability.BUFFER_DTYPE`."""
+    """The dtype of floating-point buffers; None casts none. Needs :attr:`Capability.BUFFER_DTYPE`."""
 
     cast_forward_inputs: bool = True
     """Whether floating-point tensors in the unit's inputs are cast to :attr:`param_dtype`."""
@@ -154,13 +154,13 @@ class Precision(_Renamed):
     """
 
     keep_low_precision_grads: bool = False
-    """Whether the optimizer gets gradients of the dtype of the reduction; otherwise they have that of the parameters.
+    """Whether the optimizer gets gradients in the reduce dtype; otherwise they have the dtype of the parameters.
 
     Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
     """
 
     def needs(self) -> frozenset[Capability]:
-        """Return the capabilities without which no unit can have these dtypes of its own."""
+        """Return the capabilities that a unit needs to have these dtypes."""
         named = {
             Capability.PARAM_DTYPE: self.param_dtype, Capability.REDUCE_DTYPE: self.reduce_dtype,
             Capability.OUTPUT_DTYPE: self.output_dtype, Capability.BUFFER_DTYPE: self.buffer_dtype,
@@ -172,7 +172,7 @@ class Precision(_Renamed):
     def reduced_in(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
         """Return the dtype in which an implementation with these traits reduces the gradients of a unit.
 
-        It may be that of the unit's parameters.
+        It may be the dtype of the unit's parameters.
         """
         if self.reduce_dtype is not None:
             return self.reduce_dtype
@@ -180,34 +180,34 @@ class Precision(_Renamed):
 
 
 class OwnCollective(Protocol):
-    """A collective of the user's own, which takes the place of an all-gather or of a reduce-scatter."""
+    """A collective of user code, which replaces an all-gather or a reduce-scatter."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor of ``size`` without values, for an input or an output of the collective."""
+        """Return an uninitialized tensor of ``size``, for an input or an output of the collective."""
         ...
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> dist.Work | None:
-        """Gather or reduce, with the options of the collective that this one replaces: ``async_op``, ``op``."""
+        """Run the collective, with the options of the collective that it replaces: ``async_op``, ``op``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(_Renamed):
-    """What user code changes about single units of a sharded model, for the passes that follow; None changes nothing.
+    """Settings of single units that user code changes for the passes that follow; None changes nothing.
 
-    Needs :attr:`Capability.UNIT_SETTINGS`, and what is named at a field as well.
+    Needs :attr:`Capability.UNIT_SETTINGS`, and the capability named at a field as well.
     """
 
     reshard_after_forward: bool | None = None
-    """Whether forward frees the parameters."""
+    """Whether the unit reshards after forward."""
 
     unshard_in_backward: bool | None = None
-    """Whether backward gathers the parameters, which some units compute their gradients without."""
+    """Whether backward unshards the unit; some units do not need parameters to compute their gradients."""
 
     keep_unsharded_storage: bool | None = None
-    """Whether gathered storages keep their memory. Needs :attr:`Capability.KEEP_UNSHARDED_STORAGE`."""
+    """Whether unsharded storages keep their memory. Needs :attr:`Capability.KEEP_UNSHARDED_STORAGE`."""
 
     reduce_scatter_unused_params: bool | None = None
     """Whether zeros are reduced for parameters without a gradient; see :attr:`Config.ranks_differ`.
@@ -222,7 +222,7 @@ class Settings(_Renamed):
     """
 
     reduce_scatter_divide_factor: float | None = None
-    """The same divisor, set by the deprecated call of this name. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`."""
+    """The divisor as set by the deprecated call of this name. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`."""
 
     force_sum_reduction_for_comms: bool | None = None
     """Whether each reduction is a sum, followed by a separate division."""
@@ -243,10 +243,10 @@ class Settings(_Renamed):
     """Whether buffers come from the allocator of the process group, if it has one."""
 
     symm_mem_for_comm: str | None = None
-    """The backend in whose symmetric memory buffers live. Needs :attr:`Capability.SYMMETRIC_MEMORY`."""
+    """The backend whose symmetric memory has the buffers. Needs :attr:`Capability.SYMMETRIC_MEMORY`."""
 
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-    """Called with the rank's share of the reduced gradients, 1-D, which it may change; after a sum over replicas."""
+    """Called after a sum over replicas with the rank's share of the reduced gradients, 1-D, which it may change."""
 
     custom_all_gather: OwnCollective | None = None
     """Replaces the all-gather."""
@@ -260,17 +260,18 @@ class WrapPolicy(_Renamed):
     """A rule by which an implementation finds the units inside the root itself, instead of by their names.
 
     Attributes:
-        rule: ``"size"``: children first, each module with at least ``min_num_params`` elements that no unit inside it
-            has. ``"classes"``: modules of ``module_classes``. ``"function"``: modules for which ``lambda_fn`` returns
-            True. ``"objects"``: as "classes", by a policy object that names all modules at once. ``"called-objects"``:
-            the same, where the object is called for each module. ``"custom"``: as "function", by such an object;
-            ``lambda_fn`` may also return a dict with ``reshard_after_forward`` for the module's unit.
-            ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the options.
+        rule: ``"size"``: children first, each module with at least ``min_num_params`` elements that are in no unit
+            inside it. ``"classes"``: modules of ``module_classes``. ``"function"``: modules for which ``lambda_fn``
+            returns True. ``"objects"``: as "classes", by a policy object that returns all modules at once.
+            ``"called-objects"``: as "objects", but the object is called for each module. ``"custom"``: as "function",
+            by a policy object; ``lambda_fn`` may also return a dict with ``reshard_after_forward`` for the module's
+            unit. ``"by-hand"``: as "custom", by a call for each module, inner ones first, in a context with the
+            options.
         min_num_params: for "size"; the number of elements.
         module_classes: for "classes", "objects" and "called-objects".
         lambda_fn: for "function", "custom" and "by-hand".
-        force_leaf_modules: for "size", classes that become no unit, nor anything inside them; None is the default.
-        exclude_wrap_modules: for "size", classes that become no unit themselves; None is the default.
+        force_leaf_modules: for "size", classes that do not become units, nor any module inside; None is the default.
+        exclude_wrap_modules: for "size", classes that do not become units themselves; None is the default.
     """
 
     rule: Literal["size", "classes", "function", "objects", "called-objects", "custom", "by-hand"]
@@ -286,10 +287,10 @@ class FullParams(_Renamed):
     """How user code reads and changes full parameters between two steps: the options of ``summon_full_params``.
 
     Attributes:
-        writeback: whether changes of the full parameters reach the shards; not together with ``rank0_only``.
+        writeback: whether changes of the full parameters are written to the shards; not together with ``rank0_only``.
         rank0_only: whether only the first rank has full parameters.
         offload_to_cpu: whether full parameters are on the CPU.
-        with_grads: whether they have full gradients, whose changes are written back too. Not together with
+        with_grads: whether full parameters have full gradients, whose changes are written back too. Not together with
             ``offload_to_cpu`` or :attr:`Config.flat_parameters`.
     """
 
@@ -301,9 +302,9 @@ class FullParams(_Renamed):
 
 @dataclasses.dataclass(frozen=True)
 class NamedDimensions:
-    """The mesh of all dimensions, on which every parameter is a DTensor, and the names of its data-parallel ones.
+    """The mesh of all dimensions, on which every parameter is a DTensor, and the names of its data-parallel dimensions.
 
-    Of those over which parameters are sharded, and of those over which they are replicated, several count as one.
+    Several dimensions in ``shard`` count as one, and so do several in ``replicate``.
     """
 
     mesh: DeviceMesh
@@ -313,51 +314,51 @@ class NamedDimensions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(_Renamed):
-    """How a case wants its model sharded, in terms that are the same for every implementation.
+    """The configuration of a sharded model, in terms that are the same for every implementation.
 
-    An adapter raises for a value that its implementation cannot honour; it never approximates. Cases that need a
-    capability are skipped beforehand where the adapter does not declare it.
+    An adapter raises for a value that its implementation cannot honour; it never approximates. A case that needs an
+    undeclared capability is skipped before that.
     """
 
     mesh: DeviceMesh
     """The data-parallel mesh: parameters are sharded and gradients averaged over it.
 
     It has one dimension, or the two dimensions (replicate, shard), which need :attr:`Capability.HYBRID`. It contains
-    this rank, but it may leave out other ranks of the world, as beside tensor parallelism.
+    this rank, but may leave out other ranks of the world, as with tensor parallelism.
     """
 
     units: Units = ()
-    """The units, as tuples of module names; each is gathered by one collective.
+    """The units, as tuples of module names; each is unsharded by one all-gather.
 
-    The root's own unit is implicit: it has all parameters that no entry covers. An implementation that chooses its own
+    The root's own unit is implicit: it has all parameters that are in no entry. An implementation that chooses its own
     units may ignore this field; its adapter then declares neither :attr:`Capability.COUNTED_UNITS` nor
     :attr:`Capability.GROUPED_UNIT`.
     """
 
     plain_root: bool = False
-    """Whether the model itself is no unit, so that it contains several roots; :attr:`units` have all parameters.
+    """Whether the model itself is not a unit, so that it contains several roots; :attr:`units` have all parameters.
 
     Needs :attr:`Capability.ORDER_VALIDATION`.
     """
 
     shards: bool = True
-    """Whether parameters are divided among the ranks of :attr:`mesh`; False keeps them whole on each of them.
+    """Whether parameters are sharded over the ranks of :attr:`mesh`; False keeps full parameters on each rank.
 
     False needs :attr:`Capability.NO_SHARD` and a mesh of one dimension.
     """
 
     reshard_after_forward: bool | int | None = None
-    """What happens to gathered parameters after forward; None is the implementation's default.
+    """Whether units reshard after forward; None is the implementation's default.
 
-    True frees them, which needs :attr:`Capability.RESHARD_AFTER_FORWARD`, as does False, which keeps them until
-    backward. An int reshards them to groups of that many ranks, which needs :attr:`Capability.RESHARD_TO_SIZE`.
+    True reshards them, False keeps them unsharded until backward; both need :attr:`Capability.RESHARD_AFTER_FORWARD`.
+    An int reshards them to groups of that many ranks, which needs :attr:`Capability.RESHARD_TO_SIZE`.
     """
 
     microbatches: int = 1
     """The number of microbatches in one optimizer step."""
 
     accumulation: Accumulation | None = None
-    """What is deferred to the last microbatch; None is the implementation's default."""
+    """The work that is deferred to the last microbatch; None is the implementation's default."""
 
     offload: Literal["pageable", "pinned"] | None = None
     """The kind of CPU memory that holds the shards; None keeps them on the device.
@@ -366,7 +367,7 @@ class Config(_Renamed):
     """
 
     clip: Clip | None = None
-    """How gradients are clipped; None does not clip."""
+    """The clipping of gradients; None does not clip."""
 
     find_unused_parameters: bool = False
     """Whether some parameters may get no gradient in a step, as in DDP's ``find_unused_parameters``."""
@@ -384,7 +385,7 @@ class Config(_Renamed):
     """The dtypes of every unit that :attr:`unit_precision` does not name."""
 
     unit_precision: Mapping[str, Precision] = dataclasses.field(default_factory=dict)
-    """The dtypes of the units of some modules, by the name of the unit's first module."""
+    """The dtypes that replace :attr:`precision` for single units, by the name of the unit's first module."""
 
     ignored_params: tuple[str, ...] = ()
     """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMS`."""
@@ -412,9 +413,11 @@ class Config(_Renamed):
     """
 
     gradient_divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The divisors of the sums of the gradients of some units, which replace the number of ranks.
+    """The divisors of the summed gradients of single units, which replace the number of ranks.
 
-    Keys are names of the units' first modules; "" is the root's own. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
+    Keys are names of the units' first modules; "" is the root's own unit.
+
+    Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
     """
 
     flat_parameters: bool = False
@@ -451,38 +454,38 @@ class Config(_Renamed):
     """
 
     param_init_fn: Callable[[nn.Module], None] | None = None
-    """Makes the parameters and buffers of one module itself real, and gives them their values.
+    """Materializes and initializes the parameters and buffers of one module, without its children.
 
-    For a model on the meta device, which needs :attr:`Capability.META_DEVICE`. None moves what is on the meta device to
+    For a model on the meta device, which needs :attr:`Capability.META_DEVICE`. None moves meta tensors to
     uninitialised memory and calls the module's ``reset_parameters``.
     """
 
     materialize: bool = True
-    """Whether sharding makes a model on the meta device real; False leaves that to a load.
+    """Whether sharding materializes a model on the meta device; False leaves that to a load.
 
     Needs :attr:`Capability.META_LOAD`.
     """
 
     as_groups: bool = False
-    """Whether the adapter passes on the process groups of :attr:`mesh` in its place.
+    """Whether the adapter passes the process groups of :attr:`mesh` instead of the mesh.
 
     Needs :attr:`Capability.PROCESS_GROUPS`.
     """
 
     default_mesh: bool = False
-    """Whether the adapter passes on nothing, because :attr:`mesh` is what an implementation takes then: all ranks.
+    """Whether the adapter passes neither mesh nor groups; :attr:`mesh` then has all ranks, as the default mesh does.
 
     Needs :attr:`Capability.DEFAULT_MESH`.
     """
 
     shard_dim: Callable[[nn.Parameter], int | Placement | None] | None = None
-    """Returns the dimension along which a parameter is cut, which may be negative; None is the default.
+    """Returns the dimension along which a parameter is sharded, which may be negative; None is the default.
 
-    A placement, for cases about wrong ones, is passed on as it is. Needs :attr:`Capability.SHARD_DIMENSION`.
+    A placement, for cases about invalid ones, is passed on unchanged. Needs :attr:`Capability.SHARD_DIMENSION`.
     """
 
     unit_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)
-    """The data-parallel meshes of some units that have another than :attr:`mesh`, by the name of their first module.
+    """The data-parallel meshes of units with a mesh other than :attr:`mesh`, by the name of their first module.
 
     Needs :attr:`Capability.UNIT_MESHES`.
     """
@@ -494,26 +497,28 @@ class Config(_Renamed):
     """
 
     parameter_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """The dtypes that single parameters have in compute, by their names; the others have that of their unit.
+    """The dtypes of single parameters in compute, by their names; the other parameters have that of their unit.
 
-    A value that is no dtype, for cases about wrong ones, is passed on as it is. Needs
+    A value that is not a dtype, for cases about invalid ones, is passed on unchanged. Needs
     :attr:`Capability.PARAMETER_DTYPES`.
     """
 
     dp_mesh_dims: NamedDimensions | None = None
-    """The full mesh and the names of its data-parallel dimensions, passed instead of :attr:`mesh`, their sub-mesh.
+    """The full mesh and the names of its data-parallel dimensions, passed instead of :attr:`mesh`.
 
-    Without dimensions to shard over, :attr:`shards` is False. Needs :attr:`Capability.DP_MESH_DIMS`.
+    :attr:`mesh` is the sub-mesh of these dimensions. Without dimensions to shard over, :attr:`shards` is False.
+
+    Needs :attr:`Capability.DP_MESH_DIMS`.
     """
 
     auto_wrap_policy: WrapPolicy | None = None
-    """The rule by which the implementation finds the units itself; :attr:`units` are those that it should find.
+    """The rule by which the implementation finds the units itself; :attr:`units` are the units that it should find.
 
     Needs :attr:`Capability.AUTO_WRAP_POLICY`.
     """
 
     def mesh_of(self, unit: str) -> DeviceMesh:
-        """Return the mesh of a unit, by the name of its first module; "" is the root's own."""
+        """Return the mesh of a unit, by the name of its first module; "" is the root's own unit."""
         return self.unit_meshes.get(unit, self.mesh)
 
     def own_mesh(self, parameter: str) -> DeviceMesh | None:
@@ -522,17 +527,17 @@ class Config(_Renamed):
         return next(found, None)
 
     def precision_of(self, unit: str) -> Precision:
-        """Return the dtypes of a unit, by the name of its first module; "" is the root's own."""
+        """Return the dtypes of a unit, by the name of its first module; "" is the root's own unit."""
         return self.unit_precision.get(unit, self.precision)
 
     @property
     def shard_size(self) -> int:
-        """The number of ranks among which a unit is divided."""
+        """The number of ranks over which a unit is sharded."""
         return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
 
     @property
     def shard_index(self) -> int:
-        """The position of this rank among those."""
+        """The position of this rank among the ranks over which a unit is sharded."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1) if self.shards else 0
 
     @property
@@ -545,11 +550,11 @@ class Config(_Renamed):
 
 
 class OffloadedGradScaler(torch.amp.GradScaler):
-    """Unscales gradients on the CPU, and lets all ranks know of an infinite one through the device's collectives.
+    """Unscales gradients on the CPU, and reports infinite ones to all ranks through the device's collectives.
 
-    torch's scalers read the inverse of the scale before it has arrived on the CPU, and ``GradScaler`` asks the other
-    ranks by a collective on the CPU, for which a world of NCCL alone has no backend. The mesh has all ranks that share
-    the parameters, on the device of the losses.
+    torch's scalers read the inverse of the scale before it has arrived on the CPU. ``GradScaler`` also reports infinite
+    gradients by a collective on the CPU, for which a world with only NCCL has no backend. The mesh has all ranks that
+    share the parameters, on the device of the losses.
     """
 
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
@@ -576,7 +581,7 @@ class OffloadedGradScaler(torch.amp.GradScaler):
 
 
 def make_scaler(config: Config, kind: type[torch.amp.GradScaler], **options: Any) -> torch.amp.GradScaler:
-    """Make a scaler of ``kind``, or one for gradients on the CPU where the configuration has them apart from losses."""
+    """Make a scaler of ``kind``, or an :class:`OffloadedGradScaler` if only the gradients are on the CPU."""
     if config.offload and config.mesh.device_type != "cpu":
         return OffloadedGradScaler(config.mesh, **options)
     return kind(config.mesh.device_type, **options)

@@ -1,4 +1,4 @@
-"""Facts about an implementation that its adapter declares and that comparisons depend on."""
+"""Facts about an implementation that its adapter declares and that comparisons use."""
 
 import dataclasses
 import math
@@ -10,10 +10,10 @@ import torch
 
 
 def padded_to_rows(shape: torch.Size, size: int) -> int:
-    """Return the elements that a rank holds of a tensor whose dimension 0 is padded to a multiple of ``size``.
+    """Return the number of elements of a rank's shard if dimension 0 is padded to a multiple of ``size``.
 
-    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`. A scalar is held as one
-    element.
+    This is the layout of per-parameter sharding, and the default of :attr:`Traits.local_numel`. The shard of a scalar
+    has one element.
     """
     if not shape:
         return 1
@@ -27,7 +27,7 @@ def padded_to_elements(shape: torch.Size, size: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Facts about an implementation that the harness needs for its comparisons and that are neither right nor wrong.
+    """Facts about an implementation that the comparisons of the harness need; no value is good or bad in itself.
 
     Each default is the common case. A wrong trait makes correct cases fail, or makes checks too weak to find a bug.
     """
@@ -35,37 +35,37 @@ class Traits:
     shards: frozenset[Literal["parameters", "gradients", "optimizer"]] = frozenset(
         {"parameters", "gradients", "optimizer"}
     )
-    """The tensors that are divided among the ranks; by default all, so that an adapter states what it does not divide.
+    """The tensors that are divided among the ranks; by default all three.
 
-    The harness checks this against the bytes and the elements that each rank holds. With ``"parameters"`` the adapter
-    declares :attr:`Capability.SHARDED`, and without it does not.
+    The harness checks this against the bytes and the elements that each rank holds. An adapter declares
+    :attr:`Capability.SHARDED` exactly if ``"parameters"`` is among them.
     """
 
     own_mesh: bool = False
-    """Whether the implementation makes its mesh, of the ranks of the given one, with names of its own."""
+    """Whether the implementation makes its own mesh, with the ranks of the given mesh and other dimension names."""
 
     reads: Literal["in-place", "gathering"] = "in-place"
     """How the adapter reads gradients, parameters and optimizer state.
 
-    - ``"in-place"``: it returns the tensors where they lie, and calls nothing of the implementation.
-    - ``"gathering"``: it gathers them through the implementation, which may wait for the device and free what was
-      gathered. Cases that need :attr:`Hardware.STREAMS` do not run: what they look for could be repaired by reading.
+    - ``"in-place"``: it returns the tensors in place, and calls no function of the implementation.
+    - ``"gathering"``: it gathers them through the implementation, which may wait for the device and reshard units.
+      Cases that need :attr:`Hardware.STREAMS` do not run, because reading could hide the bugs that they test for.
     """
 
     held_from_start: frozenset[Literal["master", "gradients", "gathered", "optimizer"]] = frozenset()
-    """What each rank holds besides its share of the parameters, from the moment the model is sharded.
+    """The memory of each rank in addition to its share of the parameters, from the moment the model is sharded.
 
-    - ``"master"``: a copy of the share, which the optimizer updates in place of the parameters.
+    - ``"master"``: a copy of the share, which the optimizer updates instead of the parameters.
     - ``"gradients"``: a buffer for gradients, as large as the share.
     - ``"optimizer"``: the optimizer's state, up to two tensors as large as the share.
-    - ``"gathered"``: the parameters that were sent or gathered last while the model was being sharded, in full size,
-      for as long as the communication library's threads, of which gloo has two, keep references to them.
+    - ``"gathered"``: the last parameters that were sent or all-gathered while the model was being sharded, in full
+      size, as long as the threads of the communication library (gloo has two) keep references to them.
     """
 
     local_numel: Callable[[torch.Size, int], int] = padded_to_rows
     """The number of elements, padding included, that a rank holds of one parameter.
 
-    It is called with the full shape and the number of ranks that share the parameter. For one parameter a rank may hold
+    The arguments are the full shape and the number of ranks that share the parameter. For one parameter a rank may hold
     more or fewer elements; for a unit it holds at most the sum over the unit's parameters. The number should be as
     small as the layout allows, because the harness identifies the unit of a collective by its size in bytes.
     """
@@ -76,13 +76,13 @@ class Traits:
     clips: Literal["call", "step"] = "call"
     """When gradients are clipped: by :meth:`Adapter.clip` before the step, or inside :meth:`Adapter.step`.
 
-    An implementation of the second kind is set up from :attr:`Config.clip` in the constructor.
+    For ``"step"`` the constructor sets the implementation up from :attr:`Config.clip`.
     """
 
     divides_by_microbatches: bool = False
     """Whether backward also divides gradients by the number of microbatches.
 
-    Everywhere else gradients are summed over microbatches, so the harness multiplies the losses by that number first.
+    The harness expects sums over microbatches, and therefore multiplies the losses by that number first.
     """
 
     sums_over_ranks: bool = False
@@ -95,38 +95,39 @@ class Traits:
     """The gradient of a parameter that no rank used in the step, or that is frozen: ``None``, or a tensor of zeros.
 
     Momentum moves a parameter whose gradient is zero, so with ``"zero"`` the baseline keeps zeros too where the case
-    sets gradients to None. With ``"zero-unless-frozen"`` frozen ones have none.
+    sets gradients to None. With ``"zero-unless-frozen"`` frozen parameters have None.
     """
 
     reduces_in: Literal["compute", "parameters"] = "compute"
-    """The dtype in which gradients are reduced where :attr:`Precision.reduce` names none: that of compute or of the
-    parameters. :meth:`Precision.reduce_dtype` has the rule.
+    """The reduce dtype where :attr:`Precision.reduce_dtype` is None: that of compute or of the parameters.
+
+    :meth:`Precision.reduced_in` has the rule.
     """
 
     keeps_computed_gradients: bool = False
-    """Whether gradients have the dtype in which autograd computes them until they are reduced or added up.
+    """Whether gradients keep the dtype in which autograd computes them until they are reduced or accumulated.
 
-    Everywhere else autograd rounds them to the dtype of compute first.
+    If not, autograd rounds them to the compute dtype first.
     """
 
     rounds_microbatches: bool = False
-    """Whether each gradient whose reduction is deferred is rounded to the dtype of the reduction before it is added.
+    """Whether each gradient whose reduction is deferred is rounded to the reduce dtype before it is added.
 
-    Everywhere else only the sum is rounded, each time that something is added to it.
+    If not, only the sum is rounded, at each addition.
     """
 
     process_groups: Literal["none", "kept", "abandoned"] = "none"
-    """What happens to process groups that the implementation makes.
+    """The use of process groups that the implementation makes.
 
     - ``"none"``: it makes none. A group that a case leaves behind is a failure.
-    - ``"kept"``: it reuses them for as long as the process lives.
-    - ``"abandoned"``: it never uses them again. The harness replaces the world once many have accumulated.
+    - ``"kept"``: it reuses its groups until the process ends.
+    - ``"abandoned"``: it never reuses its groups. The harness replaces the world once many groups have accumulated.
     """
 
     frees_models: bool = True
-    """Whether every module of a model is freed once the case holds no reference to it.
+    """Whether every module of a model is freed once the case has no reference to the model.
 
-    If not, the harness does not compare the modules that are alive before and after a case.
+    If not, the harness does not compare the live modules before and after a case.
     """
 
     isolation: Literal["shared", "adapter", "case"] = "shared"
@@ -140,15 +141,15 @@ class Traits:
     simulates: bool = False
     """Whether the implementation is known to train in simulated worlds: without values, and without other ranks.
 
-    What it raises there then fails the case. Otherwise it is tried on a small model first, and what it raises there
-    makes its cases ``unsupported``: the error may be its own, or due to what a simulation lacks.
+    If so, an error there fails the case. If not, the harness first tries it on a small model, and an error makes the
+    cases ``unsupported``: the implementation may be wrong, or the simulation may lack a feature.
     """
 
     wrong_calls: frozenset[str] = frozenset()
-    """The findings, such as "F-2", whose calls programs of drawn calls leave out (``harness/models/programs.py``)."""
+    """Findings, such as "F-2", whose calls are left out of programs of drawn calls (``harness/models/programs.py``)."""
 
     def __post_init__(self) -> None:
-        """Check that every trait has a value of its kind; otherwise a ValueError says in one line what was expected."""
+        """Check the type of every trait; a wrong one raises a ValueError with one line about the expected value."""
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -158,7 +159,7 @@ class Traits:
 
 
 def _unlike(value: Any, hint: Any) -> str | None:
-    """Return what a trait with this type annotation should be, or None if ``value`` is such."""
+    """Return the expected value of a trait with this type annotation, or None if ``value`` is one."""
     if hint == frozenset[str]:
         fits = isinstance(value, (set, frozenset)) and all(re.fullmatch(r"F-\d+", str(one)) for one in value)
         return None if fits else "a set of findings such as F-2"
