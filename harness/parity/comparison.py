@@ -104,6 +104,7 @@ class StepComparison:
                 continue  # what a gradient of zeros leaves
             if found.keys() != full.keys():
                 text = f"has the state {sorted(found) or 'nothing'}; the baseline's is {sorted(full) or 'nothing'}"
+                text += "" if found else " (optimizer_state() omits parameters whose state other ranks hold)"
                 yield self._finding(Stage.OPTIMIZER_STATE, name, None, text)
                 continue
             for key, piece in found.items():
