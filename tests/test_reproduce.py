@@ -290,7 +290,9 @@ def test_no_process_of_a_trial_is_left(tmp_path, ends):
     text = f"folder = {str(tmp_path)!r}\n{HANGS}"
     script = f"from shardproof.harness.reproducing.shrinking import tried; print(tried({text!r}, 8))"
     if ends == "interrupt":
-        script = script.replace(", 8)", ", 600)")
+        # A shell's background job ignores SIGINT, and so do its descendants unless they ask for it.
+        begin = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        script = begin + script.replace(", 8)", ", 600)")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True,
                                stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
