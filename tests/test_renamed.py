@@ -1,6 +1,8 @@
 """Ids, capabilities and options of older versions are read by the names that they have now."""
 
 import dataclasses
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from shardproof.harness.adapters import config
 from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.adapters.fsdp1 import Fsdp1Methods
+from shardproof.harness.plugin import changed, known_failures
 from shardproof.listing import collected
 from shardproof.reports import accepted
 from shardproof.runfile import load_run, parse_run
@@ -112,6 +115,19 @@ def test_accepted_regressions_have_old_ids_too(tmp_path):
         f'[[accept]]\nimplementation = "reference"\ncase = "{OLD}*"\nkind = "more bytes"\nreason = "meant"\n'
     )
     assert [one.case for one in accepted.load(str(path))] == [f"{NEW}*"]
+
+
+def test_known_failures_have_old_ids_too(tmp_path):
+    entry = f'[[expect]]\ncases = ["{OLD}*"]\nverdict = "fail"\nreason = "raises"\nlink = "findings/F001.py"\n'
+    (tmp_path / "torch.fsdp.toml").write_text(entry)
+    assert [one.case for one in known_failures.load(tmp_path, "torch.fsdp")] == [f"{NEW}*"]
+
+
+def test_the_map_of_changed_functions_has_old_ids_too(tmp_path):
+    path = tmp_path / "functions.json.gz"
+    items = {f"{OLD}[reference-w2]": [0]}
+    path.write_bytes(gzip.compress(json.dumps({"torch": "2.0.1", "functions": ["m:f"], "items": items}).encode()))
+    assert changed.read(path).called_by("reference", f"{NEW}[w2]") == {"m:f"}
 
 
 @pytest.mark.parametrize(
