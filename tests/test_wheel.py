@@ -233,7 +233,10 @@ def test_a_failure_is_reproduced_from_another_directory(neighbour, path):
 def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
-    known = "run, report, page, gate, expectations, findings, merge, plan, implementations or torch-names"
+    known = (
+        "run, report, page, gate, expectations, findings, merge, submit, doctor, record, compare, check, reproduce, "
+        "plan, implementations or torch-names"
+    )
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)
     assert (done.returncode, done.stderr) == (2, "shardproof: none.json: No such file or directory\n")
