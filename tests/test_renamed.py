@@ -77,7 +77,7 @@ def test_every_new_name_exists(items):
         elif name.endswith("()"):
             found = hasattr(Fsdp1Methods if of == "Fsdp1Methods" else Adapter, name.removesuffix("()"))
         else:
-            found = of in kinds and (not name or name in {field.name for field in dataclasses.fields(kinds[of])})
+            found = of in kinds and name in {field.name for field in dataclasses.fields(kinds[of])}
         assert found, f"{old!r} is now {new!r}, which does not exist"
 
 

@@ -50,7 +50,7 @@ ORDERED = frozenset(
 
 
 class _Renamed:
-    """Raises an AttributeError with the new name of a field that was renamed."""
+    """Raises a ValueError with the new name of a field that is read by its old name."""
 
     if not TYPE_CHECKING:  # mypy would take every name for a field
 

@@ -181,7 +181,6 @@ class Doctor(Watcher):
         groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(self._watch.model.parameters())
         bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
-        buffers = self._watch.model.buffers()
         found = {}
         for (name, parameter), own in zip(parameters, bits, strict=True):
             place = self._watch.model.place(name, parameter)
@@ -193,7 +192,7 @@ class Doctor(Watcher):
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
             bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
-            buffers=bits_on_host(dict(zip(buffers, bits_of_all([*buffers.values()]), strict=True))),
+            buffers=bits_on_host(self._watch.model.bits_of_buffers()),
             sends_buffers=wrappers.sends_buffers,
             thawed=() if self._registered is None else self._registered.thawed(models),
         )  # fmt: skip

@@ -12,6 +12,8 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.training.invariants import has_gradient
+from shardproof.harness.watching import samples
+from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.optimizers import AGE
 from shardproof.harness.watching.records import Gradient, Optimizer, Parameter
 
@@ -21,8 +23,8 @@ DEAD = "the optimizer holds dead parameters"
 #: The values of a setting that a finding lists.
 _MOST_VALUES = 4
 
-#: The dtypes in which an update is easily less than half of the spacing of a parameter's values.
-NARROW = ("bfloat16", "float16")
+#: The names of :data:`samples.NARROW`, as records have them.
+NARROW = tuple(map(name_of, samples.NARROW))
 
 
 def check_optimizers(evidence: Evidence) -> Iterator[DoctorFinding]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from shardproof.harness.tensors.fingerprints import Box, bits_on_host
+from shardproof.harness.tensors.fingerprints import Box, bits_of_all, bits_on_host
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
@@ -86,9 +86,10 @@ class Model:
                     once.add(id(parameter))
                     yield name, parameter
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that the modules of user code have, by canonical name."""
-        return {name: buffer for root in self.roots for name, buffer in buffers_of(root)}
+    def bits_of_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the bits of the buffers that the modules of user code have, on their devices, by canonical name."""
+        found = {name: buffer for root in self.roots for name, buffer in buffers_of(root)}
+        return dict(zip(found, bits_of_all([*found.values()]), strict=True))
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of a parameter; of an engine, which leaves none in ``.grad``, the whole one."""

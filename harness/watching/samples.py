@@ -7,7 +7,7 @@ from shardproof.harness.tensors.fingerprints import host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 
 #: The dtypes in which an update is easily less than half of the spacing of a parameter's values.
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
 
 #: How many elements of a parameter are kept over a step.
 _ELEMENTS = 4096
@@ -15,7 +15,7 @@ _ELEMENTS = 4096
 
 def is_narrow(tensor: torch.Tensor) -> bool:
     """Whether the dtype of a tensor is narrower than float32, and of so few bits that small updates are easily lost."""
-    return tensor.dtype in _NARROW
+    return tensor.dtype in NARROW
 
 
 class Samples:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardproof.harness.collectives.trace import Trace
 from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import fingerprints
-from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, on_host
+from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
@@ -325,8 +325,7 @@ class WatchedStep:
     def read_buffers(self) -> None:
         """Read the buffers before the first forward: after it, DDP has replaced them, and modules count in them."""
         if self._takes.digests:
-            buffers = self._model.buffers()
-            self._buffers = dict(zip(buffers, bits_of_all([*buffers.values()]), strict=True))
+            self._buffers = self._model.bits_of_buffers()
 
     def note_zeroed(self) -> None:
         """Note a call of ``zero_grad()``."""
