@@ -189,7 +189,10 @@ def _needs(of_any: bool, items: Mapping[str, Item]) -> str:
 
 def _named(needs: Collection[str]) -> list[str]:
     """The names of capabilities, and in italics those of hardware, in their order."""
-    return [*(one for one in Capability if one in needs), *(f"*{one}*" for one in Hardware if one in needs)]
+    return [
+        *(one for *_, members in families() for one in members if one in needs),
+        *(f"*{one}*" for one in Hardware if one in needs),
+    ]
 
 
 def _asked(items: Mapping[str, Item], declared: Mapping[str, set[str]]) -> str:
@@ -252,7 +255,7 @@ def _method(name: str, method: Any) -> str:
 
 
 @functools.cache
-def _claims() -> dict[str, frozenset[Capability]]:
+def _claims() -> dict[str, frozenset[str]]:
     return {name: frozenset(registry.load(name).capabilities()) for name in sorted(registry.BUILT_IN)}
 
 

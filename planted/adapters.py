@@ -109,7 +109,7 @@ def __getattr__(name: str) -> type[Adapter]:
     """
     wanted = name.removeprefix(table.RAISES)
     if name == wanted and name.startswith(table.WITHOUT):
-        capability = Capability(name.removeprefix(table.WITHOUT).replace("_", "-"))
+        capability = table.ignored_by(name)
         base = next(one for one in _SOUND.values() if capability in one.capabilities())
         own = ignoring.made(base, capability) | {"name": name.replace("_", "-"), "__module__": __name__}
         made: type[Adapter] = type(name, (base,), own)
@@ -365,7 +365,7 @@ class OwnCheckpoint(ReferenceAdapter):
     traits = dataclasses.replace(ReferenceAdapter.traits, isolation="shared")
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.OWN_CHECKPOINT}
 
     def save_own(self, directory: pathlib.Path) -> None:
@@ -688,7 +688,7 @@ class _ClaimsAll(Adapter):
     traits = Traits()
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.SHARDED}
 
 

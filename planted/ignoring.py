@@ -13,7 +13,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof.harness.adapters.base import Adapter, Clip, Config, Precision, Settings
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import OPTIONS, Capability
+from shardproof.harness.adapters.config import default_of
 
 
 def _last_dimension(config: Config) -> DeviceMesh:
@@ -33,47 +34,27 @@ def _without_limit(config: Config) -> Clip | None:
 
 
 #: By capability, the fields of the configuration as an adapter hears them that ignores it: "a.b" is a field of a field,
-#: and a function makes the value from the configuration that the case asks for. The precision is that of each unit.
-OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "buffer-dtype": {"precision.buffer_dtype": None},
-    "cast-after-init": {"cast": None},
-    "clip-any-norm": {"clip.norm_type": 2.0},
-    "clip-by-call": {"clip": _without_limit},
-    "clip-raises": {"clip.error_if_nonfinite": False},
-    "clipping": {"clip": _without_limit},
-    "deferred-all-reduce": {"accumulation": None},
-    "deferred-per-unit": {"accumulation.units": "all"},
-    "deferred-reduction": {"accumulation": None},
-    "flat-parameters": {"flat_parameters": False},
-    "full-precision-in-eval": {"precision.full_precision_in_eval": False},
+#: and a function makes the value from the configuration that the case asks for. The precision is that of each unit. Of
+#: an option without a row here it hears the default.
+HEARD: Mapping[str, Mapping[str, Any]] = {
+    "accumulation.skips": {"accumulation": None},
     "backward-prefetch": {"backward_prefetch": None, "forward_prefetch": None, "limit_all_gathers": None},
+    "cast-after-init": {"cast": None},
+    "clip-by-call": {"clip": _without_limit},
+    "clipping": {"clip": _without_limit},
+    "deferred-reduction": {"accumulation": None},
     "hybrid": {"mesh": _last_dimension},
-    "ignored-modules": {"ignored_params": (), "ignored_modules": ()},
-    "ignored-params": {"ignored_params": ()},
-    "reshard-after-backward": {"accumulation.reshard_after_backward": True},
-    "is-last-backward": {"accumulation.set_is_last_backward": False},
+    "ignored_modules": {"ignored_params": (), "ignored_modules": ()},
     "meta-load": {"materialize": True},
     "model-precision": {"precision": Precision()},
-    "dp-mesh-dims": {"dp_mesh_dims": None},
-    "param-dtype": {"precision.param_dtype": None},
-    "parameter-meshes": {"parameter_meshes": {}},
-    "reduce-dtype": {"precision.reduce_dtype": None},
     "no-shard": {"shards": True},
-    "replicated-modules": {"replicated": ()},
     "reshard-after-forward": {"reshard_after_forward": None},
     "reshard-to-size": {"reshard_after_forward": _without_size},
     "root-reshard": {"reshard_after_forward": None},
-    "shard-dimension": {"shard_dim": None},
-    "sync-module-states": {"sync_module_states": False},
-    "unit-meshes": {"unit_meshes": {}},
-    "auto-wrap-policy": {"auto_wrap_policy": None},
 }
 
-#: By capability, the fields of the settings of single units that such an adapter does not hear.
-SETTINGS: Mapping[str, Sequence[str]] = {
-    "separate-reduce-scatter-group": ("separate_reduce_scatter_group",),
-    "unit-settings": tuple(one.name for one in dataclasses.fields(Settings)),
-}
+#: What begins the options that are settings of single units.
+SETTINGS = "settings."
 
 #: By capability, the methods of such an adapter that do nothing.
 CALLS: Mapping[str, Sequence[str]] = {
@@ -84,13 +65,15 @@ CALLS: Mapping[str, Sequence[str]] = {
 }
 
 
-def made(base: type[Adapter], capability: Capability) -> dict[str, Any]:
-    """The methods of the class that drives ``base`` and ignores a capability.
+def made(base: type[Adapter], capability: str) -> dict[str, Any]:
+    """The methods of the class that drives ``base`` and ignores a capability or an option.
 
     Raises:
         AttributeError: the capability is no option, setting or call.
     """
-    options, fields = OPTIONS.get(capability), SETTINGS.get(capability)
+    options, fields = HEARD.get(capability), _settings(capability)
+    if options is None and capability in OPTIONS and not fields:
+        options = {capability: default_of(capability)}
     methods: dict[str, Any] = dict.fromkeys(CALLS.get(capability, ()), _nothing)
     if options is not None:
 
@@ -98,7 +81,7 @@ def made(base: type[Adapter], capability: Capability) -> dict[str, Any]:
             base.__init__(self, model, optimizer=optimizer, config=_heard(config, options))
 
         methods["__init__"] = __init__
-    if fields is not None:
+    if fields:
 
         def change(self: Any, settings: Settings, **where: Any) -> None:
             base.change(self, dataclasses.replace(settings, **dict.fromkeys(fields)), **where)
@@ -107,6 +90,12 @@ def made(base: type[Adapter], capability: Capability) -> dict[str, Any]:
     if not methods:
         raise AttributeError(f"{capability} is no option of a configuration, no setting and no call: planted.ignoring")
     return methods
+
+
+def _settings(capability: str) -> list[str]:
+    """The fields of the settings of single units that an adapter does not hear that ignores a capability."""
+    every = [one.name for one in dataclasses.fields(Settings)]
+    return every if capability == Capability.UNIT_SETTINGS else [one for one in every if SETTINGS + one == capability]
 
 
 def _nothing(self: Adapter, *args: Any, **kwargs: Any) -> None:

@@ -18,6 +18,8 @@ import tomllib
 import zlib
 from typing import Any
 
+from shardproof.harness.adapters.capability import EVERY, why_not
+
 HERE = pathlib.Path(__file__).parent
 SUITES = HERE.parent / "suites"
 #: The module of bugs that are no edit.
@@ -191,10 +193,22 @@ def contract_marks() -> dict[str, list[str]]:
     return marks
 
 
+def ignored_by(adapter: str) -> str:
+    """The capability, or option, that an adapter ignores by the name of its class.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    wanted = adapter.removeprefix(WITHOUT)
+    for one in EVERY:
+        if wanted == re.sub(r"[-.]", "_", one):
+            return str(one)
+    raise ValueError(f"{adapter}: {why_not(wanted.replace('_', '-'))}")
+
+
 def _ignored(place: str) -> str:
-    """The capability that an adapter ignores by its name."""
     start = f"{WRITTEN}:{WITHOUT}"
-    return place.removeprefix(start).replace("_", "-") if place.startswith(start) else ""
+    return ignored_by(place.removeprefix(f"{WRITTEN}:")) if place.startswith(start) else ""
 
 
 def _bug(row: dict[str, Any], chapter: str) -> Bug:

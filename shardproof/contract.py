@@ -106,7 +106,7 @@ def read_profiles(page: str) -> dict[str, Profile]:
     found = {}
     for name, row in re.findall(r"^\| `([a-z][\w-]*)` \| (.*) \|$", page, flags=re.MULTILINE):
         subject, *lists = row.split(" | ")
-        found[name] = Profile(subject, *(frozenset(re.findall(r"[\w-]+", one)) for one in lists))
+        found[name] = Profile(subject, *(frozenset(re.findall(r"[\w.-]+", one)) for one in lists))
     return found
 
 

@@ -179,8 +179,8 @@ class UserCall:
     name: str
     make: Callable[[Scene], object]
     moments: tuple[str, ...] = MOMENTS
-    needs: frozenset[Capability] = frozenset()
-    lacks: frozenset[Capability] = frozenset()
+    needs: frozenset[str] = frozenset()
+    lacks: frozenset[str] = frozenset()
 
     def applies(self, scene: Scene) -> bool:
         """Whether the implementation has the call, and allows it in this moment."""
@@ -411,11 +411,11 @@ _UNITS = (
     ),
     UserCall(
         "set_reduce_scatter_max_input_buffers(1)", _recursive("set_reduce_scatter_max_input_buffers", 1),
-        needs=frozenset({Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS}),
+        needs=frozenset({"settings.reduce_scatter_max_input_buffers"}),
     ),
     UserCall(
         "set_separate_reduce_scatter_group(False)", _recursive("set_separate_reduce_scatter_group", False),
-        needs=frozenset({Capability.SEPARATE_REDUCE_SCATTER_GROUP}),
+        needs=frozenset({"settings.separate_reduce_scatter_group"}),
     ),
     UserCall("set_allocate_memory_from_process_group_for_comm(False)", _group_memory, needs=_SHARDS),
     _of_replicas("set_reduce_scatter_max_input_buffers", 0, refused="positive"),

@@ -11,17 +11,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from shardproof import door
 from shardproof.testing import Capability
 
-Needs = tuple[Capability, ...]
+Needs = tuple[str, ...]
 _ANY: Needs = ()
 _WHOLE, _STATE = (Capability.SUMMON_FULL_PARAMS,), (Capability.DISTRIBUTED_CHECKPOINT,)
 
 AXES: dict[str, dict[str, Needs]] = {
     "strategy": {"shards": _ANY, "replicas": (Capability.HYBRID,), "whole": (Capability.NO_SHARD,)},
-    "parameters": {"originals": _ANY, "flat": (Capability.FLAT_PARAMETERS,)},
+    "parameters": {"originals": _ANY, "flat": ("flat_parameters",)},
     "precision": {
         "full": _ANY,
-        "bf16": (Capability.PARAM_DTYPE,),
-        "bf16-fp32": (Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE),
+        "bf16": ("precision.param_dtype",),
+        "bf16-fp32": ("precision.param_dtype", "precision.reduce_dtype"),
     },
     "reshards": {
         "default": _ANY,
@@ -38,9 +38,13 @@ AXES: dict[str, dict[str, Needs]] = {
     "microbatches": {
         "one": _ANY,
         # Where user code can choose it for each unit, not to defer is the default.
-        "each-reduced": (Capability.DEFERRED_PER_UNIT,),
+        "each-reduced": ("accumulation.units",),
         "deferred": (Capability.DEFERRED_REDUCTION,),
-        "kept": (Capability.DEFERRED_REDUCTION, Capability.RESHARD_AFTER_BACKWARD, Capability.RESHARD_AFTER_FORWARD),
+        "kept": (
+            Capability.DEFERRED_REDUCTION,
+            "accumulation.reshard_after_backward",
+            Capability.RESHARD_AFTER_FORWARD,
+        ),
     },
     "before": {"nothing": _ANY, "evaluation": _ANY, "read": _WHOLE, "unshard": (Capability.ASYNC_UNSHARD,)},
     "state": {"none": _ANY, "sharded": _STATE, "full": (*_STATE, Capability.FULL_STATE_DICT)},
@@ -52,7 +56,7 @@ AXES: dict[str, dict[str, Needs]] = {
     },
     "frozen": {"none": _ANY, "unit": _ANY, "part": _ANY},
     "tied": {"no": _ANY, "yes": (Capability.TIED_PARAMETERS,)},
-    "clip": {"no": _ANY, "yes": (Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM)},
+    "clip": {"no": _ANY, "yes": (Capability.CLIP_BY_CALL, "clip.norm_type")},
     "compiled": {"no": _ANY, "yes": (Capability.COMPILED_MODULES,)},
 }
 """The values of each axis, and what an implementation needs for them; the first value is the plain one."""
@@ -78,7 +82,7 @@ _TOGETHER: list[tuple[Row, Capability]] = [
 ]
 
 
-def needs_of(row: Row) -> frozenset[Capability]:
+def needs_of(row: Row) -> frozenset[str]:
     """Return the capabilities without which an implementation cannot train a row, which may lack axes."""
     own = [need for axis, value in row.items() for need in AXES[axis][value]]
     return frozenset([*own, *(need for part, need in _TOGETHER if part.items() <= row.items())])
@@ -94,7 +98,7 @@ def parts(row: Row, size: int) -> Iterator[frozenset[tuple[str, str]]]:
     yield from map(frozenset, itertools.combinations(row.items(), size))
 
 
-def possible(capabilities: frozenset[Capability], size: int) -> Iterator[frozenset[tuple[str, str]]]:
+def possible(capabilities: frozenset[str], size: int) -> Iterator[frozenset[tuple[str, str]]]:
     """Return all choices of so many values of different axes that somebody with these capabilities can train."""
     for axes in itertools.combinations(AXES, size):
         for values in itertools.product(*(AXES[axis] for axis in axes)):
@@ -114,13 +118,13 @@ def name_of(row: Row) -> str:
     return ",".join(found) or "plain"
 
 
-def covered(rows: Iterable[Row], capabilities: frozenset[Capability], size: int) -> set[frozenset[tuple[str, str]]]:
+def covered(rows: Iterable[Row], capabilities: frozenset[str], size: int) -> set[frozenset[tuple[str, str]]]:
     """Return the choices of so many values that the rows have which somebody with these capabilities can train."""
     return {part for row in rows if needs_of(row) <= capabilities for part in parts(row, size)}
 
 
 def draw(
-    capabilities: frozenset[Capability], size: int, *, known: Iterable[Row] = (), seldom: Iterable[str] = ()
+    capabilities: frozenset[str], size: int, *, known: Iterable[Row] = (), seldom: Iterable[str] = ()
 ) -> list[Row]:
     """Choose rows that, with those that are known, have all possible choices of ``size`` values.
 

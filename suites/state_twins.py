@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from shardproof.testing import Capability, Rank, states
+from shardproof.testing import Rank, states
 from shardproof.testing.compare import local_of, map_leaves, map_tensors
 from shardproof.testing.make import Adapter, sharded
 from shardproof.testing.measure import private
@@ -671,7 +671,7 @@ def check_read(rank: Rank, report: Report, found: Any, expected: Any, options: d
 def works(rank: Rank, options: dict[str, Any] | None) -> bool:
     """Whether full values can go to the CPU: FSDP1 frees or mixes up what is there already (F-41, F-171)."""
     moves = bool(options and options.get("full_state_dict") and options.get("cpu_offload"))
-    flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    flat = "flat_parameters" in rank.implementation.capabilities()
     return not (moves and flat and rank.device.type == "cpu")
 
 

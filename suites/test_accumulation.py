@@ -40,7 +40,7 @@ DEPTH = 3
 UNITS = DEPTH + 1  # the root has parameters of its own
 MICROBATCHES = 3
 
-PER_UNIT = needs(Capability.DEFERRED_PER_UNIT)
+PER_UNIT = needs("accumulation.units")
 ROOT_ONLY = pytest.param("root-only", marks=PER_UNIT)
 SOME = pytest.param(("layers.0", "layers.1"), marks=PER_UNIT, id="some")
 WAITING = pytest.mark.parametrize("waiting", ["all", ROOT_ONLY, SOME])
@@ -57,7 +57,7 @@ RESHARD_AND_OFFLOAD = pytest.mark.parametrize(
 )
 KEPT_MARKS = RESHARD_CHOICES[1].marks
 COUNTED = needs(Capability.DEFERRED_REDUCTION, Capability.COUNTED_UNITS)
-ALL_REDUCE = needs(Capability.DEFERRED_ALL_REDUCE)
+ALL_REDUCE = needs("accumulation.skips")
 WHOLE = needs(Capability.SUMMON_FULL_PARAMS)
 ROOT_TOO = needs(Capability.ROOT_RESHARD)
 
@@ -221,9 +221,7 @@ def test_gradients_that_a_script_dropped_of_some(rank: Rank) -> None:
     [
         pytest.param("all", "before-backward", {}, id="all-before-backward"),
         pytest.param("all", "before-forward", {}, id="all-before-forward"),
-        pytest.param(
-            "all", "before-forward", {"flat_parameters": True}, id="all-flat", marks=needs(Capability.FLAT_PARAMETERS)
-        ),
+        pytest.param("all", "before-forward", {"flat_parameters": True}, id="all-flat", marks=needs("flat_parameters")),
         pytest.param("all", "before-forward", {"reshard_after_forward": False}, id="all-kept", marks=KEPT_MARKS),
         pytest.param("layers.1.in_proj.weight", "before-forward", {}, id="one-before-forward"),
         pytest.param("all", "after-a-cast", {}, id="all-after-a-cast", marks=needs(Capability.CAST_AFTER_INIT)),
@@ -278,7 +276,7 @@ def test_gradients_that_are_not_reduced(rank: Rank) -> None:
 
 @contract("ACCUMULATION-11")
 @needs(Capability.UNREDUCED_GRADIENTS, Capability.DEFERRED_REDUCTION, Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs("flat_parameters"))])
 @pytest.mark.parametrize("casts", [True, False])
 def test_gradients_that_a_script_zeroes(rank: Rank, casts: bool, flat: bool) -> None:
     """Unreduced gradients that user code zeroes contribute nothing later, after a cast and back too."""
@@ -421,7 +419,7 @@ def test_part_used_by_one_microbatch(rank: Rank, own_units: bool, replicas: int,
 
 
 @contract("ACCUMULATION-7")
-@needs(Capability.UNUSED_MODULE, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
+@needs(Capability.UNUSED_MODULE, Capability.HYBRID, Capability.SINGLE_RANK, "accumulation.skips")
 @pytest.mark.parametrize("own_units", [False, True], ids=["one-unit", "own-units"])
 def test_part_used_by_one_microbatch_of_replicas(rank: Rank, own_units: bool) -> None:
     """On replicas of one shard, a parameter of one microbatch has its gradient, all-reduced after the last one."""
@@ -450,7 +448,7 @@ def kept_gathers(waiting: str) -> dict[str, int]:
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-4")
 @world(2, 4)
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD)
+@needs(Capability.RESHARD_AFTER_FORWARD, "accumulation.reshard_after_backward")
 @KEPT
 def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
     """Units that neither reduce nor free before the last microbatch are gathered once in a step."""
@@ -464,7 +462,7 @@ def test_parameters_stay_gathered(rank: Rank, waiting: Any) -> None:
 @contract("ACCUMULATION-1", "ACCUMULATION-2", "ACCUMULATION-3", "ACCUMULATION-4")
 @world(4)
 @COUNTED
-@needs(Capability.HYBRID, Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD)
+@needs(Capability.HYBRID, Capability.RESHARD_AFTER_FORWARD, "accumulation.reshard_after_backward")
 @KEPT
 @pytest.mark.parametrize("skips", ["reduction", pytest.param("all-reduce", marks=ALL_REDUCE)])
 def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -> None:
@@ -477,8 +475,10 @@ def test_hybrid_parameters_stay_gathered(rank: Rank, skips: Any, waiting: Any) -
 @contract("ACCUMULATION-5")
 @world(2, 4)
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.IS_LAST_BACKWARD)
-@pytest.mark.parametrize("keeps_unsharded", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_BACKWARD))])
+@needs(Capability.RESHARD_AFTER_FORWARD, "accumulation.set_is_last_backward")
+@pytest.mark.parametrize(
+    "keeps_unsharded", [False, pytest.param(True, marks=needs("accumulation.reshard_after_backward"))]
+)
 @pytest.mark.parametrize("unshards", [False, pytest.param(True, marks=needs(Capability.ASYNC_UNSHARD))])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_unsharded: bool) -> None:
@@ -501,7 +501,7 @@ def test_forwards_run_ahead(rank: Rank, ahead: int, unshards: bool, keeps_unshar
 
 
 @contract("ACCUMULATION-9")
-@needs(Capability.IS_LAST_BACKWARD, Capability.DEFERRED_PER_UNIT, Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER)
+@needs("accumulation.set_is_last_backward", "accumulation.units", Capability.COUNTED_UNITS, Capability.ALL_GATHER_ORDER)
 @needs(Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> None:
@@ -518,14 +518,14 @@ def test_backwards_before_the_last_keep_the_order(rank: Rank, ahead: int) -> Non
 
 
 @contract("ACCUMULATION-5")
-@needs(Capability.IS_LAST_BACKWARD, Capability.TIED_PARAMETERS)
+@needs("accumulation.set_is_last_backward", Capability.TIED_PARAMETERS)
 def test_tied_forwards_run_ahead(rank: Rank) -> None:
     """A backward marked as not the last keeps the recorded order of forwards, also in a model with a tied embedding."""
     config = models.TransformerConfig(is_tied=True)
     has = rank.implementation.capabilities()
     for unshards, keeps_unsharded in itertools.product((False, True), (False, True)):
         if (unshards and Capability.ASYNC_UNSHARD not in has) or (
-            keeps_unsharded and Capability.RESHARD_AFTER_BACKWARD not in has
+            keeps_unsharded and "accumulation.reshard_after_backward" not in has
         ):
             continue
         how = Accumulation(reshard_after_backward=not keeps_unsharded, set_is_last_backward=True)
@@ -547,7 +547,7 @@ ENDED = ["reduced", "deferred", pytest.param("replicas", marks=HYBRID), "kept"]
 @world(2, 4)
 @BY_HAND
 @COUNTED
-@needs(Capability.RESHARD_AFTER_FORWARD, Capability.RESHARD_AFTER_BACKWARD, Capability.SINGLE_RANK)
+@needs(Capability.RESHARD_AFTER_FORWARD, "accumulation.reshard_after_backward", Capability.SINGLE_RANK)
 @needs(Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("ended", ENDED)
@@ -586,7 +586,7 @@ def test_finalized_backward(rank: Rank, ended: str, async_op: bool) -> None:
 
 @contract("ACCUMULATION-14")
 @BY_HAND
-@needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE, Capability.UNUSED_MODULE)
+@needs(Capability.HYBRID, Capability.SINGLE_RANK, "accumulation.skips", Capability.UNUSED_MODULE)
 @pytest.mark.parametrize("last", ["another-path", "none"])
 def test_finalization_sums_over_replicas(rank: Rank, last: str) -> None:
     """``finalize_backward`` sums over replicas what earlier backwards reduced, of a unit that the last one left out.
@@ -616,7 +616,7 @@ def test_finalization_sums_over_replicas(rank: Rank, last: str) -> None:
 
 @contract("ACCUMULATION-14")
 @BY_HAND
-@needs(Capability.RECOVERY, Capability.HYBRID, Capability.SINGLE_RANK, Capability.DEFERRED_ALL_REDUCE)
+@needs(Capability.RECOVERY, Capability.HYBRID, Capability.SINGLE_RANK, "accumulation.skips")
 def test_finalization_refused(rank: Rank) -> None:
     """What is out of place around ``finalize_backward`` is refused by name, and afterwards the training goes on."""
     pair = tower(rank, mesh=rank.mesh((2, 1), ("replicate", "shard")))

@@ -50,7 +50,7 @@ def test_statistics_of_all_ranks(rank: Rank) -> None:
 
 
 @contract("BUFFERS-2")
-@needs(Capability.SYNC_MODULE_STATES, Capability.COUNTED_UNITS)
+@needs("sync_module_states", Capability.COUNTED_UNITS)
 def test_syncing_the_root_takes_buffers_of_the_first_rank(rank: Rank) -> None:
     """If the root alone is to take the first rank's values, its units' buffers take those of the first rank too."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 7)).to(rank.device)

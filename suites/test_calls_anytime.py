@@ -139,8 +139,8 @@ FAMILY = pytest.mark.parametrize(
         "plain", "frozen", "empty-shards", "checkpointed", "tied",
         pytest.param("kept", marks=needs(Capability.RESHARD_AFTER_FORWARD)),
         pytest.param("whole", marks=needs(Capability.NO_SHARD)),
-        pytest.param("flat", marks=needs(Capability.FLAT_PARAMETERS)),
-        pytest.param("root-without-parameters", marks=needs(Capability.PARAM_DTYPE)),
+        pytest.param("flat", marks=needs("flat_parameters")),
+        pytest.param("root-without-parameters", marks=needs("precision.param_dtype")),
     ],
 )  # fmt: skip
 def test_calls_that_change_nothing(rank: Rank, state: str, family: str) -> None:

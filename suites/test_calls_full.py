@@ -14,7 +14,7 @@ from shardproof.testing.compare import full_of
 from shardproof.testing.make import FullParams, cut_over, run_by_units, two_runs
 from shardproof.testing.train import mixed, optim, shapes
 
-pytestmark = [needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS), world(2)]
+pytestmark = [needs("flat_parameters", Capability.SUMMON_FULL_PARAMS), world(2)]
 
 
 @contract("CALLS-3")

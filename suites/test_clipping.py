@@ -19,7 +19,7 @@ from shardproof.testing.train import batches, checked_steps, mixed, optim, paral
 
 pytestmark = [needs(Capability.CLIPPING), world(4)]
 
-ANY = needs(Capability.CLIP_ANY_NORM)
+ANY = needs("clip.norm_type")
 NORMS = [2.0, *(pytest.param(p, marks=ANY) for p in (1.0, math.inf))]
 NAMES = ("replicate", "shard")
 HALF, SINGLE, DOUBLE = torch.float16, torch.float32, torch.float64
@@ -80,7 +80,7 @@ def test_frozen_and_unused_parameters(rank: Rank, norm_type: float) -> None:
 def test_tied_parameter_counts_once(rank: Rank) -> None:
     """The norm, of each kind, counts the gradient of a parameter that two modules share once."""
     config = models.TransformerConfig(vocabulary=15, is_tied=True)
-    has_all = Capability.CLIP_ANY_NORM in rank.implementation.capabilities()
+    has_all = "clip.norm_type" in rank.implementation.capabilities()
     for norm_type in (2.0, 1.0, math.inf) if has_all else (2.0,):
         pair = pair_by_units(rank, models.Transformer(config), clip=Clip(max_norm=0.01, norm_type=norm_type))
         train_and_check(pair, tokens(rank, 2, (3, config.length), vocabulary=config.vocabulary))
@@ -88,7 +88,7 @@ def test_tied_parameter_counts_once(rank: Rank) -> None:
 
 @contract("CLIPPING-1")
 @world(2)
-@needs(Capability.CLIP_BY_CALL, Capability.IGNORED_PARAMS)
+@needs(Capability.CLIP_BY_CALL, "ignored_params")
 @pytest.mark.parametrize("norm_type", NORMS)
 def test_ignored_parameter(rank: Rank, norm_type: float) -> None:
     """An ignored parameter, whose gradients are equal on all ranks here, counts once and is scaled with the others."""
@@ -128,7 +128,7 @@ def test_norm_below_the_limit(rank: Rank, norm_type: float) -> None:
 
 @contract("CLIPPING-2")
 @world(2, 4)
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM)
+@needs(Capability.CLIP_BY_CALL, "clip.norm_type")
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_norm_costs_one_reduction(rank: Rank, norm_type: float) -> None:
     """Clipping over a one-dimensional mesh communicates once, and norms only."""
@@ -169,7 +169,7 @@ def test_ranks_without_any_gradient(rank: Rank) -> None:
 
 
 @contract("CLIPPING-4")
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL)
+@needs(Capability.CLIP_BY_CALL, "clip.norm_type", Capability.TENSOR_PARALLEL)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 @pytest.mark.parametrize("dim", [16, 17])
 @FLAT
@@ -182,7 +182,7 @@ def test_two_dimensions(rank: Rank, flat: bool, dim: int, norm_type: float) -> N
 
 
 @contract("CLIPPING-4")
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.FLAT_PARAMETERS)
+@needs(Capability.CLIP_BY_CALL, "clip.norm_type", Capability.TENSOR_PARALLEL, "flat_parameters")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @FLAT
 def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> None:
@@ -196,7 +196,7 @@ def test_unit_that_is_cut_in_part(rank: Rank, flat: bool, norm_type: float) -> N
 
 
 @contract("CLIPPING-4")
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM, Capability.TENSOR_PARALLEL, Capability.IGNORED_PARAMS)
+@needs(Capability.CLIP_BY_CALL, "clip.norm_type", Capability.TENSOR_PARALLEL, "ignored_params")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_ignored_parameters_that_are_cut(rank: Rank, norm_type: float) -> None:
     """Ignored tensor-parallel parameters, equal on all data-parallel ranks, count once, in full."""
@@ -290,7 +290,7 @@ def test_norm_of_nan(rank: Rank, norm_type: float) -> None:
 
 @contract("CLIPPING-9")
 @world(2)
-@needs(Capability.CLIP_BY_CALL, Capability.CLIP_RAISES, Capability.SHARDED)
+@needs(Capability.CLIP_BY_CALL, "clip.error_if_nonfinite", Capability.SHARDED)
 @pytest.mark.parametrize("norm_type", NORMS)
 @pytest.mark.parametrize(
     # There is one parameter, so that pairs cover every value in every dtype with every norm: only the infinite norm in

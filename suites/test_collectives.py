@@ -446,7 +446,7 @@ def _has(rank: Rank, name: str) -> bool:
 
 @contract("COLLECTIVES-10")
 @world(4)
-@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)
+@needs(Capability.COUNTED_UNITS, Capability.HYBRID, Capability.DEFERRED_REDUCTION, "accumulation.skips")
 def test_clearing_the_deferral_of_the_all_reduce(rank: Rank) -> None:
     """After only the all-reduce was deferred, setting all gradients to be reduced restores the all-reduce too."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
@@ -500,7 +500,9 @@ def test_backward_gathers_a_unit_or_not(rank: Rank, unit: str) -> None:
 
 @contract("COLLECTIVES-10")
 @world(4)
-@needs(Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, Capability.RESHARD_AFTER_BACKWARD)
+@needs(
+    Capability.FSDP2_API, Capability.UNIT_SETTINGS, Capability.RESHARD_TO_SIZE, "accumulation.reshard_after_backward"
+)
 def test_backward_neither_gathers_nor_frees_a_unit(rank: Rank) -> None:
     """A unit in shards of groups of two that backward neither gathers nor frees is reduced over all ranks."""
     model = nn.Sequential(nn.Embedding(11, 9), nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 7))
@@ -586,7 +588,7 @@ def _sizes(pair: Pair) -> Sequence[tuple[int, int]]:
 @subjects(
     "what",
     [
-        pytest.param(name, marks=[needs(Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS)] if "input" in name else [])
+        pytest.param(name, marks=[needs("settings.reduce_scatter_max_input_buffers")] if "input" in name else [])
         for name in WRONG_SETTINGS
     ],
 )
@@ -600,8 +602,8 @@ def test_settings_that_cannot_be(rank: Rank, what: str) -> None:
 
 OF_THE_ROOT_NEEDS = {
     # Where units are wrappers, each of them has these methods.
-    "deferring": needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS),
-    "clipping": needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.CLIP_BY_CALL),
+    "deferring": needs("flat_parameters", Capability.SUMMON_FULL_PARAMS),
+    "clipping": needs("flat_parameters", Capability.SUMMON_FULL_PARAMS, Capability.CLIP_BY_CALL),
     "recovering": needs(Capability.UNIT_SETTINGS, Capability.RECOVERY),
 }
 
@@ -619,7 +621,7 @@ def test_calls_that_only_the_root_has(rank: Rank, what: str) -> None:
 
 
 @contract("COLLECTIVES-11")
-@needs(Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS)
+@needs("settings.reduce_scatter_max_input_buffers")
 @pytest.mark.parametrize("number", [1, 3])
 def test_inputs_of_reductions(rank: Rank, number: int) -> None:
     """Training is the same for any number of reduction inputs in flight, set for the root or for all units."""

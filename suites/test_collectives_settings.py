@@ -16,7 +16,7 @@ from shardproof.testing.measure import ROOT, Collective
 
 pytestmark = needs(
     Capability.UNIT_SETTINGS, Capability.COUNTED_UNITS, Capability.RESHARD_AFTER_FORWARD, Capability.ROOT_RESHARD,
-    Capability.FSDP2_API, Capability.DEFERRED_PER_UNIT, Capability.RESHARD_AFTER_BACKWARD,
+    Capability.FSDP2_API, "accumulation.units", "accumulation.reshard_after_backward",
 )  # fmt: skip
 
 DIM = 5
@@ -153,7 +153,7 @@ def test_units_of_a_setting(rank: Rank) -> None:
     reduces = {name or ROOT: Own() for name in INSIDE}
     for name, reduce in reduces.items():
         _unit(run, "" if name == ROOT else name).set_custom_reduce_scatter(reduce)
-    has_own = Capability.SEPARATE_REDUCE_SCATTER_GROUP in rank.implementation.capabilities()
+    has_own = "settings.separate_reduce_scatter_group" in rank.implementation.capabilities()
     check_settings(rank, run, (SUMS, *([OWN_GROUP] if has_own else [])), reduces)
     for name in INSIDE:
         _unit(run, name).set_force_sum_reduction_for_comms(True)  # over gloo torch takes a factor for sums alone
@@ -166,7 +166,7 @@ def test_units_of_a_setting(rank: Rank) -> None:
 
 @contract("COLLECTIVES-10")
 @world(4)
-@needs(Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)
+@needs(Capability.HYBRID, "accumulation.skips")
 def test_units_of_a_setting_on_replicas(rank: Rank) -> None:
     """On replicas the all-reduce is deferred for the unit on which that is set, or for those inside too."""
     check_settings(rank, _run(rank, mesh=rank.mesh((2, 2), ("replicate", "shard"))), (ALL_REDUCE,))

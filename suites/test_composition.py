@@ -233,7 +233,7 @@ ONE_MESH = {
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.DP_MESH_DIMS)
+@needs("dp_mesh_dims")
 @pytest.mark.parametrize("divides", [False, True], ids=["equal", "divided"])
 @subjects(
     "dimensions",
@@ -268,7 +268,7 @@ def test_named_dimensions(rank: Rank, dimensions: str, divides: bool) -> None:
 
 @contract("COMPOSITION-19")
 @world(4)
-@needs(Capability.DP_MESH_DIMS, Capability.SPMD_TYPES)
+@needs("dp_mesh_dims", Capability.SPMD_TYPES)
 @pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")], ids=["shard-tp", "tp-shard"])
 def test_plain_parameters_with_types(rank: Rank, names: tuple[str, ...]) -> None:
     """Plain parameters that are annotated with their types on one mesh train as DDP does, with the types in forward."""
@@ -316,7 +316,7 @@ WRONG_DIMENSIONS = {
 
 @contract("COMPOSITION-15")
 @world(2)
-@needs(Capability.DP_MESH_DIMS, Capability.SHARDED)
+@needs("dp_mesh_dims", Capability.SHARDED)
 @subjects("what", WRONG_DIMENSIONS)
 def test_wrong_dimensions(rank: Rank, what: str) -> None:
     """Parameters that do not lie on the mesh, or are cut over the named dimensions, and unknown names are refused."""
@@ -326,7 +326,7 @@ def test_wrong_dimensions(rank: Rank, what: str) -> None:
 
 
 @contract("COMPOSITION-15")
-@needs(Capability.DP_MESH_DIMS, Capability.SHARDED)
+@needs("dp_mesh_dims", Capability.SHARDED)
 def test_named_replicas_in_different_orders(rank: Rank) -> None:
     """On a mesh whose replicas have their ranks in different orders, the dimensions are refused, or train as DDP."""
     mesh = rank.mesh((2, 2), ("copy", "dp"), order=(3, 1, 0, 2))
@@ -374,7 +374,7 @@ def test_offloaded_tensor_parallel(rank: Rank, offload: Any) -> None:
 
 
 @contract("COMPOSITION-6")
-@pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
+@pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs("flat_parameters"))])
 @pytest.mark.parametrize("reshard_after_forward", [RESHARD[0], RESHARD_CHOICES[1]])
 @pytest.mark.parametrize("offload", OFFLOAD)
 def test_parameters_of_both_kinds(
@@ -419,7 +419,7 @@ def test_collectives_of_both_dimensions(rank: Rank) -> None:
 
 
 @contract("COMPOSITION-8")
-@needs(Capability.SYNC_MODULE_STATES)
+@needs("sync_module_states")
 def test_states_of_the_first_rank(rank: Rank) -> None:
     """Ranks that begin with values of their own take those of the first data-parallel rank, buffers too."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))
@@ -442,7 +442,7 @@ def check_values(rank: Rank, found: dict[str, Piece], first: dict[str, torch.Ten
 
 
 @contract("COMPOSITION-8")
-@needs(Capability.SYNC_MODULE_STATES)
+@needs("sync_module_states")
 @pytest.mark.parametrize("replicas", [False, pytest.param(True, marks=needs(Capability.HYBRID))])
 def test_states_of_the_first_rank_everywhere(rank: Rank, replicas: bool) -> None:
     """Uneven plain parameters and buffers of any dtype, transposed or unsaved, take the first rank's values."""

@@ -122,7 +122,7 @@ def test_dtypes_with_own_hash_seeds(rank: Rank) -> None:
 
 
 @contract("DETERMINISM-2")
-@needs(Capability.SYNC_MODULE_STATES, Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
+@needs("sync_module_states", Capability.DISTRIBUTED_CHECKPOINT, Capability.SHARDED)
 @FLAT
 def test_start_with_own_hash_seeds(rank: Rank, flat: bool) -> None:
     """Each parameter and each buffer has the first rank's values if a model is to begin with those."""

@@ -317,7 +317,7 @@ def test_gathers_in_flight_do_not_outlive_a_cast(rank: Rank) -> None:
 
 
 @contract("EVALUATION-3")
-@needs(Capability.FLAT_PARAMETERS)
+@needs("flat_parameters")
 @subjects(
     ("changed", "flat", "reads"),
     [
@@ -351,7 +351,7 @@ def test_new_data_after_an_evaluation(
 
 
 @contract("EVALUATION-3")
-@needs(Capability.FLAT_PARAMETERS, Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL)
+@needs("flat_parameters", "precision.param_dtype", "precision.full_precision_in_eval")
 @needs(Capability.RESHARD_AFTER_FORWARD)
 @pytest.mark.parametrize("trains", [False, True])
 def test_new_data_after_evaluations_in_full_precision(rank: Rank, trains: bool) -> None:
@@ -577,7 +577,7 @@ def test_full_frozen_parameters(rank: Rank, flat: bool) -> None:
     "what",
     [
         *("changes-of-the-first-rank", "within-another", "in-a-forward", "in-a-backward"),
-        pytest.param("gradients-of-flat", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("gradients-of-flat", marks=needs("flat_parameters")),
         pytest.param("gradients-on-the-cpu", marks=needs(Capability.FULL_PARAMS_ON_CPU)),
     ],
 )

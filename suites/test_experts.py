@@ -30,9 +30,9 @@ from shardproof.testing.train import (
     train_and_check,
 )
 
-pytestmark = [needs(Capability.PARAMETER_MESHES, Capability.TENSOR_PARALLEL), world(4)]
+pytestmark = [needs("parameter_meshes", Capability.TENSOR_PARALLEL), world(4)]
 
-SET = needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR)
+SET = needs(Capability.UNIT_SETTINGS, "gradient_divide_factors")
 ALONE = needs(Capability.SINGLE_RANK)
 EXPERTS = ("layers.0.experts", "layers.1.experts")
 
@@ -103,8 +103,8 @@ class ExpertMeshes:
         pytest.param("ragged", False, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
         pytest.param("tied", True, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
         ("one", None),
-        pytest.param("by-columns", None, marks=needs(Capability.SHARD_DIMENSION)),
-        pytest.param("own-units", True, marks=needs(Capability.UNIT_MESHES, Capability.RESHARD_AFTER_FORWARD)),
+        pytest.param("by-columns", None, marks=needs("shard_dim")),
+        pytest.param("own-units", True, marks=needs("unit_meshes", Capability.RESHARD_AFTER_FORWARD)),
     ],
 )
 def test_experts_next_to_their_router(rank: Rank, what: str, reshard_after_forward: bool | None) -> None:
@@ -166,7 +166,7 @@ def test_factors(rank: Rank, factor: int | None, copies: int) -> None:
 
 @contract("EXPERTS-4")
 @SET
-@needs(Capability.CLIPPING, Capability.CLIP_ANY_NORM)
+@needs(Capability.CLIPPING, "clip.norm_type")
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_total_norm(rank: Rank, norm_type: float) -> None:
     """The total norm is that of the gradients on all meshes together, by which all of them are scaled."""
@@ -276,7 +276,7 @@ def test_recomputed(rank: Rank, means: Means) -> None:
     [
         None,
         Accumulation(),
-        pytest.param(Accumulation(reshard_after_backward=False), marks=needs(Capability.RESHARD_AFTER_BACKWARD)),
+        pytest.param(Accumulation(reshard_after_backward=False), marks=needs("accumulation.reshard_after_backward")),
     ],
     ids=["none", "all", "kept"],
 )

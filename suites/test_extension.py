@@ -204,7 +204,7 @@ def test_several_tensors_of_one_unit(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 def test_tensors_cut_along_another_dimension(rank: Rank) -> None:
     """Tensors of such a class are cut along the dimension that user code chooses, whatever the size of the other."""
     model = models.two_linear((6, 4), (4, 10)).to(rank.device)
@@ -243,7 +243,7 @@ def test_tensors_made_by_a_hook_are_freed(rank: Rank, kind: str) -> None:
 
 
 @contract("EXTENSION-1")
-@needs(Capability.PARAM_DTYPE)
+@needs("precision.param_dtype")
 def test_tensors_in_a_dtype_of_compute(rank: Rank) -> None:
     """Hooks receive the compute dtype, and outputs and gradients are those of tensors without hooks."""
     model, calls = models.two_linear((5, 7), (7, 6)), Calls()

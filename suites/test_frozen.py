@@ -240,7 +240,7 @@ def test_frozen_of_another_dtype(rank: Rank, reshard_after_forward: bool | int |
 
 
 @contract("FROZEN-6")
-@needs(Capability.REGISTERED_STATE, Capability.PARAM_DTYPE)
+@needs(Capability.REGISTERED_STATE, "precision.param_dtype")
 def test_frozen_integers(rank: Rank) -> None:
     """A frozen integer parameter keeps its values next to others that are cast to a compute dtype."""
     # They have even numbers of elements in bfloat16, which are no multiples of eight bytes.
@@ -282,7 +282,7 @@ def test_frozen_integers_with_a_cast(rank: Rank, evaluates: bool) -> None:
 
 
 @contract("FROZEN-6")
-@needs(Capability.REGISTERED_STATE, Capability.PARAM_DTYPE)
+@needs(Capability.REGISTERED_STATE, "precision.param_dtype")
 def test_trainable_of_another_dtype(rank: Rank) -> None:
     """A trainable parameter of a second dtype is refused before anything is sent, or has a gradient of that dtype."""
     model, batch = shapes.Spoiled(torch.randn(3, dtype=torch.float64)), rank.batch(0, (4, 9))
@@ -360,7 +360,7 @@ def test_frozen_between_steps(rank: Rank, reshard_after_forward: bool | int | No
 
 
 @contract("FROZEN-4")
-@needs(Capability.UNUSED_OUTPUT, Capability.FLAT_PARAMETERS)
+@needs(Capability.UNUSED_OUTPUT, "flat_parameters")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_flat_frozen_between_steps(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Freezing all or none of a flat parameter between two steps holds from the next forward on."""

@@ -25,7 +25,7 @@ IGNORED = {"of-a-unit": ("low.shift",), "of-the-root": ("gain",), "a-whole-unit"
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_PARAMS)
+@needs("ignored_params")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("ignored", IGNORED)
 def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: bool | int | None) -> None:
@@ -47,7 +47,7 @@ def test_ignored_parameters(rank: Rank, ignored: str, reshard_after_forward: boo
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_PARAMS, Capability.SHARDED)
+@needs("ignored_params", Capability.SHARDED)
 def test_ignored_next_to_another(rank: Rank) -> None:
     """If one parameter of a module is ignored, the other is sharded, also if the module has no buffers."""
     model = models.Tower(dim=9)
@@ -80,7 +80,7 @@ def ignoring(name: str) -> dict[str, Any]:
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_MODULES, Capability.META_DEVICE, Capability.BUFFER_DTYPE)
+@needs("ignored_modules", Capability.META_DEVICE, "precision.buffer_dtype")
 @pytest.mark.parametrize("own_function", [False, True], ids=["reset", "function"])
 def test_ignored_module(rank: Rank, own_function: bool) -> None:
     """An ignored module next to one on the meta device is not materialized again, nor are its buffers cast."""
@@ -114,7 +114,7 @@ def test_ignored_module(rank: Rank, own_function: bool) -> None:
 
 
 @contract("IGNORED-1")
-@needs(Capability.IGNORED_MODULES, Capability.BUFFER_DTYPE, Capability.TIED_PARAMETERS)
+@needs("ignored_modules", "precision.buffer_dtype", Capability.TIED_PARAMETERS)
 def test_ignored_inside_a_unit(rank: Rank) -> None:
     """Buffers, and a shared parameter, that one unit ignores by its own options are ignored by the root too."""
     model = nn.Sequential(shapes.DrawnStack(dim=9), shapes.DrawnStack(dim=9)).to(rank.device)
@@ -132,7 +132,7 @@ def test_ignored_inside_a_unit(rank: Rank) -> None:
 
 @contract("IGNORED-2")
 @world(2, 4)
-@needs(Capability.REPLICATED_MODULES, Capability.IGNORED_PARAMS)
+@needs("replicated", "ignored_params")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None) -> None:
     """A module that torch's ``replicate`` manages, amid units, keeps full parameters, and all train as DDP does."""
@@ -147,7 +147,7 @@ def test_replicated_module(rank: Rank, reshard_after_forward: bool | int | None)
 
 
 @contract("IGNORED-2")
-@needs(Capability.REPLICATED_MODULES)
+@needs("replicated")
 @pytest.mark.parametrize("name", ["", "layers.1"], ids=["the-root", "a-unit"])
 def test_replicating_a_sharded_module(rank: Rank, name: str) -> None:
     """``replicate`` refuses a module that is sharded already, and the module trains on."""

@@ -120,7 +120,7 @@ class Unfit:
     names: tuple[str, ...]
     options: Callable[[Rank], dict[str, Any]] = lambda rank: {}
     model: Callable[[], nn.Module] = lambda: models.Tower(dim=9)
-    needs: Capability | None = None
+    needs: str | None = None
     may_train: bool = True
     in_parts: bool = False
     compares: bool = False
@@ -185,37 +185,37 @@ UNFIT = {
         ("weight", "[9, 9]"),
         lambda rank: {"shard_dim": lambda one: one.ndim - 1},
         lambda: shapes.Spoiled(torch.randn(3)),
-        needs=Capability.SHARD_DIMENSION,
+        needs="shard_dim",
     ),
     "no-such-dimension": Unfit(
         ("weight", "[9, 9]"),
         lambda rank: {"shard_dim": lambda one: one.ndim},
         lambda: shapes.Spoiled(torch.randn(3)),
-        needs=Capability.SHARD_DIMENSION,
+        needs="shard_dim",
         may_train=False,
     ),
     "ignored-by-two-options": Unfit(
         ("ignored",),
         lambda rank: {"ignored_params": ("out.weight", *IN_LAYER), "ignored_modules": ("layers.1",)},
-        needs=Capability.IGNORED_MODULES,
+        needs="ignored_modules",
         may_train=False,
     ),
     "no-elements": Unfit(
         ("odd", "Shard(1)"),
         lambda rank: {"shard_dim": lambda one: None if one.numel() else 1},
         lambda: shapes.Spoiled(torch.randn(0, 12)),
-        needs=Capability.SHARD_DIMENSION,
+        needs="shard_dim",
     ),
     "a-placement-that-cuts-nothing": Unfit(
         ("shard_placement_fn",),
         lambda rank: {"shard_dim": lambda one: Replicate()},
-        needs=Capability.SHARD_DIMENSION,
+        needs="shard_dim",
         may_train=False,
     ),
     "a-module-once-more": Unfit(
         ("once", "already", "twice", "again"),
         lambda rank: {"units": [["layers.1"], ["layers.1"]], "as_groups": True},  # a mesh whose dimension has no name
-        needs=Capability.PROCESS_GROUPS,
+        needs="as_groups",
         in_parts=True,
     ),
     "a-module-twice-in-a-unit": Unfit(
@@ -239,7 +239,7 @@ UNFIT = {
         ("integer", "int64", "floating", "order"),
         lambda rank: {"units": [["inner"]]},
         lambda: shapes.Permuted(9),
-        needs=Capability.FLAT_PARAMETERS,  # other implementations allow integers next to trained ones
+        needs="flat_parameters",  # other implementations allow integers next to trained ones
         may_train=False,
         in_parts=True,
     ),
@@ -247,7 +247,7 @@ UNFIT = {
         ("requires_grad", "frozen", "trainable"),
         lambda rank: {"flat_parameters": True, "reshard_after_forward": True},
         lambda: _frozen(3),
-        needs=Capability.FLAT_PARAMETERS,
+        needs="flat_parameters",
     ),
 }
 
@@ -278,7 +278,7 @@ def test_values_made_on_the_meta_device(rank: Rank, own_function: bool, which: s
 
 @contract("INIT-1")
 @world(2, 4)
-@needs(Capability.META_DEVICE, Capability.SYNC_MODULE_STATES)
+@needs(Capability.META_DEVICE, "sync_module_states")
 @pytest.mark.parametrize(
     "replicas",
     [
@@ -301,7 +301,7 @@ def test_values_of_the_first_rank_fill_the_meta_device(rank: Rank, replicas: boo
 
 
 @contract("INIT-12")
-@needs(Capability.SYNC_MODULE_STATES)
+@needs("sync_module_states")
 def test_ranks_begin_with_values_of_their_own(rank: Rank) -> None:
     """Ranks whose models differ take the parameters and buffers of the first rank, and train as DDP does."""
     model = shapes.DrawnStack(dim=9)
@@ -464,7 +464,7 @@ def test_refuses_a_unit_of_another_root(rank: Rank) -> None:
 
 
 @contract("INIT-5")
-@needs(Capability.FSDP2_API, Capability.DP_MESH_DIMS)
+@needs(Capability.FSDP2_API, "dp_mesh_dims")
 def test_refuses_named_dimensions_of_a_mesh_without_names(rank: Rank) -> None:
     """Named data-parallel dimensions are refused for a mesh whose dimensions have no names."""
     fsdp = fsdp2(rank)
@@ -649,7 +649,7 @@ def test_nested_units_are_gathered_apart(rank: Rank, reshard_after_forward: bool
 
 @contract("INIT-10")
 @world(4)
-@needs(Capability.PROCESS_GROUPS)  # an engine that uses all ranks accepts no others
+@needs("as_groups")  # an engine that uses all ranks accepts no others
 @pytest.mark.parametrize("as_groups", [False, True])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: bool | None, as_groups: bool) -> None:
@@ -663,7 +663,7 @@ def test_part_of_the_world_in_another_order(rank: Rank, reshard_after_forward: b
 
 @contract("INIT-10")
 @world(2, 4)
-@needs(Capability.DEFAULT_MESH)
+@needs("default_mesh")
 def test_all_ranks_by_default(rank: Rank) -> None:
     """Without a mesh or process groups all ranks train one model, on the accelerator if the host has one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -677,7 +677,7 @@ def test_all_ranks_by_default(rank: Rank) -> None:
 @contract("INIT-10")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs(Capability.PROCESS_GROUPS))])
+@pytest.mark.parametrize("as_groups", [False, pytest.param(True, marks=needs("as_groups"))])
 def test_replicas_in_another_order(rank: Rank, as_groups: bool) -> None:
     """On a (replicate, shard) mesh of the ranks in another order, shards lie as the mesh has them."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"), order=(3, 1, 2, 0))

@@ -143,7 +143,7 @@ def test_outputs_of_gathers_are_freed(rank: Rank, ahead: bool) -> None:
 
 @contract("MEMORY-7")
 @world(2, 4)
-@needs(Capability.KEEP_UNSHARDED_STORAGE, Capability.UNIT_SETTINGS)
+@needs("settings.keep_unsharded_storage", Capability.UNIT_SETTINGS)
 @pytest.mark.parametrize("reshard_after_forward", RESHARD_FREES)
 @pytest.mark.parametrize("recurse", [True, False])
 def test_addresses_over_steps(rank: Rank, recurse: bool, reshard_after_forward: bool | int) -> None:
@@ -237,7 +237,7 @@ def test_memory_between_steps(rank: Rank, mesh: str) -> None:
         ),
         pytest.param(
             (2, 2), {"precision": Precision(reduce_dtype=torch.bfloat16)}, id="replicas-reduced-in-bfloat16",
-            marks=needs(Capability.HYBRID, Capability.REDUCE_DTYPE),
+            marks=needs(Capability.HYBRID, "precision.reduce_dtype"),
         ),
     ],
 )  # fmt: skip

@@ -52,7 +52,7 @@ def test_memory_after_calls(rank: Rank, family: str) -> None:
 
 
 @contract("MEMORY-2")
-@needs(Capability.PARAM_DTYPE)
+@needs("precision.param_dtype")
 def test_memory_after_steps_in_lower_precision(rank: Rank) -> None:
     """After steps and an evaluation in lower precision a rank without gradients holds no parameters in it."""
     precision = Precision(param_dtype=torch.bfloat16)

@@ -44,7 +44,7 @@ UNITS = (("low",), ("high",))
 KERNELS: tuple[optim.Kernels, ...] = ("for-loop", "foreach", "fused")
 OWN_OPTIMIZER = needs(Capability.OWN_OPTIMIZER)
 FLAT = pytest.mark.parametrize(
-    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["original", "flat"]
+    "flat_parameters", [False, pytest.param(True, marks=needs("flat_parameters"))], ids=["original", "flat"]
 )
 
 
@@ -62,7 +62,7 @@ def replace_parameters(run: Run, *places: str) -> None:
 
 
 @contract("OPTIMIZER-29")
-@needs(Capability.FLAT_PARAMETERS)
+@needs("flat_parameters")
 def test_optimizer_of_flat_parameters(rank: Rank) -> None:
     """The optimizer gets one parameter of one dimension for each unit, and its step is that of full copies."""
     run, replica = both(rank, flat_parameters=True)
@@ -124,11 +124,11 @@ def test_steps_after_an_evaluation(rank: Rank, others: bool, kernels: optim.Kern
     ("how", "flat_parameters"),
     [
         pytest.param("assigned", False, marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
-        pytest.param("one-by-one", False, marks=needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS)),
+        pytest.param("one-by-one", False, marks=needs("flat_parameters", Capability.SUMMON_FULL_PARAMS)),
         *(
             pytest.param(how, flat, marks=needs(Capability.CAST_AFTER_INIT, *also))
             for how in ("converted", "swapped")
-            for flat, also in ((False, ()), (True, (Capability.FLAT_PARAMETERS,)))
+            for flat, also in ((False, ()), (True, ("flat_parameters",)))
         ),
     ],
     ids=["assigned", "one-by-one", "converted", "converted-flat", "swapped", "swapped-flat"],
@@ -164,7 +164,7 @@ def test_steps_of_parameters_that_a_script_replaced(rank: Rank, how: str, flat_p
 
 @contract("OPTIMIZER-1")
 @OWN_OPTIMIZER
-@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS)
+@needs("flat_parameters", Capability.SUMMON_FULL_PARAMS)
 @pytest.mark.parametrize("evaluates", [False, pytest.param(True, marks=needs(Capability.RESHARD_AFTER_FORWARD))])
 @subjects("memory", ["same", "own"])
 def test_gradients_of_parameters_that_a_script_replaced(rank: Rank, memory: str, evaluates: bool) -> None:
@@ -245,7 +245,7 @@ def _convert(rank: Rank, module: nn.Module, *, swaps: bool) -> None:
 
 
 @contract("OPTIMIZER-28")
-@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS)
+@needs("flat_parameters", Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS)
 @subjects("what", ["another-shape", "in-one-of-two-places", "before-backward"])
 def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
     """A parameter that user code replaces by an incompatible one is refused by all ranks, with the reason."""
@@ -254,7 +254,7 @@ def test_parameters_that_a_script_cannot_replace(rank: Rank, what: str) -> None:
 
 @contract("OPTIMIZER-28")
 @world(4)
-@needs(Capability.FLAT_PARAMETERS, Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS, Capability.HYBRID)
+@needs("flat_parameters", Capability.SUMMON_FULL_PARAMS, Capability.TIED_PARAMETERS, Capability.HYBRID)
 def test_parameters_of_replicas_that_a_script_cannot_replace(rank: Rank) -> None:
     """Replicas whose shards stay gathered refuse an incompatible parameter assigned between forward and backward."""
     check_refused(rank, "before-backward", mesh=rank.mesh((2, 2), ("replicate", "shard")))
@@ -471,9 +471,9 @@ def _change(parameter: nn.Parameter, change: str) -> None:
     [
         *(pytest.param(change, True, id=f"{change}-none") for change in ("scale", "set", "drop", "replace")),
         *(pytest.param(change, False, id=f"{change}-zeros") for change in ("scale", "set", "drop", "replace")),
-        pytest.param("replace-data", True, id="replace-data-none", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("replace-data", True, id="replace-data-none", marks=needs("flat_parameters")),
         # Only where the next gradients are added to these does it matter that their memory is another.
-        pytest.param("replace-data", False, id="replace-data-zeros", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("replace-data", False, id="replace-data-zeros", marks=needs("flat_parameters")),
     ],
 )
 def test_gradients_that_a_script_changes(rank: Rank, change: str, set_to_none: bool, flat_parameters: bool) -> None:
@@ -545,7 +545,7 @@ REPLACEMENTS: dict[str, Any] = {
     "double-by-columns": lambda one: None if one.grad is None else _by_columns(one.grad * 2),
 }
 _REPLICATED = needs(Capability.NO_SHARD)
-_FLAT = needs(Capability.FLAT_PARAMETERS)
+_FLAT = needs("flat_parameters")
 #: Full shards, shards that stay gathered until backward, and none.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -658,7 +658,7 @@ def test_steps_in_backward(rank: Rank, reshard_after_forward: bool | int | None)
 
 
 @contract("OPTIMIZER-7")
-@needs(Capability.STEP_IN_BACKWARD, Capability.FLAT_PARAMETERS)
+@needs(Capability.STEP_IN_BACKWARD, "flat_parameters")
 @pytest.mark.parametrize("units", [[], UNITS], ids=["root-alone", "units"])
 def test_steps_in_backward_of_flat_parameters(rank: Rank, units: list[list[str]]) -> None:
     """Optimizers that are attached to flat parameters are refused in the first forward, before anything is sent."""

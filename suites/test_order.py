@@ -70,7 +70,7 @@ OPTIONAL = [["optional"], ["exit"]]
 STRATEGIES = pytest.mark.parametrize("reshard_after_forward", RESHARD[:3])
 PARAMETERS = pytest.mark.parametrize(
     "flat_parameters",
-    [pytest.param(False, id="original"), pytest.param(True, id="flat", marks=needs(Capability.FLAT_PARAMETERS))],
+    [pytest.param(False, id="original"), pytest.param(True, id="flat", marks=needs("flat_parameters"))],
 )
 
 DEPARTURE = "Forward order differs"
@@ -177,7 +177,7 @@ def test_a_rank_runs_fewer_units(rank: Rank, unit: Layer, flat_parameters: bool)
 
 @contract("ORDER-5")
 @world(4, debug_level="DETAIL")
-@needs(Capability.UNIT_MESHES)
+@needs("unit_meshes")
 def test_ranks_of_one_unit_differ(rank: Rank) -> None:
     """Every forward raises where only the omitted unit is sharded over all ranks, and the others over halves."""
     model, mesh = OptionalUnits(dim=DIM), rank.mesh((2, 2), ("models", "dp"))["dp"]

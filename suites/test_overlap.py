@@ -322,7 +322,7 @@ def test_memory_of_replicas_is_not_reused_early(rank: Rank, delays: tuple[str, .
     [
         "nothing",
         pytest.param("reduction", marks=needs(Capability.DEFERRED_REDUCTION)),
-        pytest.param("all-reduce", marks=needs(Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE)),
+        pytest.param("all-reduce", marks=needs(Capability.DEFERRED_REDUCTION, "accumulation.skips")),
     ],
 )
 def test_offloaded_replicas(rank: Rank, skips: Any, delays: tuple[str, ...]) -> None:
@@ -340,10 +340,10 @@ def test_offloaded_replicas(rank: Rank, skips: Any, delays: tuple[str, ...]) -> 
 @STREAMS
 @world(4)
 @needs(
-    Capability.PARAMETER_MESHES,
+    "parameter_meshes",
     Capability.TENSOR_PARALLEL,
     Capability.UNIT_SETTINGS,
-    Capability.GRADIENT_DIVIDE_FACTOR,
+    "gradient_divide_factors",
     Capability.EXPLICIT_PREFETCH,
 )
 @pytest.mark.parametrize("prefetches", [False, True], ids=["in-order", "prefetched"])

@@ -62,7 +62,7 @@ def check_dimensions(
 @world(2, 4)
 @needs(Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("replicas", [False, HYBRID])
-@pytest.mark.parametrize("named", [False, pytest.param(True, marks=needs(Capability.SHARD_DIMENSION))])
+@pytest.mark.parametrize("named", [False, pytest.param(True, marks=needs("shard_dim"))])
 def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
     """A parameter is on the given mesh, cut along its first dimension and replicated along the replicas.
 
@@ -87,7 +87,7 @@ def test_layout(rank: Rank, named: bool, replicas: bool) -> None:
 
 @contract("PLACEMENT-2")
 @world(2, 4)
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool | int | None) -> None:
@@ -98,7 +98,7 @@ def test_other_dimensions(rank: Rank, choice: str, reshard_after_forward: bool |
 
 
 @contract("PLACEMENT-2")
-@needs(Capability.SHARD_DIMENSION, Capability.HYBRID)
+@needs("shard_dim", Capability.HYBRID)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
     """On a (replicate, shard) mesh too, parameters may be cut along another dimension, and train as DDP does."""
@@ -107,7 +107,7 @@ def test_other_dimensions_on_replicas(rank: Rank, choice: str) -> None:
 
 
 @contract("PLACEMENT-2")
-@needs(Capability.SHARD_DIMENSION, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
+@needs("shard_dim", Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:
     """Sharded along other dimensions, parameters that are resharded to groups of two have the part that they claim."""
@@ -124,7 +124,7 @@ def test_other_dimensions_after_forward(rank: Rank, choice: str) -> None:
 
 @contract("PLACEMENT-2")
 @world(2, 4)
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD[:2])
 def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> None:
     """Parameters of three dimensions, cut along the second or the last, counted from the end."""
@@ -139,7 +139,7 @@ def test_three_dimensions(rank: Rank, reshard_after_forward: bool | None) -> Non
 
 @contract("PLACEMENT-2")
 @world(2)
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
     """Parameters cut along another dimension train also if the first forward ran in inference mode."""
     pair = tower(rank, dim=8, shard_dim=last)
@@ -149,7 +149,7 @@ def test_other_dimensions_after_inference_mode(rank: Rank) -> None:
 
 @contract("PLACEMENT-2")
 @world(2, 4)
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 def test_parameter_without_rows(rank: Rank) -> None:
     """A parameter without rows may be cut along its columns, next to others that are cut along their rows."""
     model = shapes.ManyShapes(has_empty=True)
@@ -157,7 +157,7 @@ def test_parameter_without_rows(rank: Rank) -> None:
 
 
 @contract("PLACEMENT-2")
-@needs(Capability.SHARD_DIMENSION)
+@needs("shard_dim")
 @pytest.mark.parametrize("choice", ["same", "other"])
 def test_other_dimensions_with_tensor_parallelism(rank: Rank, choice: str) -> None:
     """The dimension may be the one that tensor parallelism has cut, or another."""
@@ -178,7 +178,7 @@ def test_other_dimensions_with_tensor_parallelism(rank: Rank, choice: str) -> No
 
 
 @contract("PLACEMENT-2")
-@needs(Capability.SHARD_DIMENSION, Capability.TENSOR_PARALLEL)
+@needs("shard_dim", Capability.TENSOR_PARALLEL)
 def test_uneven_parts_of_tensor_parallelism(rank: Rank) -> None:
     """A dimension that the ranks divide, but not within each tensor-parallel part, is refused or trains."""
     mesh = rank.mesh((2, 2), ("dp", "tp"))

@@ -184,7 +184,7 @@ def each_policy(*names: str) -> pytest.MarkDecorator:
 
 
 FLAT = pytest.mark.parametrize(
-    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+    "flat_parameters", [False, pytest.param(True, marks=needs("flat_parameters"))], ids=["originals", "flat"]
 )
 #: Where compute and reduction have one dtype, unreduced gradients can add up in no other.
 ADDED = pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_evaluation(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-1")
-@needs(Capability.PARAM_DTYPE)
+@needs("precision.param_dtype")
 @pytest.mark.parametrize(("stored", "compute"), [(HALF, BRAIN), (BRAIN, HALF)], ids=["fp16-to-bf16", "bf16-to-fp16"])
 def test_dtypes_of_one_size(rank: Rank, stored: torch.dtype, compute: torch.dtype) -> None:
     """Parameters are cast to a compute dtype that has as many bytes as their own."""
@@ -281,7 +281,7 @@ def test_cast_after_sharding(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.BUFFER_DTYPE)
+@needs("precision.param_dtype", "precision.full_precision_in_eval", "precision.buffer_dtype")
 @KEEPS
 def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | None) -> None:
     """With full precision in evaluation, evaluations cast nothing, and training steps before and after them do."""
@@ -296,7 +296,7 @@ def test_evaluation_in_full_precision(rank: Rank, reshard_after_forward: bool | 
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.BUFFER_DTYPE)
+@needs("precision.param_dtype", "precision.full_precision_in_eval", "precision.buffer_dtype")
 def test_a_part_in_full_precision(rank: Rank) -> None:
     """With full precision in evaluation, a unit whose module alone is in evaluation mode is not cast; others are."""
     model, precision = mixed.Mixed(), Precision(param_dtype=BRAIN, buffer_dtype=HALF, full_precision_in_eval=True)
@@ -310,7 +310,7 @@ def test_a_part_in_full_precision(rank: Rank) -> None:
 
 
 @contract("PRECISION-11")
-@needs(Capability.FULL_PRECISION_IN_EVAL)
+@needs("precision.full_precision_in_eval")
 @KEEPS
 @each_policy("bf16", "fp32-bf16")
 def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forward: bool | None) -> None:
@@ -328,13 +328,13 @@ def test_gradients_in_full_precision(rank: Rank, policy: str, reshard_after_forw
 
 
 @contract("PRECISION-11")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL, Capability.DEFERRED_REDUCTION)
+@needs("precision.param_dtype", "precision.full_precision_in_eval", Capability.DEFERRED_REDUCTION)
 @pytest.mark.parametrize(
     "options",
     [
         {},
         pytest.param({"reshard_after_forward": False}, marks=needs(Capability.RESHARD_AFTER_FORWARD)),
-        pytest.param({"flat_parameters": True}, marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param({"flat_parameters": True}, marks=needs("flat_parameters")),
         pytest.param({"shards": False}, marks=WHOLE),
     ],
     ids=["None", "False", "flat", "replicas-alone"],
@@ -359,9 +359,9 @@ def test_full_precision_between_microbatches(rank: Rank, options: dict[str, Any]
 
 
 @contract("PRECISION-12")
-@needs(Capability.LOW_PRECISION_GRADIENTS)
+@needs("precision.keep_low_precision_grads")
 @pytest.mark.parametrize(
-    "flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["original", "flat"]
+    "flat_parameters", [False, pytest.param(True, marks=needs("flat_parameters"))], ids=["original", "flat"]
 )
 @each_policy("bf16", "fp32-bf16", "bf16-fp32")
 @pytest.mark.parametrize("moves", [False, True], ids=["stays", "moves"])
@@ -407,7 +407,7 @@ def test_gradient_dtype(rank: Rank, how: str, dtype: torch.dtype | None, defers:
 
 
 @contract("PRECISION-13")
-@needs(Capability.GRADIENT_DTYPE, Capability.REDUCE_DTYPE, Capability.RANKS_DIFFER)
+@needs(Capability.GRADIENT_DTYPE, "precision.reduce_dtype", Capability.RANKS_DIFFER)
 def test_zeros_of_any_dtype(rank: Rank) -> None:
     """Zeros for what a rank does not use are refused by name if gradients may have any dtype and no policy has one."""
     for reduce in (FULL, None):
@@ -424,7 +424,7 @@ def test_zeros_of_any_dtype(rank: Rank) -> None:
 
 
 @contract("PRECISION-14")
-@needs(Capability.PARAMETER_DTYPES)
+@needs("parameter_dtypes")
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 @each_policy("bf16", "bf16-fp32")
 def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_forward: bool | int | None) -> None:
@@ -445,7 +445,7 @@ def test_parameters_of_their_own_dtype(rank: Rank, policy: str, reshard_after_fo
 
 
 @contract("PRECISION-14")
-@needs(Capability.PARAM_DTYPE, Capability.PARAMETER_DTYPES)
+@needs("precision.param_dtype", "parameter_dtypes")
 @subjects("dtype", [HALF, "float32"], ids=["another", "no-dtype"])
 def test_wrong_dtypes_of_parameters(rank: Rank, dtype: Any) -> None:
     """What is neither a parameter's own dtype nor that of compute is refused by name, and the model is unchanged."""
@@ -550,7 +550,7 @@ def test_forward_that_is_dropped(rank: Rank, flat_parameters: bool) -> None:
 @contract("PRECISION-1")
 @world(4)
 @MIXED
-@needs(Capability.OUTPUT_DTYPE, Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
+@needs("precision.output_dtype", Capability.RESHARD_TO_SIZE, Capability.REGISTERED_STATE)
 def test_smaller_shards(rank: Rank) -> None:
     """Shards over fewer ranks, from which backward gathers, have the compute dtype."""
     # Outputs of units are rounded, so gradients are bfloat16 values: float32 sums four of them exactly in any order.
@@ -606,7 +606,7 @@ def test_parameters_of_one_microbatch(rank: Rank, policy: str) -> None:
 
 
 @contract("PRECISION-2")
-@needs(Capability.PARAM_DTYPE, Capability.RANKS_DIFFER)
+@needs("precision.param_dtype", Capability.RANKS_DIFFER)
 def test_parameters_of_one_rank(rank: Rank) -> None:
     """Zeros that a rank contributes for parameters that it does not use have the dtype of its real gradients."""
     precision = POLICIES["bf16"]
@@ -618,7 +618,7 @@ def test_parameters_of_one_rank(rank: Rank) -> None:
 
 @contract("PRECISION-3")
 @world(4)
-@needs(Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs("accumulation.skips", Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID)
 @each_policy("bf16-fp32", "fp32-bf16")
 def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
@@ -631,7 +631,7 @@ def test_deferred_all_reduces(rank: Rank, policy: str) -> None:
 @contract("PRECISION-3")
 @world(2, 4)
 @meaningful_from(4)
-@needs(Capability.REDUCE_DTYPE, Capability.DEFERRED_ALL_REDUCE, Capability.ACCUMULATION_DTYPES)
+@needs("precision.reduce_dtype", "accumulation.skips", Capability.ACCUMULATION_DTYPES)
 @needs(Capability.HYBRID, Capability.SINGLE_RANK, Capability.UNUSED_MODULE)
 def test_deferred_all_reduces_of_different_parameters(rank: Rank) -> None:
     """Deferred shards add up in the reduce dtype, also where microbatches use different parameters.
@@ -666,7 +666,7 @@ def test_inputs(rank: Rank, passing: Passing, cast_forward_inputs: bool) -> None
 
 @contract("PRECISION-5", "PRECISION-6")
 @MIXED
-@needs(Capability.OUTPUT_DTYPE)
+@needs("precision.output_dtype")
 @subjects("dtype", [torch.bool, torch.complex64, torch.float64], ids=lambda one: str(one)[6:])
 def test_masks_and_rotations(rank: Rank, dtype: torch.dtype) -> None:
     """Masks and complex numbers, as of rotary embeddings, are not cast as inputs or outputs; wide floats are."""
@@ -694,7 +694,7 @@ def test_policies_of_units(rank: Rank, root: str, low: str, high: str) -> None:
 
 @contract("PRECISION-6")
 @MIXED
-@needs(Capability.OUTPUT_DTYPE)
+@needs("precision.output_dtype")
 @pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=needs(Capability.RECOMPUTATION))])
 def test_outputs(rank: Rank, recomputes: bool) -> None:
     """A unit's output is cast to the output dtype, in a container too, in each computation; integers are not."""
@@ -709,7 +709,7 @@ def test_outputs(rank: Rank, recomputes: bool) -> None:
 
 @contract("PRECISION-5", "PRECISION-6")
 @MIXED
-@needs(Capability.OUTPUT_DTYPE, Capability.FORWARD_METHOD)
+@needs("precision.output_dtype", Capability.FORWARD_METHOD)
 def test_casts_of_a_registered_method(rank: Rank) -> None:
     """A method that is registered in addition to forward has its inputs and its output cast as forward has."""
     inner = Precision(param_dtype=BRAIN, reduce_dtype=FULL, output_dtype=FULL)
@@ -726,7 +726,7 @@ def test_casts_of_a_registered_method(rank: Rank) -> None:
 
 @contract("PRECISION-5", "PRECISION-6")
 @MIXED
-@needs(Capability.OUTPUT_DTYPE, Capability.GROUPED_UNIT)
+@needs("precision.output_dtype", Capability.GROUPED_UNIT)
 def test_casts_of_several_modules(rank: Rank) -> None:
     """Each of several modules that form one unit has its inputs and its output cast, not just the first or last."""
     inner, layers = (
@@ -744,7 +744,7 @@ def test_casts_of_several_modules(rank: Rank) -> None:
 
 
 @contract("PRECISION-7")
-@needs(Capability.PARAM_DTYPE, Capability.BUFFER_DTYPE)
+@needs("precision.param_dtype", "precision.buffer_dtype")
 @pytest.mark.parametrize("saves", [False, pytest.param(True, marks=needs(Capability.DISTRIBUTED_CHECKPOINT))])
 def test_buffers(rank: Rank, saves: bool) -> None:
     """Floating-point buffers have the buffer dtype while the model trains, and their own in a checkpoint."""
@@ -761,7 +761,7 @@ def test_buffers(rank: Rank, saves: bool) -> None:
 
 
 @contract("PRECISION-7")
-@needs(Capability.BUFFER_DTYPE)
+@needs("precision.buffer_dtype")
 def test_buffers_with_full_parameters(rank: Rank) -> None:
     """Floating-point buffers have the buffer dtype where parameters are computed with, and reduced, in their own."""
     precision, model = Precision(buffer_dtype=HALF), mixed.Mixed()
@@ -772,8 +772,8 @@ def test_buffers_with_full_parameters(rank: Rank) -> None:
 
 
 @contract("PRECISION-7")
-@needs(Capability.PARAM_DTYPE)
-@pytest.mark.parametrize("buffers", [None, pytest.param(BRAIN, marks=needs(Capability.BUFFER_DTYPE))], ids=str)
+@needs("precision.param_dtype")
+@pytest.mark.parametrize("buffers", [None, pytest.param(BRAIN, marks=needs("precision.buffer_dtype"))], ids=str)
 def test_running_statistics(rank: Rank, buffers: torch.dtype | None) -> None:
     """Batch norms amid bfloat16 train and evaluate as the baseline does, with the same statistics after each."""
     # A batch norm has parameters and statistics of one dtype; its input may have a lower one.

@@ -179,7 +179,7 @@ def _reentrant(options: Mapping[str, Any], layer: nn.Module, *args: Any, second:
 @needs(Capability.RECOMPUTATION, Capability.CONTAINER_OUTPUT)
 @subjects("means", typing.get_args(Means))
 @pytest.mark.parametrize(
-    "precision", [None, pytest.param(torch.bfloat16, marks=needs(Capability.PARAM_DTYPE))], ids=["float32", "bfloat16"]
+    "precision", [None, pytest.param(torch.bfloat16, marks=needs("precision.param_dtype"))], ids=["float32", "bfloat16"]
 )
 def test_arguments_of_recomputed_units(rank: Rank, precision: torch.dtype | None, means: Means) -> None:
     """A recomputation gets what forward got: objects, containers, dtypes, keywords, random numbers, contexts.

@@ -196,7 +196,7 @@ def test_exception_in_a_recomputation(rank: Rank, means: Means) -> None:
     [
         (1, "reduction"),
         pytest.param(2, "reduction", marks=needs(Capability.HYBRID)),
-        pytest.param(2, "all-reduce", marks=needs(Capability.HYBRID, Capability.DEFERRED_ALL_REDUCE)),
+        pytest.param(2, "all-reduce", marks=needs(Capability.HYBRID, "accumulation.skips")),
     ],
 )
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -210,7 +210,7 @@ def test_exception_in_a_later_microbatch(rank: Rank, defers: bool, phase: str, r
 
 @contract("RECOVERY-1")
 @RECOVERS
-@needs(Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
+@needs("precision.param_dtype", "precision.reduce_dtype")
 @needs(Capability.DEFERRED_REDUCTION, Capability.ACCUMULATION_DTYPES)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: str) -> None:
@@ -239,7 +239,7 @@ def test_exception_while_gradients_add_up_in_another_dtype(rank: Rank, phase: st
     ("reshard_after_forward", "default_mesh"),
     [
         *(pytest.param(*item.values, False, marks=item.marks, id=str(item.values[0])) for item in RESHARD),
-        pytest.param(None, True, marks=needs(Capability.DEFAULT_MESH), id="all-ranks-by-default"),
+        pytest.param(None, True, marks=needs("default_mesh"), id="all-ranks-by-default"),
     ],
 )
 def test_process_groups_made_anew(
@@ -380,7 +380,7 @@ def test_shards_after_a_refused_full_parameter(rank: Rank, shards: bool, flat: b
 
 @contract("RECOVERY-3")
 @needs(Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
+@pytest.mark.parametrize("flat", [False, pytest.param(True, marks=needs("flat_parameters"))])
 def test_cast_that_raises(rank: Rank, flat: bool) -> None:
     """A cast that fails changes nothing: the model trains on, and has the parameters that it had."""
     options: dict[str, Any] = {"flat_parameters": True} if flat else {}

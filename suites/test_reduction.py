@@ -34,7 +34,7 @@ from shardproof.testing.train import mixed, optim, parallel, shapes
 pytestmark = world(2)
 
 SHAPE = (6, 4)
-LOW = needs(Capability.REDUCE_DTYPE)
+LOW = needs("precision.reduce_dtype")
 NAMES = ("replicate", "shard")
 #: Two replicas, which are of one rank each in a world of two; or shards alone.
 REPLICAS = pytest.mark.parametrize(
@@ -51,7 +51,7 @@ OF_A_UNIT = pytest.mark.parametrize("unit", ["layers.1", ""], ids=["a-layer", "t
 
 @contract("REDUCTION-1")
 @world(2, 4)
-@needs(Capability.GRADIENT_DIVIDE_FACTOR)
+@needs("gradient_divide_factors")
 @pytest.mark.parametrize(
     ("factors", "dtype"),
     [
@@ -91,7 +91,7 @@ def test_divide_factors(rank: Rank, replicas: bool, factors: dict[str, float], d
 
 
 @contract("REDUCTION-1")
-@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR, Capability.DEFERRED_REDUCTION)
+@needs(Capability.UNIT_SETTINGS, "gradient_divide_factors", Capability.DEFERRED_REDUCTION)
 @each_value("call")
 @pytest.mark.parametrize(
     ("call", "replicas"),
@@ -207,7 +207,7 @@ def test_function_that_cannot_be_called(rank: Rank) -> None:
 
 @contract("REDUCTION-6")
 @world(4)  # of two ranks all of the division comes before the sum
-@needs(Capability.REDUCTION_HOOK, Capability.REDUCE_DTYPE)
+@needs(Capability.REDUCTION_HOOK, "precision.reduce_dtype")
 @SHARDS
 def test_writes_of_a_function_in_half_precision(rank: Rank, shards: bool) -> None:
     """In float16, where an average would be divided in two parts, the function's output is divided no further."""
@@ -319,7 +319,7 @@ def test_memory_of_a_script(rank: Rank) -> None:
 
 
 @contract("REDUCTION-10")
-@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR)
+@needs(Capability.UNIT_SETTINGS, "gradient_divide_factors")
 def test_forced_sums(rank: Rank) -> None:
     """A unit set to reduce by sums trains the same, and the setting can be taken back."""
     check_sums_alone(rank)
@@ -327,7 +327,7 @@ def test_forced_sums(rank: Rank) -> None:
 
 @contract("REDUCTION-10")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.GRADIENT_DIVIDE_FACTOR, Capability.HYBRID)
+@needs(Capability.UNIT_SETTINGS, "gradient_divide_factors", Capability.HYBRID)
 def test_forced_sums_on_replicas(rank: Rank) -> None:
     """On replicas, a unit for which sums are chosen sums its shards over the replicas as well."""
     check_sums_alone(rank, mesh=rank.mesh((2, 2), NAMES))
@@ -355,7 +355,7 @@ def check_sums_alone(rank: Rank, *, mesh: DeviceMesh | None = None) -> None:
 
 
 @contract("REDUCTION-11")
-@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP)
+@needs(Capability.UNIT_SETTINGS, "settings.separate_reduce_scatter_group")
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None:
     """Reductions can have a process group other than the gathers', of the same ranks, and return to that one."""
@@ -364,7 +364,7 @@ def test_reductions_have_a_group_of_their_own(rank: Rank, recurse: bool) -> None
 
 @contract("REDUCTION-11")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.HYBRID)
+@needs(Capability.UNIT_SETTINGS, "settings.separate_reduce_scatter_group", Capability.HYBRID)
 @pytest.mark.parametrize("recurse", [False, True])
 def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: bool) -> None:
     """Reductions within replicas can have a process group other than the gathers', and return to that one."""
@@ -372,7 +372,7 @@ def test_reductions_have_a_group_of_their_own_on_replicas(rank: Rank, recurse: b
 
 
 @contract("REDUCTION-11")
-@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.ORDERED_GROUPS)
+@needs(Capability.UNIT_SETTINGS, "settings.separate_reduce_scatter_group", Capability.ORDERED_GROUPS)
 def test_own_group_in_an_order_that_groups_keep(rank: Rank) -> None:
     """A process group of the reductions' own has its ranks in the order of the gathers' group."""
     check_own_groups(rank, True, rank.mesh(order=(1, 0), keeps="groups"))
@@ -401,7 +401,7 @@ def check_own_groups(rank: Rank, recurse: bool, mesh: DeviceMesh) -> None:
 
 @contract("REDUCTION-11")
 @world(4)
-@needs(Capability.UNIT_SETTINGS, Capability.SEPARATE_REDUCE_SCATTER_GROUP, Capability.DP_MESH_DIMS)
+@needs(Capability.UNIT_SETTINGS, "settings.separate_reduce_scatter_group", "dp_mesh_dims")
 def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
     """On a mesh of replicas alone, settings about reduce-scatters are refused, or change nothing."""
     mesh, model = rank.mesh((2, 2), ("dp", "tp")), parallel.MLPStack(5)
@@ -419,7 +419,7 @@ def test_settings_where_nothing_is_sharded(rank: Rank) -> None:
 
 
 @contract("REDUCTION-12")
-@needs(Hardware.ACCELERATOR, Capability.UNIT_SETTINGS, Capability.SYMMETRIC_MEMORY)
+@needs(Hardware.ACCELERATOR, Capability.UNIT_SETTINGS, "settings.symm_mem_for_comm")
 @pytest.mark.parametrize("sums", [True, False])
 def test_symmetric_memory(rank: Rank, sums: bool) -> None:
     """Gathers, and reductions by sums, give the same bits in symmetric memory as in plain buffers, step by step."""
@@ -535,23 +535,23 @@ PATHS = {
     "deferred": (Path(options={"accumulation": Accumulation()}, **TWO), (Capability.DEFERRED_REDUCTION,)),
     "deferred-all-reduce": (
         Path(options={"accumulation": Accumulation(skips="all-reduce")}, mesh=(2, 2), **TWO),
-        (Capability.HYBRID, Capability.DEFERRED_REDUCTION, Capability.DEFERRED_ALL_REDUCE),
+        (Capability.HYBRID, Capability.DEFERRED_REDUCTION, "accumulation.skips"),
     ),
     "divide-factor": (
         Path(options={"gradient_divide_factors": {"low": 16.0, "": 16.0}}, divisor=16.0, small=16.0),
-        (Capability.GRADIENT_DIVIDE_FACTOR,),
+        ("gradient_divide_factors",),
     ),
     "divide-factor-2x2": (
         Path(options={"gradient_divide_factors": {"low": 16.0, "": 16.0}}, mesh=(2, 2), divisor=16.0, small=16.0),
-        (Capability.GRADIENT_DIVIDE_FACTOR, Capability.HYBRID),
+        ("gradient_divide_factors", Capability.HYBRID),
     ),
     "sums": (
         Path(settings=lambda: Settings(force_sum_reduction_for_comms=True)),
-        (*IN_UNITS, Capability.GRADIENT_DIVIDE_FACTOR),
+        (*IN_UNITS, "gradient_divide_factors"),
     ),
     "own-group": (
         Path(settings=lambda: Settings(separate_reduce_scatter_group=True)),
-        (*IN_UNITS, Capability.SEPARATE_REDUCE_SCATTER_GROUP),
+        (*IN_UNITS, "settings.separate_reduce_scatter_group"),
     ),
     "own-reduce-scatter": (Path(settings=lambda: Settings(custom_reduce_scatter=Own())), IN_UNITS),
     "function-after": (Path(settings=lambda: Settings(all_reduce_hook=lambda share: None)), IN_UNITS),
@@ -564,7 +564,7 @@ LIMITS = {torch.float16: (81920.0, 2.0**-23), torch.bfloat16: (2.0**127, 2.0**-1
 
 @contract("REDUCTION-13")
 @world(4)  # of two ranks all of the division may come before the sum
-@needs(Capability.REDUCE_DTYPE)
+@needs("precision.reduce_dtype")
 @pytest.mark.parametrize("dtype", LIMITS, ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("path", [pytest.param(name, marks=needs(*names)) for name, (_, names) in PATHS.items()])
 def test_values_near_the_limits_of_the_reduce_dtype(rank: Rank, path: str, dtype: torch.dtype) -> None:

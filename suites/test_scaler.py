@@ -66,8 +66,8 @@ class Scaling:
 
 
 @contract("SCALER-1")
-@pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))])
-@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs(Capability.CLIP_ANY_NORM))])
+@pytest.mark.parametrize("flat_parameters", [False, pytest.param(True, marks=needs("flat_parameters"))])
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=needs("clip.norm_type"))])
 @pytest.mark.parametrize("precision", [Precision(), pytest.param(HALF, marks=LOW)], ids=["float32", "float16"])
 def test_infinite_gradients(rank: Rank, precision: Precision, clips: bool, flat_parameters: bool) -> None:
     """An infinite gradient in one rank's shard makes all ranks skip the step and lower the scale."""
@@ -127,7 +127,7 @@ class Apart(nn.Module):
 
 @contract("SCALER-1")
 @world(4)
-@needs(Capability.UNIT_MESHES)
+@needs("unit_meshes")
 @pytest.mark.parametrize("infinite", ["few", "all"])
 @pytest.mark.parametrize("first", ["few", "all"])
 def test_several_meshes(rank: Rank, first: str, infinite: str) -> None:

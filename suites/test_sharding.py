@@ -134,7 +134,7 @@ def test_full_on_every_rank(rank: Rank, flat: bool) -> None:
 
 
 @contract("SHARDING-3")
-@needs(Capability.FLAT_PARAMETERS, Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
+@needs("flat_parameters", Capability.DEFERRED_REDUCTION, Capability.CLIPPING)
 @pytest.mark.parametrize("flat", [False, True], ids=["originals", "flat"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat: bool) -> None:
@@ -150,7 +150,7 @@ def test_layouts_of_both_kinds(rank: Rank, layout: tuple[str, bool | None], flat
 
 @contract("SHARDING-2")
 @world(2)
-@needs(Capability.NO_SHARD, Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE)
+@needs(Capability.NO_SHARD, "precision.param_dtype", "precision.reduce_dtype")
 @subjects("defers", [False, pytest.param(True, marks=needs(Capability.DEFERRED_REDUCTION))])
 def test_full_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
     """Unsharded units with dtypes of their own are all-reduced once a step, and nothing is gathered."""
@@ -168,7 +168,7 @@ def test_full_on_every_rank_in_another_dtype(rank: Rank, defers: bool) -> None:
 
 @contract("SHARDING-4")
 @world(2)
-@needs(Capability.PARAM_DTYPE, Capability.NO_SHARD)
+@needs("precision.param_dtype", Capability.NO_SHARD)
 @pytest.mark.parametrize("change", ["step", pytest.param("edit", marks=needs(Capability.SUMMON_FULL_PARAMS))])
 def test_changes_of_full_parameters_in_another_dtype(rank: Rank, change: str) -> None:
     """Where nothing is sharded and units compute in another dtype, an evaluation does not hide a later change."""
@@ -206,7 +206,7 @@ def halve(run: Run, *, in_place: bool) -> None:
 
 @contract("SHARDING-5")
 @world(2)
-@needs(Capability.NO_SHARD, Capability.FLAT_PARAMETERS)
+@needs(Capability.NO_SHARD, "flat_parameters")
 @FLAT
 def test_new_data_of_full_parameters(rank: Rank, flat: bool) -> None:
     """Where nothing is sharded, a forward uses the new data that user code assigned to parameters after a step."""
@@ -224,7 +224,7 @@ def test_new_data_of_full_parameters(rank: Rank, flat: bool) -> None:
 
 
 @contract("SHARDING-5")
-@needs(Capability.FLAT_PARAMETERS)
+@needs("flat_parameters")
 @FLAT
 @SHARDS
 def test_steps_with_new_data(rank: Rank, shards: bool, flat: bool) -> None:

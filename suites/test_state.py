@@ -193,7 +193,7 @@ def test_of_a_module_inside_a_unit(rank: Rank, reshard_after_forward: bool | int
 
 
 @contract("STATE-1", "STATE-5")
-@needs(Capability.FLAT_PARAMETERS)
+@needs("flat_parameters")
 @pytest.mark.parametrize("form", ["sharded", "full"])
 @pytest.mark.parametrize("reshard_after_forward", RESHARD)
 def test_new_data(rank: Rank, reshard_after_forward: bool | int | None, form: StateForm) -> None:
@@ -219,7 +219,7 @@ def halve(run: Run) -> None:
 
 
 @contract("STATE-2")
-@needs(Capability.FLAT_PARAMETERS)  # other implementations refuse such parameters
+@needs("flat_parameters")  # other implementations refuse such parameters
 @FORMS
 @SHARDS
 def test_other_strides(rank: Rank, shards: bool, form: StateForm) -> None:
@@ -244,7 +244,7 @@ def test_full_states_of_replicas(rank: Rank, shape: tuple[int, int], replicated:
 
 @contract("STATE-1", "STATE-2")
 @world(4)
-@needs(Capability.HYBRID, Capability.PROCESS_GROUPS)
+@needs(Capability.HYBRID, "as_groups")
 def test_sharded_states_of_groups_of_replicas(rank: Rank) -> None:
     """Each replica saves its own shards of the values, also with process groups instead of the mesh."""
     mesh = rank.mesh((2, 2), ("replicate", "shard"))
@@ -421,7 +421,7 @@ def test_a_load_leaves_the_state_dict(rank: Rank, flat: bool, form: StateForm) -
 
 
 @contract("STATE-3")
-@needs(Capability.IGNORED_PARAMS)
+@needs("ignored_params")
 @FORMS
 def test_states_of_ignored_parameters(rank: Rank, form: StateForm) -> None:
     """The optimizer's state of an ignored parameter, equal on all ranks, is saved and loaded with the others."""
@@ -645,7 +645,7 @@ def test_versions_of_modules(rank: Rank, form: StateForm) -> None:
 
 
 @contract("STATE-7")
-@needs(Capability.FLAT_PARAMETERS, Capability.FULL_STATE_DICT)
+@needs("flat_parameters", Capability.FULL_STATE_DICT)
 def test_numbers_of_steps_that_differ(rank: Rank) -> None:
     """Numbers of steps that differ between parameters are refused where the optimizer has one parameter for them."""
     run = trained(rank, for_flat=True, flat_parameters=True)
@@ -739,7 +739,7 @@ def test_an_optimizer_that_names_parameters(rank: Rank, flat: bool) -> None:
 
 
 @contract("STATE-50")
-@needs(Capability.FLAT_PARAMETERS, Capability.PROCESS_GROUPS)
+@needs("flat_parameters", "as_groups")
 @FLAT
 def test_local_states(rank: Rank, flat: bool) -> None:
     """A local state dict of a model has this rank's own shards, which another model of the same units loads."""
@@ -753,7 +753,7 @@ def test_local_states(rank: Rank, flat: bool) -> None:
 
 
 @contract("STATE-50")
-@needs(Capability.FLAT_PARAMETERS)
+@needs("flat_parameters")
 @subjects(
     "flaw",
     ["another-shape", "shapes", "another-dtype", "another-step", "another-dtype-of-steps", "no-average", "no-state"],

@@ -190,9 +190,9 @@ def check_loaded(rank: Rank, report: Report, source: Twins, twins: Twins, option
     """Load the optimizers' state dict of one pair of twins into another, and note what is wrong then."""
     is_full = options is not None and options.get("full_state_dict")
     has_none = not any(optimizer.state for optimizer in twins.optimizers + source.optimizers)
-    if is_full and has_none and Capability.FLAT_PARAMETERS not in rank.implementation.capabilities():
+    if is_full and has_none and "flat_parameters" not in rank.implementation.capabilities():
         return  # raises, as of states there is no device: findings/F382.py
-    is_flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    is_flat = "flat_parameters" in rank.implementation.capabilities()
     if is_flat and options is not None and options.get("broadcast_from_rank0") and has_numbers(source):
         return  # raises on the first rank, and the others wait for it: findings/F383.py
     entries = optimizer_entries(source.plain, source.optimizers)
@@ -228,7 +228,7 @@ def test_names_in_optimizer_states(rank: Rank, wrapper: str) -> None:
     for name in ("no options", "full", "flattened"):
         with report.of(f"read, {name}"):
             check_optimizers(rank, report, source, READS[name])
-    is_flat = Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    is_flat = "flat_parameters" in rank.implementation.capabilities()
     # Sent to a model with compiled modules, states of FSDP1 raise on all ranks but the first: findings/F384.py.
     sent = [] if is_flat and wrapper in ("compiled", "both", "compiled-root") else ["sent"]
     for number, name in enumerate(("no options", "full", *sent), start=3):
@@ -288,7 +288,7 @@ OLDER: dict[str, Callable[[Any], None]] = {
 def test_states_of_other_files(rank: Rank, change: str) -> None:
     """States as older files and other optimizers have them load as into an unsharded model's optimizer."""
     source, twins = (build(rank, Nested(), number=number, kind="adamw", units=[["deep"]]) for number in (2, 1))
-    report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    report, is_flat = Report(rank), "flat_parameters" in rank.implementation.capabilities()
     for number, name in enumerate(("no options", "full", "sent"), start=3):
         if name == "sent" and is_flat and change == "steps-as-numbers":
             continue  # raises on the first rank, and the others wait for it: findings/F383.py
@@ -765,7 +765,7 @@ def test_values_with_other_strides(rank: Rank, form: str) -> None:
         "ranks",
         pytest.param("replicas", marks=needs(Capability.HYBRID)),
         pytest.param("subgroup", marks=needs(Capability.SHARDED)),
-        pytest.param("process-groups", marks=needs(Capability.SHARDED, Capability.PROCESS_GROUPS)),
+        pytest.param("process-groups", marks=needs(Capability.SHARDED, "as_groups")),
         pytest.param(
             "tensor-parallel", marks=needs(Capability.TENSOR_PARALLEL_CHECKPOINT, Capability.DTENSOR_PARAMETERS)
         ),
@@ -779,7 +779,7 @@ def test_meshes(rank: Rank, mesh: str) -> None:
         model = model.double()  # as a rank without a row is to make its part in the dtype of the others'
     options = spread(rank, mesh)
     source, twins = (build(rank, copy.deepcopy(model), number=number, kind="adamw", **options) for number in (2, 1))
-    report, is_flat = Report(rank), Capability.FLAT_PARAMETERS in rank.implementation.capabilities()
+    report, is_flat = Report(rank), "flat_parameters" in rank.implementation.capabilities()
     for name in ("no options", "cpu", "full", "first rank", "full trainable", "flattened"):
         if not works(rank, READS[name]):
             continue
@@ -861,9 +861,7 @@ def erase(state: Any) -> None:
 
 @contract("STATE-14")
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("odd", marks=_OF_TENSORS)])
-@pytest.mark.parametrize(
-    "means", ["copied", "checked", "shared", pytest.param("groups", marks=needs(Capability.PROCESS_GROUPS))]
-)
+@pytest.mark.parametrize("means", ["copied", "checked", "shared", pytest.param("groups", marks=needs("as_groups"))])
 def test_copies_for_background_saves(rank: Rank, means: str, kind: str) -> None:
     """A stager's copy of model, optimizer and objects of user code has their values, types and containers, for good."""
     options: Any = {"as_groups": means == "groups"}  # FSDP1 then has ShardedTensors

@@ -90,7 +90,7 @@ def test_copies_of_states(rank: Rank) -> None:
 
 
 @contract("TIED-1")
-@needs(Capability.SHARD_DIMENSION)  # a unit calls the shard-dimension function when it takes a parameter
+@needs("shard_dim")  # a unit calls the shard-dimension function when it takes a parameter
 def test_new_parameters_at_freed_addresses(rank: Rank) -> None:
     """New parameters at the addresses of freed ones are not taken for shared ones."""
     layers: list[nn.Module] = []

@@ -373,9 +373,7 @@ def test_cast_after_an_evaluation(rank: Rank, reshard_after_forward: bool | None
 
 @contract("TRAINING-5")
 @needs(Capability.CAST_AFTER_INIT)
-@pytest.mark.parametrize(
-    "when", ["before-the-step", pytest.param("after-new-data", marks=needs(Capability.FLAT_PARAMETERS))]
-)
+@pytest.mark.parametrize("when", ["before-the-step", pytest.param("after-new-data", marks=needs("flat_parameters"))])
 def test_cast_there_and_back(rank: Rank, when: str) -> None:
     """A cast to float64 and back loses neither gradients nor values that user code has set before."""
     model = models.Tower(dim=9)
@@ -412,7 +410,7 @@ def test_cast_between_microbatches(rank: Rank, flat: bool) -> None:
 @contract("TRAINING-11")
 @world(2, 4)
 @needs(Capability.OWN_OPTIMIZER)
-@pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs(Capability.FLAT_PARAMETERS))])
+@pytest.mark.parametrize("how", ["in-place", pytest.param("data", marks=needs("flat_parameters"))])
 def test_parameters_that_a_script_changes(rank: Rank, how: str) -> None:
     """The next step uses the values that user code writes to parameters between two steps, in place or as new data."""
     pair = tower(rank)
@@ -472,7 +470,7 @@ def test_parameters_that_a_script_changes_before_backward(rank: Rank, reshard_af
         pytest.param("placement", marks=needs(Capability.DTENSOR_PARAMETERS)),
         # Where forward gathers the registered parameters as they are, the module itself refuses the size.
         pytest.param("size", marks=needs(Capability.DTENSOR_PARAMETERS, Capability.REGISTERED_STATE)),
-        pytest.param("flat-size", marks=needs(Capability.FLAT_PARAMETERS)),
+        pytest.param("flat-size", marks=needs("flat_parameters")),
     ],
 )
 def test_parameter_of_another_layout(rank: Rank, other: str) -> None:

@@ -100,7 +100,7 @@ class Normed(nn.Module):
         return out
 
 
-pytestmark = [needs(Capability.AUTO_WRAP_POLICY, Capability.COUNTED_UNITS), world(2)]
+pytestmark = [needs("auto_wrap_policy", Capability.COUNTED_UNITS), world(2)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def test_answers_that_a_rule_cannot_give(rank: Rank, answer: Any) -> None:
     [
         "keeps",
         pytest.param("function", marks=needs(Capability.META_DEVICE)),
-        pytest.param("first-rank", marks=needs(Capability.SYNC_MODULE_STATES)),
+        pytest.param("first-rank", marks=needs("sync_module_states")),
     ],
 )
 def test_units_have_the_options_of_the_model(rank: Rank, option: str) -> None:
@@ -292,7 +292,7 @@ def make_twice(module: nn.Module, *, device: torch.device) -> None:
 @contract("WRAPPING-2")
 @world(4)
 @needs(Capability.HYBRID)
-@pytest.mark.parametrize("as_groups", [pytest.param(True, marks=needs(Capability.PROCESS_GROUPS)), False])
+@pytest.mark.parametrize("as_groups", [pytest.param(True, marks=needs("as_groups")), False])
 @REPLICAS
 def test_units_of_replicas(rank: Rank, shape: tuple[int, int], as_groups: bool) -> None:
     """If a model is sharded within replicas, so are the units that a rule finds, among the same ranks."""
@@ -305,7 +305,7 @@ def test_units_of_replicas(rank: Rank, shape: tuple[int, int], as_groups: bool) 
 
 
 @contract("WRAPPING-3")
-@needs(Capability.IGNORED_MODULES)
+@needs("ignored_modules")
 @subjects("rule", BESIDE_IGNORED)
 def test_next_to_ignored_modules(rank: Rank, rule: str) -> None:
     """An ignored module is no unit, nor anything inside it, and its elements do not count for a module around it."""
@@ -317,7 +317,7 @@ def test_next_to_ignored_modules(rank: Rank, rule: str) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.PARAM_DTYPE)
+@needs("precision.param_dtype")
 def test_batch_norm_in_full_precision(rank: Rank) -> None:
     """With a compute dtype, batch normalisation becomes a unit without one; its output has its input's dtype."""
     bfloat16 = torch.bfloat16
@@ -330,7 +330,7 @@ def test_batch_norm_in_full_precision(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.PARAM_DTYPE, Capability.IGNORED_MODULES)
+@needs("precision.param_dtype", "ignored_modules")
 def test_ignored_batch_norm(rank: Rank) -> None:
     """An ignored batch normalisation becomes no unit, with a compute dtype either."""
     model = Normed()
@@ -348,7 +348,7 @@ def test_ignored_batch_norm(rank: Rank) -> None:
 
 
 @contract("WRAPPING-4")
-@needs(Capability.PARAM_DTYPE, Capability.FULL_PRECISION_IN_EVAL)
+@needs("precision.param_dtype", "precision.full_precision_in_eval")
 def test_batch_norm_after_a_step(rank: Rank) -> None:
     """A batch normalisation's output has its current input's dtype: after a bfloat16 step, float32 in an evaluation."""
     run, seen = run_normed(rank, Precision(param_dtype=torch.bfloat16, full_precision_in_eval=True))

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from shardproof import contract
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import EVERY
 from tests.harness.inner import python
 
 
@@ -86,4 +86,4 @@ def test_profiles_have_their_items_of_a_closed_version():
     kept = {hardware: contract.items_of_profile("hsdp", hardware, of="2026.12") for hardware in ("cpu-4", "nccl-2")}
     assert "suites/test_precision.py::test_small_updates[w2]" in kept["cpu-4"] and not kept["nccl-2"]
     needed = {one for version in contract.versions() for item in contract.items(version).values() for one in item.needs}
-    assert needed - {one for one in needed if one.startswith("a name for ")} <= {*Capability}
+    assert needed - {one for one in needed if one.startswith("a name for ")} <= EVERY

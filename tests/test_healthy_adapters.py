@@ -11,13 +11,13 @@ import torch
 
 from shardproof import contract
 from shardproof.harness.adapters.base import original_name
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import OPTIONS, Capability
 from shardproof.harness.adapters.flat import WrappingAdapter, flat_units, names_of
 from shardproof.harness.adapters.reference import ReferenceFlatAdapter
 from tests.harness.inner import name_of, run_cases
 
 #: The parts of mixed precision, and what is seen beside one of them alone.
-DTYPES = Capability.of("param-dtype reduce-dtype buffer-dtype full-precision-in-eval low-precision-gradients")
+DTYPES = frozenset(one for one in OPTIONS if one.startswith("precision.") and one != "precision.output_dtype")
 
 
 class Strict(ReferenceFlatAdapter):
@@ -26,14 +26,14 @@ class Strict(ReferenceFlatAdapter):
     def __init__(self, model, *, optimizer, config):
         wanted = {
             *(one for precision in (config.precision, *config.unit_precision.values()) for one in precision.needs()),
-            *([Capability.FLAT_PARAMETERS] if config.flat_parameters else []),
+            *(["flat_parameters"] if config.flat_parameters else []),
             *([Capability.NO_SHARD] if not config.shards else []),
             *([Capability.HYBRID] if config.mesh.ndim > 1 else []),
-            *([Capability.IGNORED_PARAMS] if config.ignored_params and not config.ignored_modules else []),
-            *([Capability.IGNORED_MODULES] if config.ignored_modules else []),
-            *([Capability.SYNC_MODULE_STATES] if config.sync_module_states else []),
-            *([Capability.AUTO_WRAP_POLICY] if config.auto_wrap_policy else []),
-            *([Capability.PROCESS_GROUPS] if config.as_groups else []),
+            *(["ignored_params"] if config.ignored_params and not config.ignored_modules else []),
+            *(["ignored_modules"] if config.ignored_modules else []),
+            *(["sync_module_states"] if config.sync_module_states else []),
+            *(["auto_wrap_policy"] if config.auto_wrap_policy else []),
+            *(["as_groups"] if config.as_groups else []),
             *([Capability.OFFLOAD] if config.offload else []),
             *([Capability.DEFERRED_REDUCTION] if config.accumulation else []),
         }
@@ -61,7 +61,7 @@ class FlatChunks(Strict):
     def capabilities(cls):
         return super().capabilities() - Capability.of(
             # What user code does with single parameters, or finds in the place of chunks.
-            "ignored-params ignored-modules unreduced-gradients summon-full-params full-params-on-cpu step-in-backward "
+            "ignored_params ignored_modules unreduced-gradients summon-full-params full-params-on-cpu step-in-backward "
             # State dicts have the names and the shapes of single parameters, and other calls of torch's interface.
             "distributed-checkpoint full-state-dict tensor-parallel-checkpoint optimizer-keys fsdp1-api any-combination"
         )
@@ -122,7 +122,7 @@ class ParamDtypeAlone(Strict):
 
     @classmethod
     def capabilities(cls):
-        return super().capabilities() - DTYPES | {Capability.PARAM_DTYPE}
+        return super().capabilities() - DTYPES | {"precision.param_dtype"}
 
 
 class ReduceDtypeAlone(Strict):
@@ -130,7 +130,7 @@ class ReduceDtypeAlone(Strict):
 
     @classmethod
     def capabilities(cls):
-        return super().capabilities() - DTYPES | {Capability.REDUCE_DTYPE}
+        return super().capabilities() - DTYPES | {"precision.reduce_dtype"}
 
 
 class BufferDtypeAlone(Strict):
@@ -138,7 +138,7 @@ class BufferDtypeAlone(Strict):
 
     @classmethod
     def capabilities(cls):
-        return super().capabilities() - DTYPES | {Capability.BUFFER_DTYPE}
+        return super().capabilities() - DTYPES | {"precision.buffer_dtype"}
 
 
 def accused(cases):

@@ -147,11 +147,11 @@ BAD = {
     "capability": (["--impl", "torch.fsdp", *RESHARD, "2"], "torch.fsdp lacks the capability reshard-to-size: --resh"),
     "param dtype": (
         ["--impl", "torch.zero_optimizer", "--param-dtype", "bfloat16"],
-        "torch.zero_optimizer lacks the capability param-dtype: --param-dtype cannot be planned",
+        "torch.zero_optimizer lacks the capability precision.param_dtype: --param-dtype cannot be planned",
     ),
     "reduce dtype": (
         ["--impl", "torch.zero_optimizer", "--reduce-dtype", "bfloat16"],
-        "torch.zero_optimizer lacks the capability reduce-dtype: --reduce-dtype cannot be planned",
+        "torch.zero_optimizer lacks the capability precision.reduce_dtype: --reduce-dtype cannot be planned",
     ),
     "groups": (
         [*RESHARD, "3"],

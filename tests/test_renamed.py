@@ -10,7 +10,7 @@ import pytest
 from shardproof import contract, renamed
 from shardproof.harness.adapters import config
 from shardproof.harness.adapters.base import Adapter
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import EVERY
 from shardproof.harness.adapters.fsdp1 import Fsdp1Methods
 from shardproof.harness.plugin import changed, known_failures
 from shardproof.listing import collected
@@ -73,7 +73,7 @@ def test_every_new_name_exists(items):
         if "::" in new:
             found = case in cases and any(id_.startswith(case) and values.removesuffix("]") in id_ for id_ in items)
         elif old.startswith("capability:"):
-            found = {*renamed.capability(old.removeprefix("capability:"))} <= {*Capability}
+            found = {*renamed.capability(old.removeprefix("capability:"))} <= EVERY
         elif name.endswith("()"):
             found = hasattr(Fsdp1Methods if of == "Fsdp1Methods" else Adapter, name.removesuffix("()"))
         else:
@@ -91,7 +91,7 @@ def test_published_runs_have_known_ids(path, items):
     """Except runs older than the first version of the contract, whose items nobody promised to keep."""
     run = load_run(path)
     assert not run.environment.contract or sorted({case.id for case in run.cases} - items) == []
-    assert {name for one in run.environment.implementations.values() for name in one.capabilities} <= {*Capability}
+    assert {name for one in run.environment.implementations.values() for name in one.capabilities} <= EVERY
 
 
 def test_a_run_of_an_older_version_is_read_by_new_names():
@@ -103,7 +103,9 @@ def test_a_run_of_an_older_version_is_read_by_new_names():
     run["left_out"] = [{"id": f"{OLD}[w4]", "implementation": "reference", "reason": "no"}]
     read = parse_run(run)
     assert [case.id for case in read.cases] == [f"{NEW}[w2]", f"{CHOICE}[w2-none]"]
-    assert [*read.cases[0].missing] == ["backward-prefetch", "param-dtype", "reduce-dtype", "buffer-dtype"]
+    assert [*read.cases[0].missing] == [
+        *("backward-prefetch", "precision.param_dtype", "precision.reduce_dtype", "precision.buffer_dtype")
+    ]
     assert read.cases[1].known_failure.case == f"{NEW}*"
     assert [*read.environment.implementations["reference"].capabilities] == ["summon-full-params", "adam"]
     assert (read.selected["reference"], read.left_out[0].id) == ((f"{NEW}[w2]",), f"{NEW}[w4]")

@@ -17,7 +17,7 @@ from shardproof.harness.adapters.torch_fsdp import EngineFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
-    "sharded reshard-after-forward unused-output post-accumulate-grad-hook clip-empty-shards default-mesh "
+    "sharded reshard-after-forward unused-output post-accumulate-grad-hook clip-empty-shards default_mesh "
     "dtensor-parameters own-optimizer deferred-reduction recomputation distributed-checkpoint full-state-dict "
     "autograd-calls recovery"
 )
@@ -92,7 +92,7 @@ class AccelerateFsdpAdapter(AccelerateAdapter, TorchFullyShardAdapter):
     }
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return _CAPABILITIES & super().capabilities()
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -136,9 +136,9 @@ class AccelerateFsdp1Adapter(AccelerateAdapter, EngineFsdpAdapter):
     }
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        missing = {Capability.HYBRID, Capability.PROCESS_GROUPS, Capability.TENSOR_PARALLEL}
-        missing |= {Capability.IGNORED_PARAMS, Capability.IGNORED_MODULES, Capability.ORDER_VALIDATION}
+    def capabilities(cls) -> frozenset[str]:
+        missing = {Capability.HYBRID, "as_groups", Capability.TENSOR_PARALLEL}
+        missing |= {"ignored_params", "ignored_modules", Capability.ORDER_VALIDATION}
         return super().capabilities() - missing
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

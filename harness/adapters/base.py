@@ -121,7 +121,7 @@ _ATTRIBUTES = {
     "api": Capability.FSDP1_API,
     "fully_shard": Capability.FSDP2_API,
     "zero_optimizer": Capability.ZERO_API,
-    "mesh_dims": Capability.DP_MESH_DIMS,
+    "mesh_dims": "dp_mesh_dims",
     "share_comm_ctx": Capability.SHARE_COMM_CTX,
 }
 
@@ -142,7 +142,7 @@ def of_capability(capability: Capability) -> Callable[[_Method], _Method]:
     return mark
 
 
-def undefined(capability: Capability, member: str) -> str:
+def undefined(capability: str, member: str) -> str:
     """Say that an adapter declares a capability and lacks a method, or another member, of it."""
     return f"declares {capability} but does not define {member}{'' if member in _ATTRIBUTES else '()'}"
 
@@ -153,7 +153,7 @@ def is_undefined(adapter: "type[Adapter]", member: str) -> bool:
     return found is None or hasattr(found, "capability")
 
 
-def members_of_capabilities(*kinds: type) -> dict[str, Capability]:
+def members_of_capabilities(*kinds: type) -> dict[str, str]:
     """The members without a default, by name, each with the capability whose adapters define it.
 
     Args:
@@ -197,7 +197,7 @@ class Adapter(ABC):
         api: the module of the implementation. Needs :attr:`Capability.FSDP1_API`.
         fully_shard: the function of the implementation, as a staticmethod. Needs :attr:`Capability.FSDP2_API`.
         zero_optimizer: what makes its optimizer, as a staticmethod. Needs :attr:`Capability.ZERO_API`.
-        mesh_dims: the class of its ``dp_mesh_dims``. Needs :attr:`Capability.DP_MESH_DIMS` as well.
+        mesh_dims: the class of its ``dp_mesh_dims``. Needs ``"dp_mesh_dims"`` as well.
         share_comm_ctx: its function of this name. Needs :attr:`Capability.SHARE_COMM_CTX`.
         option_names: the implementation's own names of fields of :class:`Config`, as "clip.error_if_nonfinite". The
             constructor and the other methods pass these on, whether the capability is declared or not; an option
@@ -232,7 +232,7 @@ class Adapter(ABC):
 
     @classmethod
     @abstractmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         """Return the capabilities of the implementation, in the versions installed here.
 
         Called in the pytest process. A case that needs any other capability is skipped as ``unsupported``.
@@ -687,7 +687,7 @@ class NoAdapter(Adapter):
         return cls.name
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return frozenset()
 
     @classmethod

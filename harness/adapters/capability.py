@@ -1,13 +1,46 @@
-"""The features that an adapter can declare and the hardware that a host can have. Imports no torch."""
+"""The features that an adapter can declare and the hardware that a host can have. Imports no torch.
 
+A feature that is one option of the configuration has the name of its field, as "shard_dim" or "clip.norm_type"; the
+others are members of :class:`Capability`. Adapters declare both in one set, and cases need both in one mark.
+"""
+
+import ast
 import difflib
 import enum
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof import renamed
+
+_OPTIONS = {
+    "Meshes and process groups": "as_groups default_mesh dp_mesh_dims parameter_meshes shard_dim unit_meshes",
+    "Units, and modules and parameters that they ignore": (
+        "auto_wrap_policy flat_parameters ignored_modules ignored_params replicated"
+    ),
+    "All-gathers": "settings.keep_unsharded_storage",
+    "Gradient accumulation": (
+        "accumulation.reshard_after_backward accumulation.set_is_last_backward accumulation.skips accumulation.units"
+    ),
+    "Settings of reductions": (
+        "gradient_divide_factors settings.reduce_scatter_max_input_buffers settings.separate_reduce_scatter_group "
+        "settings.symm_mem_for_comm"
+    ),
+    "Dtypes": (
+        "parameter_dtypes precision.buffer_dtype precision.full_precision_in_eval precision.keep_low_precision_grads "
+        "precision.output_dtype precision.param_dtype precision.reduce_dtype"
+    ),
+    "Clipping": "clip.error_if_nonfinite clip.norm_type",
+    "Parameters as user code finds them": "sync_module_states",
+}
+
+OPTIONS = frozenset(" ".join(_OPTIONS.values()).split())
+"""The fields of ``Config`` that an adapter declares by their names: it honours values other than the default.
+
+A field of a field has a dot, and "settings." begins the name of a field of ``Settings``.
+"""
 
 
 class _Names(enum.EnumType):
@@ -18,20 +51,21 @@ class _Names(enum.EnumType):
         def __getattr__(cls, name: str) -> Any:
             found = vars(cls).get("_member_map_", {}).get(name)  # Python 3.11 finds members so
             if found is None:
-                raise AttributeError(_why_not(cls, name) if name.isupper() else name)
+                raise AttributeError(why_not(name, cls) if name.isupper() else name)
             return found
 
 
-def _why_not(capabilities: enum.EnumType, name: str) -> str:
-    """Return a line about an unknown capability, by its value or as an attribute."""
+def why_not(name: str, capabilities: Collection[Any] = ()) -> str:
+    """Return a line about an unknown capability or option, by its value or as an attribute."""
     value = name.lower().replace("_", "-") if name.isupper() else name
     *others, last = renamed.capability(value)
     if others:
         parts = f"{', '.join(others)} and {last}; declare those that the implementation has"
         return f"the capability {value} was divided into {parts}"
     if last != value:
-        return f"the capability {value} was renamed: it is {last}"
-    near = difflib.get_close_matches(value, capabilities, n=2, cutoff=0.6)
+        new = f"the option {last!r}, by the name of its field" if last in OPTIONS else last
+        return f"the capability {value} was renamed: it is {new}"
+    near = difflib.get_close_matches(value, [*(capabilities or Capability), *sorted(OPTIONS)], n=2, cutoff=0.6)
     known = f"did you mean {' or '.join(near)}?" if near else "shardproof implementations --capabilities lists them"
     return f"there is no capability {name!r}: {known}"
 
@@ -40,7 +74,8 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """A named feature of an implementation.
 
     A case that needs a capability which the adapter does not declare is skipped with the verdict ``unsupported``. The
-    capabilities are in families. The comment above a family has its name and a recipe, which :func:`families` reads.
+    capabilities are in families, with the options of :data:`OPTIONS`. The comment above a family has its name and a
+    recipe, which :func:`families` reads.
     """
 
     # Sharding and resharding.
@@ -65,7 +100,7 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     # Meshes and process groups.
     # None for an implementation of one process group. ``hybrid`` for replicas of shards, ``single-rank`` if a shard
-    # group may have one rank, ``default-mesh`` if no mesh is needed, ``process-groups`` if groups replace the mesh.
+    # group may have one rank, ``default_mesh`` if no mesh is needed, ``as_groups`` if groups replace the mesh.
 
     HYBRID = "hybrid"
     """On a (replicate, shard) mesh, parameters are sharded over the second dimension, gradients averaged over both."""
@@ -73,39 +108,17 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """User code can disable sharding: ranks hold full parameters, whose gradients are averaged."""
     SINGLE_RANK = "single-rank"
     """A shard group may consist of one rank, which then issues no collective except the reduction over replicas."""
-    SHARD_DIMENSION = "shard-dimension"
-    """User code can choose the dimension along which a parameter is sharded."""
-    UNIT_MESHES = "unit-meshes"
-    """Units may be sharded over ranks other than the root's, as experts are."""
-    PARAMETER_MESHES = "parameter-meshes"
-    """Parameters of one unit may be sharded over different ranks, for example experts and the router of their layer."""
-    DP_MESH_DIMS = "dp-mesh-dims"
-    """User code can name the data-parallel dimensions of the one mesh on which all parameters are DTensors."""
     SPMD_TYPES = "spmd-types"
-    """With ``dp-mesh-dims``, parameters may also be plain tensors with annotations of the package ``spmd_types``."""
+    """With ``dp_mesh_dims``, parameters may also be plain tensors with annotations of the package ``spmd_types``."""
     ORDERED_GROUPS = "ordered-groups"
     """The mesh may consist of process groups that keep an order of ranks other than the sorted one."""
     ORDERED_MESHES = "ordered-meshes"
     """A mesh may create process groups that keep an order of ranks other than the sorted one."""
-    PROCESS_GROUPS = "process-groups"
-    """User code may pass process groups instead of a mesh."""
-    DEFAULT_MESH = "default-mesh"
-    """Without a mesh or process groups, a model is sharded over all ranks."""
 
     # Units, and modules and parameters that they ignore.
     # ``tied-parameters`` for almost every implementation. The others are options of user code: declare the existing
     # ones.
 
-    AUTO_WRAP_POLICY = "auto-wrap-policy"
-    """The implementation can find its units itself, by a rule: by size, by class or by a function of the module."""
-    IGNORED_PARAMS = "ignored-params"
-    """Some parameters can be ignored: they are neither sharded nor reduced."""
-    IGNORED_MODULES = "ignored-modules"
-    """Modules can be ignored, with all parameters in them."""
-    REPLICATED_MODULES = "replicated-modules"
-    """Modules that torch's ``replicate`` manages may stand inside the model; ``replicate`` refuses sharded modules."""
-    FLAT_PARAMETERS = "flat-parameters"
-    """The optimizer can get one flat parameter per unit instead of the model's own parameters."""
     TIED_PARAMETERS = "tied-parameters"
     """Modules of one unit may share a parameter."""
 
@@ -123,8 +136,6 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """User code chooses whether backward and forward prefetch the next unit, and whether all-gathers are limited."""
     EXPLICIT_PREFETCH = "explicit-prefetch"
     """User code can set the units that a unit prefetches, in forward and in backward."""
-    KEEP_UNSHARDED_STORAGE = "keep-unsharded-storage"
-    """User code can keep the memory of unsharded storages when a unit reshards, so that their addresses stay."""
     ALL_GATHER_RELEASE = "all-gather-release"
     """A shard with all-gather hooks chooses whether the all-gather output is freed once its parameter has been made."""
     SHARE_COMM_CTX = "share-comm-ctx"
@@ -178,77 +189,43 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     DEFERRED_REDUCTION = "deferred-reduction"
     """The reduction of gradients can be deferred to the backward of the last microbatch."""
-    DEFERRED_PER_UNIT = "deferred-per-unit"
-    """The reduction can be deferred for some units only, while the others reduce in every backward."""
-    DEFERRED_ALL_REDUCE = "deferred-all-reduce"
-    """On a (replicate, shard) mesh, only the all-reduce over the replicas can be deferred to the last backward."""
     UNREDUCED_GRADIENTS = "unreduced-gradients"
     """While reductions are deferred, modules register full parameters with this rank's unreduced gradients."""
-    RESHARD_AFTER_BACKWARD = "reshard-after-backward"
-    """Parameters can stay unsharded after backward, for the next microbatch."""
-    IS_LAST_BACKWARD = "is-last-backward"
-    """Several forwards may run before their backwards, and a call marks the last backward."""
 
     # Settings of reductions.
     # None unless user code can change how gradients are reduced.
 
-    GRADIENT_DIVIDE_FACTOR = "gradient-divide-factor"
-    """User code can set the divisor of the sum of a unit's gradients."""
-    SEPARATE_REDUCE_SCATTER_GROUP = "separate-reduce-scatter-group"
-    """Reductions can have a process group other than that of the all-gathers."""
-    REDUCE_SCATTER_MAX_INPUT_BUFFERS = "reduce-scatter-max-input-buffers"
-    """User code can limit the number of reduction inputs in flight."""
     REDUCTION_HOOK = "reduction-hook"
     """A function of user code can replace the reduction of all units."""
     UNIT_SETTINGS = "unit-settings"
     """Between steps user code can change settings of single units: when they reshard, and their collectives."""
-    SYMMETRIC_MEMORY = "symmetric-memory"
-    """The buffers of all-gathers, and of reductions by sums, can be in symmetric memory of NCCL."""
     MANUAL_BACKWARD_FINALIZATION = "manual-backward-finalization"
     """User code can choose to end backwards by ``finalize_backward`` of the root; cases call it themselves."""
 
     # Dtypes.
     # ``cast-after-init`` if ``module.to(dtype)`` works after sharding, ``model-precision`` if all units compute in one
-    # lower dtype. ``param-dtype``, ``reduce-dtype`` and ``buffer-dtype``, each by itself, if user code chooses that
-    # dtype for each unit. The others are further options of mixed precision, or of a parameter.
+    # lower dtype. ``precision.param_dtype``, ``precision.reduce_dtype`` and ``precision.buffer_dtype``, each by itself,
+    # if user code chooses that dtype for each unit. The others are further options of mixed precision.
 
     CAST_AFTER_INIT = "cast-after-init"
     """The sharded module can be cast to another dtype before the first forward."""
-    PARAM_DTYPE = "param-dtype"
-    """Parameters can be all-gathered and used in a dtype other than their own, which may differ between units."""
-    REDUCE_DTYPE = "reduce-dtype"
-    """Gradients can be reduced in a dtype other than that of their computation, which may differ between units."""
-    BUFFER_DTYPE = "buffer-dtype"
-    """Buffers can have a dtype other than their own while the model is sharded, and are saved in their own."""
     ACCUMULATION_DTYPES = "accumulation-dtypes"
     """Reduced gradients accumulate over microbatches in the parameters' dtype, deferred ones in the reduce dtype."""
-    OUTPUT_DTYPE = "output-dtype"
-    """A unit can cast its outputs to a dtype."""
-    FULL_PRECISION_IN_EVAL = "full-precision-in-eval"
-    """With a compute dtype, forwards in evaluation mode can omit all casts."""
-    LOW_PRECISION_GRADIENTS = "low-precision-gradients"
-    """The optimizer can get gradients in the dtype in which they are reduced."""
     GRADIENT_DTYPE = "gradient-dtype"
     """A parameter keeps its ``grad_dtype``; its gradient accumulates in that dtype and has it."""
-    PARAMETER_DTYPES = "parameter-dtypes"
-    """With a compute dtype, single parameters of a unit can keep their own dtype in compute."""
     MODEL_PRECISION = "model-precision"
     """All units can compute in one lower dtype, on uncast inputs; the optimizer updates float32 copies."""
 
     # Clipping.
-    # ``clipping`` for the 2-norm; also ``clip-by-call`` if a call clips and not the step; ``clip-any-norm`` and
+    # ``clipping`` for the 2-norm; also ``clip-by-call`` if a call clips and not the step; ``clip.norm_type`` and
     # ``clip-empty-shards`` if the call takes other norms.
 
     CLIPPING = "clipping"
     """Gradients can be clipped by the 2-norm of all gradients together, with a call or inside the step."""
     CLIP_BY_CALL = "clip-by-call"
     """A call between backward and step can clip gradients by their 2-norm."""
-    CLIP_ANY_NORM = "clip-any-norm"
-    """Clipping works for any norm: 1, 2, inf."""
     CLIP_SOME = "clip-some"
     """A call can clip the gradients of some parameters, or of one, by their own norm."""
-    CLIP_RAISES = "clip-raises"
-    """Clipping can raise an error if the norm is infinite or NaN."""
     CLIP_EMPTY_SHARDS = "clip-empty-shards"
     """Clipping works for any norm when a rank's shard of some parameter is empty."""
 
@@ -288,8 +265,6 @@ class Capability(enum.StrEnum, metaclass=_Names):
     """The context of full parameters can put them on the CPU, also where the model computes there."""
     META_DEVICE = "meta-device"
     """A model may be on the meta device; it gets its values when it is sharded, or afterwards."""
-    SYNC_MODULE_STATES = "sync-module-states"
-    """Sharding can start from the first data-parallel rank's parameters and buffers on every rank."""
     OFFLOAD = "offload"
     """Shards, their gradients and the optimizer state can be on the CPU."""
     PAGEABLE_OFFLOAD = "pageable-offload"
@@ -342,56 +317,62 @@ class Capability(enum.StrEnum, metaclass=_Names):
 
     @classmethod
     def _missing_(cls, value: object) -> "Capability":
-        raise ValueError(_why_not(cls, str(value)))
+        raise ValueError(why_not(str(value)))
 
     @classmethod
-    def of(cls, names: str) -> "frozenset[Capability]":
-        """Return the capabilities of these names, separated by spaces; a ``ValueError`` names an unknown one."""
-        return frozenset(map(cls, names.split()))
+    def of(cls, names: str) -> frozenset[str]:
+        """Return the capabilities and options of these names, separated by spaces; ValueError names an unknown one."""
+        return frozenset(one if one in OPTIONS else cls(one) for one in names.split())
+
+
+EVERY: frozenset[str] = OPTIONS | frozenset(Capability)
+"""All capabilities and options, which is what an adapter can declare and a case can need."""
 
 
 COMMON = Capability.of("unused-module container-output dataclass-output multiple-forward tied-parameters adam")
 """The capabilities of almost every implementation."""
 
-COMMON_AND_CLIPPING = COMMON | {Capability.CLIPPING, Capability.CLIP_BY_CALL, Capability.CLIP_ANY_NORM}
+COMMON_AND_CLIPPING = COMMON | Capability.of("clipping clip-by-call clip.norm_type")
 """:data:`COMMON`, with a call that clips gradients by any norm."""
 
 
 PREREQUISITES = {
-    Capability(one): Capability.of(others)
-    for one, others in {
+    name: Capability.of(others)
+    for name, others in {
         # Seen in what modules register alone.
         "manual-reshard": "registered-state",
         "reshard-to-size-uneven": "reshard-to-size registered-state manual-reshard",
         "root-reshard": "reshard-after-forward registered-state",
         # Seen in which collectives there are alone.
-        "deferred-all-reduce": "hybrid single-rank deferred-reduction counted-units",
-        "deferred-per-unit": "deferred-reduction reshard-after-forward root-reshard counted-units",
+        "accumulation.skips": "hybrid single-rank deferred-reduction counted-units",
+        "accumulation.units": "deferred-reduction reshard-after-forward root-reshard counted-units",
         "deferred-reduction": "counted-units",
         "all-gather-order": "counted-units",
         "backward-prefetch": "reshard-after-forward counted-units",
-        "reshard-after-backward": "deferred-reduction reshard-after-forward counted-units",
-        "is-last-backward": "deferred-per-unit reshard-after-forward root-reshard counted-units all-gather-order",
+        "accumulation.reshard_after_backward": "deferred-reduction reshard-after-forward counted-units",
+        "accumulation.set_is_last_backward": (
+            "accumulation.units reshard-after-forward root-reshard counted-units all-gather-order"
+        ),
         "recomputes-gathered": "recomputation counted-units",
         "reshard-a-part": "root-reshard tensor-parallel counted-units",
         "reshard-to-size": "root-reshard counted-units",
-        "auto-wrap-policy": "counted-units",
+        "auto_wrap_policy": "counted-units",
         # A part or a variant of another.
-        "accumulation-dtypes": "reduce-dtype deferred-reduction",
-        "clip-any-norm": "clipping",
+        "accumulation-dtypes": "precision.reduce_dtype deferred-reduction",
+        "clip.norm_type": "clipping",
         "clip-empty-shards": "clipping",
-        "clip-raises": "clipping clip-by-call sharded",
+        "clip.error_if_nonfinite": "clipping clip-by-call sharded",
         "clip-some": "clipping",
-        "full-precision-in-eval": "param-dtype",
+        "precision.full_precision_in_eval": "precision.param_dtype",
         "full-state-dict": "distributed-checkpoint",
         "all-gather-release": "all-gather-extension",
-        "low-precision-gradients": "reduce-dtype",
+        "precision.keep_low_precision_grads": "precision.reduce_dtype",
         "offload-choice": "offload",
         "optimizer-keys": "distributed-checkpoint",
-        "output-dtype": "param-dtype reduce-dtype",
+        "precision.output_dtype": "precision.param_dtype precision.reduce_dtype",
         "pageable-offload": "offload",
-        "parameter-dtypes": "param-dtype",
-        "spmd-types": "dp-mesh-dims tensor-parallel",
+        "parameter_dtypes": "precision.param_dtype",
+        "spmd-types": "dp_mesh_dims tensor-parallel",
         "tensor-parallel-checkpoint": "distributed-checkpoint tensor-parallel",
         "tensor-parallel-counts": "tensor-parallel",
         "full-params-on-cpu": "summon-full-params",
@@ -399,30 +380,55 @@ PREREQUISITES = {
         "async-unshard": "registered-state",
         "dtensor-parameters": "sharded",
         "host-runs-ahead": "sharded",
-        "keep-unsharded-storage": "unit-settings reshard-after-forward sharded",
+        "settings.keep_unsharded_storage": "unit-settings reshard-after-forward sharded",
         "loss-scaling": "own-optimizer",
         "manual-backward-finalization": "autograd-calls own-optimizer",
-        "dp-mesh-dims": "sharded tensor-parallel",
-        "separate-reduce-scatter-group": "unit-settings",
-        "parameter-meshes": "tensor-parallel",
-        "replicated-modules": "ignored-params",
+        "dp_mesh_dims": "sharded tensor-parallel",
+        "settings.separate_reduce_scatter_group": "unit-settings",
+        "parameter_meshes": "tensor-parallel",
+        "replicated": "ignored_params",
         "share-comm-ctx": "autograd-calls own-optimizer",
-        "symmetric-memory": "unit-settings",
-        "unit-meshes": "order-validation",
+        "settings.symm_mem_for_comm": "unit-settings",
+        "unit_meshes": "order-validation",
         "unit-settings": "reshard-after-forward",
         "unreduced-gradients": "deferred-reduction",
     }.items()
 }
-"""By capability, those without which no case can check it; a capability without a row needs only :data:`COMMON`."""
+"""By capability or option, those without which no case can check it; one without a row needs only :data:`COMMON`."""
 
 
-def families() -> Iterator[tuple[str, str, dict[Capability, str]]]:
-    """Read the families from the source of :class:`Capability`, in its order: name, recipe, descriptions."""
+def families() -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Read the families from the source of :class:`Capability`, in its order: name, recipe, descriptions.
+
+    The description of an option is the first sentence of its field's.
+    """
+    fields = _fields()
     text = inspect.getsource(Capability).replace("``", "`")
     for comment, body in re.findall(r"\n((?:    # [^\n]*\n)+)(.*?)(?=\n    #|\Z)", text, re.S):
         name, _, recipe = re.sub(r"\n? +# ", " ", comment).strip().partition(". ")
         members = re.findall(r'= "([\w-]+)"\n    """(.*?)"""', body, re.S)
-        yield name, recipe, {Capability(one): " ".join(said.split()) for one, said in members}
+        options = _OPTIONS.get(name, "").split()
+        yield (
+            name,
+            recipe,
+            {Capability(one): " ".join(said.split()) for one, said in members}
+            | {option: fields[option] for option in options},
+        )
+
+
+def _fields() -> dict[str, str]:
+    """Read the first sentences of what ``config.py`` says of its fields, by the fields' names."""
+    tree = ast.parse(Path(__file__).with_name("config.py").read_text(encoding="utf-8"))
+    of_class = {"Config": "", "Clip": "clip.", "Accumulation": "accumulation.", "Precision": "precision."}
+    found = {}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        begins = (of_class | {"Settings": "settings."}).get(kind.name)
+        for field, text in zip(kind.body, kind.body[1:], strict=False):
+            said = text.value.value if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) else None
+            if begins is not None and isinstance(field, ast.AnnAssign) and isinstance(said, str):
+                sentence = re.split(r"(?<=\.)\s", " ".join(said.replace("``", "`").split()))[0]
+                found[f"{begins}{ast.unparse(field.target)}"] = re.sub(r":attr:`(?:\w+\.)*(\w+)`", r"`\1`", sentence)
+    return found
 
 
 class Hardware(enum.StrEnum):

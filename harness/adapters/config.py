@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from shardproof import renamed
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import OPTIONS, Capability
 from shardproof.harness.adapters.traits import Traits
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import local_of
@@ -34,7 +34,7 @@ StateForm = Literal["sharded", "flattened", "full", "first-rank", "local"]
 - "first-rank": the first rank of the world has all tensors in full, on the CPU, and the others have empty dicts. The
   others take the values from the first rank when they load.
 - "local": each rank has its flat parameters, without the names of the model, so that no parameter can be read from it,
-  and no optimizer state. Needs :attr:`Capability.FLAT_PARAMETERS` and process groups instead of a mesh.
+  and no optimizer state. Needs ``"flat_parameters"`` and process groups instead of a mesh.
 """
 
 
@@ -62,56 +62,82 @@ class _Renamed:
             raise AttributeError(f"{kind} has no {name!r}")
 
 
+def options_in(value: Any, begins: str = "") -> frozenset[str]:
+    """Return the options that a configuration, or a value of one of its fields, needs: those without their default.
+
+    Args:
+        value: a dataclass of this module.
+        begins: what begins the options of its fields, as "precision."; empty for those of :class:`Config`.
+    """
+    names = {f"{begins}{field.name}": field for field in dataclasses.fields(value)}
+    return frozenset(
+        name for name, field in names.items() if name in OPTIONS and getattr(value, field.name) != _default(field)
+    )
+
+
+def default_of(option: str) -> Any:
+    """Return the default of an option's field; a KeyError names an unknown one."""
+    kinds = {"": Config, "clip": Clip, "accumulation": Accumulation, "precision": Precision, "settings": Settings}
+    of, _, name = option.rpartition(".")
+    return _default({field.name: field for field in dataclasses.fields(kinds[of])}[name])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 @dataclasses.dataclass(frozen=True)
 class Clip(_Renamed):
-    """Gradient clipping by the total norm of all gradients, the p-norm of ``norm_type``, positive or ``inf``.
-
-    Attributes:
-        max_norm: the norm above which gradients are scaled down; positive.
-        error_if_nonfinite: whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales
-            nothing. Needs :attr:`Capability.CLIP_RAISES`.
-    """
+    """Gradient clipping by the total norm of all gradients, the p-norm of ``norm_type``, positive or ``inf``."""
 
     max_norm: float
+    """The norm above which gradients are scaled down; positive."""
+
     norm_type: float = 2.0
+    """The p of the p-norm: 1, 2, ``inf``. Declared by name."""
+
     error_if_nonfinite: bool = False
+    """Whether a norm that is infinite or NaN raises a RuntimeError on every rank, and scales nothing.
+
+    Declared by name.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulation(_Renamed):
     """The work that every backward but the last of a step defers to the last one.
 
-    Needs :attr:`Capability.DEFERRED_REDUCTION`. A value other than a field's default needs the capability named there.
+    Needs :attr:`Capability.DEFERRED_REDUCTION`. A value other than a field's default needs the option of its name.
     """
 
     units: Literal["all", "root-only"] | tuple[str, ...] = "all"
     """The units whose reduction is deferred: all, the root's own unit only, or the units of the named modules.
 
-    Needs :attr:`Capability.DEFERRED_PER_UNIT`.
+    Declared by name.
     """
 
     skips: Literal["reduction", "all-reduce"] = "reduction"
     """The deferred work: the entire reduction, or only the all-reduce over the replicas of a (replicate, shard) mesh.
 
-    Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
+    Declared by name.
     """
 
     ends_by_gradient_sync: bool = False
     """Whether ``set_requires_gradient_sync``, and not the call for the all-reduce, ends the deferral of the all-reduce.
 
-    Needs :attr:`Capability.DEFERRED_ALL_REDUCE`.
+    Needs ``"accumulation.skips"``.
     """
 
     reshard_after_backward: bool = True
     """Whether these backwards reshard parameters; False leaves them unsharded for the next microbatch.
 
-    False needs :attr:`Capability.RESHARD_AFTER_BACKWARD`.
+    Declared by name.
     """
 
     set_is_last_backward: bool = False
     """Whether a call marks the last backward, for schedules that run several forwards before their backwards.
 
-    Needs :attr:`Capability.IS_LAST_BACKWARD`.
+    Declared by name.
     """
 
 
@@ -119,30 +145,30 @@ class Accumulation(_Renamed):
 class Precision(_Renamed):
     """The dtypes of a unit where they differ from those of its parameters.
 
-    A value other than a field's default needs the capability named at the field. If all units have the same dtypes and
-    no inputs are cast, :attr:`Capability.MODEL_PRECISION` is enough.
+    A value other than a field's default needs the option of its name, as "precision.param_dtype". If all units have the
+    same dtypes and no inputs are cast, :attr:`Capability.MODEL_PRECISION` is enough.
     """
 
     param_dtype: torch.dtype | None = None
     """The dtype of unsharded parameters, in the all-gather and in compute; None is the dtype of the parameters.
 
-    Needs :attr:`Capability.PARAM_DTYPE`.
+    Declared by name.
     """
 
     reduce_dtype: torch.dtype | None = None
     """The dtype in which gradients are reduced, and accumulated before that; None is the implementation's default.
 
-    :meth:`reduced_in` returns the resulting dtype. Needs :attr:`Capability.REDUCE_DTYPE`.
+    :meth:`reduced_in` returns the resulting dtype. Declared by name.
     """
 
     output_dtype: torch.dtype | None = None
     """The dtype to which floating-point tensors in the unit's output are cast; None casts none.
 
-    Needs :attr:`Capability.OUTPUT_DTYPE`.
+    Declared by name.
     """
 
     buffer_dtype: torch.dtype | None = None
-    """The dtype of floating-point buffers; None casts none. Needs :attr:`Capability.BUFFER_DTYPE`."""
+    """The dtype of floating-point buffers; None casts none. Declared by name."""
 
     cast_forward_inputs: bool = True
     """Whether floating-point tensors in the unit's inputs are cast to :attr:`param_dtype`."""
@@ -150,24 +176,18 @@ class Precision(_Renamed):
     full_precision_in_eval: bool = False
     """Whether nothing is cast while the module is in evaluation mode.
 
-    Needs :attr:`Capability.FULL_PRECISION_IN_EVAL`.
+    Declared by name.
     """
 
     keep_low_precision_grads: bool = False
     """Whether the optimizer gets gradients in the reduce dtype; otherwise they have the dtype of the parameters.
 
-    Needs :attr:`Capability.LOW_PRECISION_GRADIENTS`.
+    Declared by name.
     """
 
-    def needs(self) -> frozenset[Capability]:
-        """Return the capabilities that a unit needs to have these dtypes."""
-        named = {
-            Capability.PARAM_DTYPE: self.param_dtype, Capability.REDUCE_DTYPE: self.reduce_dtype,
-            Capability.OUTPUT_DTYPE: self.output_dtype, Capability.BUFFER_DTYPE: self.buffer_dtype,
-            Capability.FULL_PRECISION_IN_EVAL: self.full_precision_in_eval,
-            Capability.LOW_PRECISION_GRADIENTS: self.keep_low_precision_grads,
-        }  # fmt: skip
-        return frozenset(capability for capability, value in named.items() if value)
+    def needs(self) -> frozenset[str]:
+        """Return the options that a unit needs to have these dtypes."""
+        return options_in(self, "precision.")
 
     def reduced_in(self, parameters: torch.dtype, traits: Traits) -> torch.dtype:
         """Return the dtype in which an implementation with these traits reduces the gradients of a unit.
@@ -207,7 +227,7 @@ class Settings(_Renamed):
     """Whether backward unshards the unit; some units do not need parameters to compute their gradients."""
 
     keep_unsharded_storage: bool | None = None
-    """Whether unsharded storages keep their memory. Needs :attr:`Capability.KEEP_UNSHARDED_STORAGE`."""
+    """Whether unsharded storages keep their memory. Declared by name."""
 
     reduce_scatter_unused_params: bool | None = None
     """Whether zeros are reduced for parameters without a gradient; see :attr:`Config.ranks_differ`.
@@ -218,11 +238,11 @@ class Settings(_Renamed):
     gradient_divide_factor: float | None = None
     """The divisor of the sum of the gradients; see :attr:`Config.gradient_divide_factors`.
 
-    Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
+    Needs ``"gradient_divide_factors"``.
     """
 
     reduce_scatter_divide_factor: float | None = None
-    """The divisor as set by the deprecated call of this name. Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`."""
+    """The divisor as set by the deprecated call of this name. Needs ``"gradient_divide_factors"``."""
 
     force_sum_reduction_for_comms: bool | None = None
     """Whether each reduction is a sum, followed by a separate division."""
@@ -230,20 +250,20 @@ class Settings(_Renamed):
     separate_reduce_scatter_group: bool | None = None
     """Whether reduce-scatters have a process group of their own.
 
-    Needs :attr:`Capability.SEPARATE_REDUCE_SCATTER_GROUP`.
+    Declared by name.
     """
 
     reduce_scatter_max_input_buffers: int | None = None
     """The number of reduce-scatter inputs that may be in flight.
 
-    Needs :attr:`Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS`.
+    Declared by name.
     """
 
     allocate_memory_from_process_group_for_comm: bool | None = None
     """Whether buffers come from the allocator of the process group, if it has one."""
 
     symm_mem_for_comm: str | None = None
-    """The backend whose symmetric memory has the buffers. Needs :attr:`Capability.SYMMETRIC_MEMORY`."""
+    """The backend whose symmetric memory has the buffers. Declared by name."""
 
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     """Called after a sum over replicas with the rank's share of the reduced gradients, 1-D, which it may change."""
@@ -318,6 +338,10 @@ class Config(_Renamed):
 
     An adapter raises for a value that its implementation cannot honour; it never approximates. A case that needs an
     undeclared capability is skipped before that.
+
+    A field that is declared by name is an option: an adapter that honours values other than the default has the field's
+    name among its capabilities. A field of a field has a dot, as "clip.norm_type"; "settings." begins those of
+    :class:`Settings`. ``capability.OPTIONS`` has all options.
     """
 
     mesh: DeviceMesh
@@ -388,20 +412,20 @@ class Config(_Renamed):
     """The dtypes that replace :attr:`precision` for single units, by the name of the unit's first module."""
 
     ignored_params: tuple[str, ...] = ()
-    """The parameters that are neither sharded nor reduced, by name. Needs :attr:`Capability.IGNORED_PARAMS`."""
+    """The parameters that are neither sharded nor reduced, by name. Declared by name."""
 
     ignored_modules: tuple[str, ...] = ()
     """Modules that user code passes instead of their parameters, which are all in :attr:`ignored_params`.
 
     Ignored parameters outside these modules are passed as parameters too; the implementation must raise.
 
-    Needs :attr:`Capability.IGNORED_MODULES`.
+    Declared by name.
     """
 
     ignored_inside: bool = False
     """Whether only nested units get the option, so that the root must infer which parameters are ignored.
 
-    Needs :attr:`Capability.IGNORED_MODULES`.
+    Needs ``"ignored_modules"``.
     """
 
     replicated: tuple[str, ...] = ()
@@ -409,7 +433,7 @@ class Config(_Renamed):
 
     Their parameters are :attr:`ignored_params`.
 
-    Needs :attr:`Capability.REPLICATED_MODULES`.
+    Declared by name.
     """
 
     gradient_divide_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -417,13 +441,13 @@ class Config(_Renamed):
 
     Keys are names of the units' first modules; "" is the root's own unit.
 
-    Needs :attr:`Capability.GRADIENT_DIVIDE_FACTOR`.
+    Declared by name.
     """
 
     flat_parameters: bool = False
     """Whether the optimizer gets one flat parameter per unit instead of the model's own parameters.
 
-    Needs :attr:`Capability.FLAT_PARAMETERS`.
+    Declared by name.
     """
 
     sync_module_states: bool | Literal["root"] = False
@@ -432,7 +456,7 @@ class Config(_Renamed):
     ``"root"`` sets the option for the root only: the parameters of the root's own unit and all buffers come from the
     first rank, the parameters of the other units do not.
 
-    Needs :attr:`Capability.SYNC_MODULE_STATES`, and ``"root"`` :attr:`Capability.COUNTED_UNITS` as well.
+    Declared by name; ``"root"`` needs :attr:`Capability.COUNTED_UNITS` as well.
     """
 
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] | None = None
@@ -469,38 +493,37 @@ class Config(_Renamed):
     as_groups: bool = False
     """Whether the adapter passes the process groups of :attr:`mesh` instead of the mesh.
 
-    Needs :attr:`Capability.PROCESS_GROUPS`.
+    Declared by name.
     """
 
     default_mesh: bool = False
     """Whether the adapter passes neither mesh nor groups; :attr:`mesh` then has all ranks, as the default mesh does.
 
-    Needs :attr:`Capability.DEFAULT_MESH`.
+    Declared by name.
     """
 
     shard_dim: Callable[[nn.Parameter], int | Placement | None] | None = None
     """Returns the dimension along which a parameter is sharded, which may be negative; None is the default.
 
-    A placement, for cases about invalid ones, is passed on unchanged. Needs :attr:`Capability.SHARD_DIMENSION`.
+    A placement, for cases about invalid ones, is passed on unchanged. Declared by name.
     """
 
     unit_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)
     """The data-parallel meshes of units with a mesh other than :attr:`mesh`, by the name of their first module.
 
-    Needs :attr:`Capability.UNIT_MESHES`.
+    Declared by name.
     """
 
     parameter_meshes: Mapping[str, DeviceMesh] = dataclasses.field(default_factory=dict)
     """The data-parallel meshes of the parameters of some modules inside units, by the name of the module.
 
-    Needs :attr:`Capability.PARAMETER_MESHES`.
+    Declared by name.
     """
 
     parameter_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The dtypes of single parameters in compute, by their names; the other parameters have that of their unit.
 
-    A value that is not a dtype, for cases about invalid ones, is passed on unchanged. Needs
-    :attr:`Capability.PARAMETER_DTYPES`.
+    A value that is not a dtype, for cases about invalid ones, is passed on unchanged. Declared by name.
     """
 
     dp_mesh_dims: NamedDimensions | None = None
@@ -508,13 +531,13 @@ class Config(_Renamed):
 
     :attr:`mesh` is the sub-mesh of these dimensions. Without dimensions to shard over, :attr:`shards` is False.
 
-    Needs :attr:`Capability.DP_MESH_DIMS`.
+    Declared by name.
     """
 
     auto_wrap_policy: WrapPolicy | None = None
     """The rule by which the implementation finds the units itself; :attr:`units` are the units that it should find.
 
-    Needs :attr:`Capability.AUTO_WRAP_POLICY`.
+    Declared by name.
     """
 
     def mesh_of(self, unit: str) -> DeviceMesh:

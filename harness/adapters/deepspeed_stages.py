@@ -21,7 +21,7 @@ _ENGINE = COMMON | {
     Capability.CLIPPING,
     Capability.OWN_CHECKPOINT,
     Capability.MODEL_PRECISION,
-    Capability.IS_LAST_BACKWARD,
+    "accumulation.set_is_last_backward",
 }
 
 
@@ -39,12 +39,12 @@ _TRAITS = Traits(
 
 class _FullParameters(DeepSpeedEngineAdapter):
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return _ENGINE | {
             Capability.UNUSED_OUTPUT,
             Capability.NON_ROOT_FORWARD,
             Capability.COMPILED_MODULES,
-            Capability.DEFAULT_MESH,
+            "default_mesh",
         }
 
     def zero_options(self, model: nn.Module) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class DeepSpeedZero1Adapter(_FullParameters):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.DEFERRED_REDUCTION, Capability.ACCUMULATION_DTYPES}
 
 
@@ -83,7 +83,7 @@ class DeepSpeedZero0Adapter(_FullParameters):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.DEFERRED_REDUCTION}
 
     def float32_copies(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -109,7 +109,7 @@ class DeepSpeedZero2Adapter(_FullParameters):
     traits = dataclasses.replace(DeepSpeedZero1Adapter.traits, shards=frozenset({"gradients", "optimizer"}))
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.ACCUMULATION_DTYPES}
 
 
@@ -144,7 +144,7 @@ class DeepSpeedZero3Adapter(DeepSpeedEngineAdapter):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return _ENGINE | {Capability.SHARDED, Capability.RESHARD_AFTER_FORWARD, Capability.ACCUMULATION_DTYPES}
 
     def zero_options(self, model: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 
 from shardproof.harness.adapters.base import ByParameter, KeysLeftOver, OptimizerFactory, inner_first
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import EVERY, Capability
 from shardproof.harness.adapters.config import (
     ORDERED,
     Accumulation,
@@ -108,29 +108,32 @@ class DTensorAdapter(ByParameter):
         return None
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # These implementations have no flat parameters and no policies that find units. Sharding sends no values, user
         # code's functions follow reductions, and what is gathered ahead is set by name.
         # What unshard() gathers is read by registered(); what is written to it is lost: whole parameters are others.
         # Optimizers that step in backward go by hooks of the parameters, which AUTOGRAD-5 is about.
         missing = {
             *Capability.of(
-                "flat-parameters fsdp1-api sync-module-states buffer-dtype no-shard reduction-hook backward-prefetch"
+                "flat_parameters fsdp1-api sync_module_states precision.buffer_dtype no-shard reduction-hook "
+                "backward-prefetch"
             ),
             *Capability.of(
-                "ignored-modules auto-wrap-policy summon-full-params full-params-on-cpu full-precision-in-eval"
+                "ignored_modules auto_wrap_policy summon-full-params full-params-on-cpu "
+                "precision.full_precision_in_eval"
             ),
             *Capability.of(
-                "low-precision-gradients step-in-backward optimizer-keys own-checkpoint unreduced-gradients zero-api"
+                "precision.keep_low_precision_grads step-in-backward optimizer-keys own-checkpoint "
+                "unreduced-gradients zero-api"
             ),
         }
         if not hasattr(cls, "mesh_dims"):
-            missing |= {Capability.DP_MESH_DIMS, Capability.SPMD_TYPES}
+            missing |= {"dp_mesh_dims", Capability.SPMD_TYPES}
         if not hasattr(cls, "share_comm_ctx"):
             missing.add(Capability.SHARE_COMM_CTX)
         if importlib.util.find_spec("spmd_types") is None:
             missing.add(Capability.SPMD_TYPES)
-        return frozenset(Capability) - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
+        return EVERY - missing - {Capability.ORDERED_GROUPS, Capability.ORDERED_MESHES} | ORDERED
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)

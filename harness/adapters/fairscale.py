@@ -44,10 +44,10 @@ class FairscaleSdpAdapter(FairscaleAdapter):
     traits = Traits(shards=frozenset({"optimizer"}), unused_gradient="zero")
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return COMMON_AND_CLIPPING | Capability.of(
-            "unused-output recomputation compiled-modules deferred-reduction sync-module-states process-groups "
-            "default-mesh clip-empty-shards own-optimizer loss-scaling"
+            "unused-output recomputation compiled-modules deferred-reduction sync_module_states as_groups "
+            "default_mesh clip-empty-shards own-optimizer loss-scaling"
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -164,10 +164,10 @@ class FairscaleFsdpAdapter(FairscaleAdapter, WrappingAdapter):
         return super().availability(device_type)
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return COMMON_AND_CLIPPING - {Capability.UNUSED_MODULE, Capability.DATACLASS_OUTPUT} | Capability.of(
-            "sharded reshard-after-forward root-reshard recomputation cast-after-init flat-parameters "
-            "process-groups default-mesh gradient-divide-factor deferred-reduction reshard-after-backward "
+            "sharded reshard-after-forward root-reshard recomputation cast-after-init flat_parameters "
+            "as_groups default_mesh gradient_divide_factors deferred-reduction accumulation.reshard_after_backward "
             "clip-empty-shards counted-units single-rank own-optimizer loss-scaling offload"
         )
 

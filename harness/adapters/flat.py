@@ -269,20 +269,20 @@ class FlatAdapter(WrappingAdapter):
         return None
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # What the interface of ``FullyShardedDataParallel`` offers in every implementation.
         return (
             COMMON_AND_CLIPPING
             | ORDERED
             | Capability.of(
                 "sharded reshard-after-forward hybrid no-shard unused-output recomputation cast-after-init "
-                "param-dtype reduce-dtype buffer-dtype full-precision-in-eval low-precision-gradients "
-                "model-precision ignored-params ignored-modules auto-wrap-policy meta-device process-groups "
-                "deferred-reduction reshard-after-backward clip-empty-shards counted-units own-optimizer loss-scaling "
-                "offload distributed-checkpoint full-state-dict summon-full-params full-params-on-cpu flat-parameters "
-                "fsdp1-api sync-module-states order-validation tensor-parallel inputs-to-device autograd-calls "
-                "ranks-differ reduction-hook backward-prefetch optimizer-keys step-in-backward unreduced-gradients "
-                "default-mesh"
+                "precision.param_dtype precision.reduce_dtype precision.buffer_dtype precision.full_precision_in_eval "
+                "precision.keep_low_precision_grads model-precision ignored_params ignored_modules auto_wrap_policy "
+                "meta-device as_groups deferred-reduction accumulation.reshard_after_backward clip-empty-shards "
+                "counted-units own-optimizer loss-scaling offload distributed-checkpoint full-state-dict "
+                "summon-full-params full-params-on-cpu flat_parameters fsdp1-api sync_module_states order-validation "
+                "tensor-parallel inputs-to-device autograd-calls ranks-differ reduction-hook backward-prefetch "
+                "optimizer-keys step-in-backward unreduced-gradients default_mesh"
             )
         )
 

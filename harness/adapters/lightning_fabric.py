@@ -74,10 +74,10 @@ class LightningFabricAdapter(FabricAdapter, TorchFullyShardAdapter):
     traits = dataclasses.replace(TorchFullyShardAdapter.traits, isolation="adapter")
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # META_LOAD: what is on the meta device after sharding, Fabric makes real at once.
         # DP_MESH_DIMS, REPLICATED_MODULES and STATE_HELPERS have not been tried.
-        missing = Capability.of("meta-load dp-mesh-dims replicated-modules spmd-types state-helpers")
+        missing = Capability.of("meta-load dp_mesh_dims replicated spmd-types state-helpers")
         return super().capabilities() - missing
 
     @classmethod
@@ -133,12 +133,12 @@ class LightningFabricFsdp1Adapter(FabricAdapter, EngineFsdpAdapter):
         return super().availability(device_type)
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # Fabric converts the model, inputs and outputs to the dtype of its own precision.
-        missing = {Capability.PARAM_DTYPE, Capability.REDUCE_DTYPE, Capability.BUFFER_DTYPE}
-        missing |= {Capability.MODEL_PRECISION, Capability.LOW_PRECISION_GRADIENTS, Capability.CAST_AFTER_INIT}
+        missing = {"precision.param_dtype", "precision.reduce_dtype", "precision.buffer_dtype"}
+        missing |= {Capability.MODEL_PRECISION, "precision.keep_low_precision_grads", Capability.CAST_AFTER_INIT}
         missing |= {Capability.AUTOGRAD_CALLS}  # only Fabric's own backward may be called
-        return super().capabilities() - missing | {Capability.CLIP_RAISES}
+        return super().capabilities() - missing | {"clip.error_if_nonfinite"}
 
     @classmethod
     @functools.cache

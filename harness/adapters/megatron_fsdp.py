@@ -109,9 +109,9 @@ class MegatronFsdpAdapter(MegatronAdapter):
     module: Any
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return COMMON | Capability.of(
-            "sharded hybrid grouped-unit unused-output recomputation default-mesh own-optimizer"
+            "sharded hybrid grouped-unit unused-output recomputation default_mesh own-optimizer"
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -174,9 +174,10 @@ class MegatronFsdpExperimentalAdapter(MegatronAdapter):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return COMMON_AND_CLIPPING | Capability.of(
-            "sharded hybrid unit-meshes unused-output recomputation clip-raises clip-empty-shards own-optimizer"
+            "sharded hybrid unit_meshes unused-output recomputation clip.error_if_nonfinite clip-empty-shards "
+            "own-optimizer"
         )
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

@@ -20,10 +20,10 @@ from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
 
 #: What olmo-core sets or calls for its own models, and what its clipping and its checkpoints must cope with.
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
-    "sharded reshard-after-forward root-reshard hybrid single-rank default-mesh counted-units all-gather-order "
-    "unused-output post-accumulate-grad-hook recomputation autograd-calls recovery deferred-all-reduce "
-    "param-dtype reduce-dtype clip-empty-shards own-optimizer dtensor-parameters registered-state meta-device "
-    "distributed-checkpoint full-state-dict own-checkpoint"
+    "sharded reshard-after-forward root-reshard hybrid single-rank default_mesh counted-units all-gather-order "
+    "unused-output post-accumulate-grad-hook recomputation autograd-calls recovery accumulation.skips "
+    "precision.param_dtype precision.reduce_dtype clip-empty-shards own-optimizer dtensor-parameters registered-state "
+    "meta-device distributed-checkpoint full-state-dict own-checkpoint"
 )
 
 
@@ -41,7 +41,7 @@ class OlmoCoreAdapter(Packaged, TorchFullyShardAdapter):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return _CAPABILITIES & (super().capabilities() | {Capability.OWN_CHECKPOINT})
 
     @classmethod

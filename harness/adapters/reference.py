@@ -114,7 +114,7 @@ class ReferenceFlatAdapter(FlatAdapter):
     as_on_a_device = staticmethod(as_on_a_device)
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | Capability.of(
             "non-root-forward single-rank recomputes-gathered compiled-modules tensor-parallel-counts "
             "tensor-parallel-checkpoint pageable-offload host-runs-ahead recovery any-combination"

@@ -17,7 +17,7 @@ from shardproof.harness.tensors import private
 from shardproof.harness.tensors.pieces import Piece, original_name, whole
 
 UNSHARDED = COMMON_AND_CLIPPING | {
-    Capability.CLIP_RAISES,
+    "clip.error_if_nonfinite",
     Capability.CLIP_SOME,
     Capability.OWN_OPTIMIZER,
     Capability.LOSS_SCALING,
@@ -66,7 +66,7 @@ class ReplicatedAdapter(ReplicaAdapter):
     name = "replicated"
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return UNSHARDED | {Capability.UNUSED_OUTPUT, Capability.NON_ROOT_FORWARD}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
@@ -108,7 +108,7 @@ def group_of(config: Config) -> dist.ProcessGroup | None:
 
 
 OF_DDP = UNSHARDED | Capability.of(
-    "clip-empty-shards compiled-modules default-mesh distributed-checkpoint full-state-dict process-groups "
+    "clip-empty-shards compiled-modules default_mesh distributed-checkpoint full-state-dict as_groups "
     "recomputation state-helpers"
 )
 """What ``DistributedDataParallel`` offers, as a wrapper or in place."""
@@ -125,8 +125,8 @@ class DdpAdapter(ReplicaAdapter):
     name = "ddp"
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
-        return OF_DDP | {Capability.SYNC_MODULE_STATES}
+    def capabilities(cls) -> frozenset[str]:
+        return OF_DDP | {"sync_module_states"}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:
         super().__init__(model, optimizer=optimizer, config=config)
@@ -162,7 +162,7 @@ class TorchReplicateAdapter(ReplicaAdapter):
     name = "torch.replicate"
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return OF_DDP | {Capability.CAST_AFTER_INIT}
 
     def __init__(self, model: nn.Module, *, optimizer: OptimizerFactory | None, config: Config) -> None:

@@ -25,9 +25,9 @@ class TorchFsdpAdapter(FlatAdapter):
     )  # fmt: skip
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # What it puts on the CPU where it is already, it frees: findings/F041.py.
-        lacks = {Capability.FULL_PARAMS_ON_CPU, Capability.FULL_PRECISION_IN_EVAL}
+        lacks = {Capability.FULL_PARAMS_ON_CPU, "precision.full_precision_in_eval"}
         return super().capabilities() - lacks | {Capability.STATE_HELPERS}
 
     def _key_kinds(self) -> Any:
@@ -43,7 +43,7 @@ class EngineFsdpAdapter(TorchFsdpAdapter):
     """
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # Cases that call torch's own wrapper say nothing about the package around it.
         return super().capabilities() - {Capability.FSDP1_API, Capability.STATE_HELPERS}
 

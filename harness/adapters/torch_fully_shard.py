@@ -14,29 +14,26 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import OPTIONS, Capability
 from shardproof.harness.adapters.dtensor import DTensorAdapter
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import full_of
 
-#: Capabilities that a version of torch lacks or has, by the methods that they are.
+#: Capabilities that a version of torch lacks or has, by the methods that they are. A setting is its setter.
 _RECENT = {
     Capability.RECOVERY: "reset_iter_state",
     Capability.RANKS_DIFFER: "set_reduce_scatter_unused_params",
-    Capability.SEPARATE_REDUCE_SCATTER_GROUP: "set_separate_reduce_scatter_group",
-    Capability.REDUCE_SCATTER_MAX_INPUT_BUFFERS: "set_reduce_scatter_max_input_buffers",
-    Capability.SYMMETRIC_MEMORY: "set_symm_mem_for_comm",
-    Capability.KEEP_UNSHARDED_STORAGE: "set_keep_unsharded_storage",
     Capability.MANUAL_BACKWARD_FINALIZATION: "finalize_backward",  # since torch 2.15
+    **{one: one.replace("settings.", "set_") for one in OPTIONS if one.startswith("settings.")},
 }
 
 
-def missing_of(module: type) -> set[Capability]:
+def missing_of(module: type) -> set[str]:
     """The capabilities that a sharded module of this class lacks, because it lacks the methods that they are.
 
     And those that came with the rule for single parameters of ``MixedPrecisionPolicy``: F-341 of findings/.
     """
-    came_later = {Capability.GRADIENT_DTYPE, Capability.PARAMETER_DTYPES}
+    came_later = {Capability.GRADIENT_DTYPE, "parameter_dtypes"}
     lacks = {one for one, method in _RECENT.items() if not hasattr(module, method)}
     return lacks if hasattr(MixedPrecisionPolicy, "param_dtype_override_fn") else lacks | came_later
 
@@ -74,14 +71,14 @@ class TorchFullyShardAdapter(DTensorAdapter):
     register = staticmethod(register_fsdp_forward_method)
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # fully_shard does not compare the order of units between ranks. A search among its combinations would stop at
         # known failures: F-2, F-21, F-24, F-25 and F-29 of findings/. RESHARD_A_PART is F-6, in which ranks wait
         # for each other.
-        lacks = {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION, Capability.RESHARD_A_PART}
-        lacks |= missing_of(FSDPModule)
+        lacks = missing_of(FSDPModule)
+        lacks |= {Capability.ORDER_VALIDATION, Capability.ANY_COMBINATION, Capability.RESHARD_A_PART}
         if private.find("torch.distributed.fsdp._fully_shard._fsdp_common.ShardPlacementResult") is None:
-            lacks.add(Capability.PARAMETER_MESHES)
+            lacks.add("parameter_meshes")
         if Version(torch.__version__).release < (2, 14):
             lacks.add(Capability.SPMD_TYPES)
         if Version(torch.__version__).release < (2, 15):

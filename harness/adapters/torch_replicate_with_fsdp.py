@@ -21,10 +21,10 @@ _REPLICATE = "torch.distributed._composable.replicate_with_fsdp.replicate"
 #: What is about shards, about what is gathered or scattered, or about a mesh of several dimensions.
 _SHARDING = Capability.of(
     "sharded reshard-after-forward reshard-to-size reshard-to-size-uneven reshard-a-part root-reshard hybrid "
-    "deferred-all-reduce shard-dimension unit-meshes parameter-meshes all-gather-extension all-gather-release "
+    "accumulation.skips shard_dim unit_meshes parameter_meshes all-gather-extension all-gather-release "
     "all-gather-order explicit-prefetch counted-units tensor-parallel-counts registered-state unit-settings "
-    "fsdp2-api separate-reduce-scatter-group "
-    "reduce-scatter-max-input-buffers replicated-modules order-validation single-rank spmd-types"
+    "fsdp2-api settings.separate_reduce_scatter_group "
+    "settings.reduce_scatter_max_input_buffers replicated order-validation single-rank spmd-types"
 )
 
 
@@ -57,7 +57,7 @@ class TorchReplicateWithFsdpAdapter(DTensorAdapter):
         return None
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         module = private.find("torch.distributed._composable.replicate_with_fsdp.ReplicateModule")
         lacks = _SHARDING | {Capability.ANY_COMBINATION} | (frozenset() if module is None else missing_of(module))
         return super().capabilities() - lacks | {Capability.NO_SHARD}

@@ -25,9 +25,9 @@ class TorchZeroOptimizerAdapter(DdpAdapter):
     traits = dataclasses.replace(DdpAdapter.traits, shards=frozenset({"optimizer"}))
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # Its states are those that ``consolidate_state_dict`` makes.
-        return OF_DDP - {Capability.STATE_HELPERS} | {Capability.SYNC_MODULE_STATES, Capability.ZERO_API}
+        return OF_DDP - {Capability.STATE_HELPERS} | {"sync_module_states", Capability.ZERO_API}
 
     @staticmethod
     def zero_optimizer(parameters: Any, optimizer_class: Any, **options: Any) -> torch.optim.Optimizer:

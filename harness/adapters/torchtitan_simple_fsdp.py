@@ -41,12 +41,12 @@ class TorchtitanSimpleFsdpAdapter(Packaged, ByParameter):
     )
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return COMMON_AND_CLIPPING | Capability.of(
-            "sharded unused-output post-accumulate-grad-hook non-root-forward clip-raises clip-empty-shards "
-            "cast-after-init meta-device dtensor-parameters single-rank own-optimizer loss-scaling hybrid "
-            "no-shard recomputation recomputes-gathered compiled-modules distributed-checkpoint "
-            "full-state-dict forward-method recovery process-groups"
+            "sharded unused-output post-accumulate-grad-hook non-root-forward clip.error_if_nonfinite "
+            "clip-empty-shards cast-after-init meta-device dtensor-parameters single-rank own-optimizer loss-scaling "
+            "hybrid no-shard recomputation recomputes-gathered compiled-modules distributed-checkpoint "
+            "full-state-dict forward-method recovery as_groups"
         )
 
     @classmethod

@@ -19,10 +19,10 @@ from shardproof.harness.tensors.trees import local_of
 
 #: What VeOmni has options or calls for, and what its clipping and its checkpoints must cope with.
 _CAPABILITIES = COMMON_AND_CLIPPING | Capability.of(
-    "sharded reshard-after-forward hybrid single-rank default-mesh counted-units all-gather-order unused-output "
+    "sharded reshard-after-forward hybrid single-rank default_mesh counted-units all-gather-order unused-output "
     "post-accumulate-grad-hook recomputation autograd-calls recovery offload pageable-offload offload-choice "
-    "clip-raises clip-empty-shards own-optimizer dtensor-parameters registered-state distributed-checkpoint "
-    "full-state-dict own-checkpoint"
+    "clip.error_if_nonfinite clip-empty-shards own-optimizer dtensor-parameters registered-state "
+    "distributed-checkpoint full-state-dict own-checkpoint"
 )
 
 
@@ -47,7 +47,7 @@ class VeomniAdapter(Packaged, TorchFullyShardAdapter):
     }
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return _CAPABILITIES & (super().capabilities() | {Capability.OWN_CHECKPOINT})
 
     @classmethod

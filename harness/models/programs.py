@@ -145,7 +145,7 @@ class CallKind:
     leads: Callable[[Situation, Call], None] = lambda situation, call: None
     has_places: bool = False
 
-    def needs_of(self, how: str) -> frozenset[Capability]:
+    def needs_of(self, how: str) -> frozenset[str]:
         """Return the capabilities that a way to call it needs."""
         return Capability.of(f"{self.needs} {self.choices[how]}")
 
@@ -269,7 +269,7 @@ KINDS: dict[str, CallKind] = {
     "zero_grad": CallKind(
         lambda situation, call: not situation.defers, choices={"none": "", "zeros": ""}, leads=_zeroed
     ),
-    "clip": CallKind(_has_gradients, "clip-by-call clip-any-norm clip-empty-shards", {"low": "", "high": ""}),
+    "clip": CallKind(_has_gradients, "clip-by-call clip.norm_type clip-empty-shards", {"low": "", "high": ""}),
     # State dicts, out and in. Before the first step an optimizer has nothing to save.
     "save": CallKind(
         lambda situation, call: _is_sent(situation, call) and _has_all_states(situation),
@@ -317,7 +317,7 @@ KINDS: dict[str, CallKind] = {
     # Settings of units.
     "prefetch": CallKind(_not_waiting, "explicit-prefetch", {"next": "", "previous": "", "none": ""}),
     "reshard_after_forward": CallKind(_at_rest, "unit-settings", {"yes": "", "no": ""}),
-    "divide": CallKind(_at_rest, "unit-settings gradient-divide-factor", {"2": "", "4": ""}),
+    "divide": CallKind(_at_rest, "unit-settings gradient_divide_factors", {"2": "", "4": ""}),
     "recover": CallKind(_always, "recovery fsdp2-api", leads=_recovered),
 }  # fmt: skip
 
@@ -327,7 +327,7 @@ def places(program: Program) -> int:
     return len(program.plan.units()) + 1
 
 
-def needs_of_program(program: Program, *, world_size: int) -> frozenset[Capability]:
+def needs_of_program(program: Program, *, world_size: int) -> frozenset[str]:
     """Return the capabilities without which an implementation cannot make the calls of a program."""
     needed = {
         Capability.OWN_OPTIMIZER: True,
@@ -336,14 +336,14 @@ def needs_of_program(program: Program, *, world_size: int) -> frozenset[Capabili
         Capability.SINGLE_RANK: program.replicas == world_size,
         Capability.RESHARD_AFTER_FORWARD: program.reshard_after_forward is not None,
         Capability.DEFERRED_REDUCTION: program.keeps_unsharded,
-        Capability.RESHARD_AFTER_BACKWARD: program.keeps_unsharded,
+        "accumulation.reshard_after_backward": program.keeps_unsharded,
         Capability.ADAM: program.optimizer == "adam",
     }
     own = frozenset(capability for capability, is_needed in needed.items() if is_needed)
     return own.union(*(KINDS[call.kind].needs_of(call.how) for call in program.calls))
 
 
-def accumulation_of(program: Program, capabilities: frozenset[Capability]) -> Accumulation | None:
+def accumulation_of(program: Program, capabilities: frozenset[str]) -> Accumulation | None:
     """Return what backwards may defer, for an implementation with these capabilities."""
     if Capability.DEFERRED_REDUCTION not in capabilities:
         return None

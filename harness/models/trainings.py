@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shardproof.harness.adapters.base import Accumulation
 from shardproof.harness.adapters.capability import Capability
-from shardproof.harness.adapters.config import EvaluationMode
+from shardproof.harness.adapters.config import EvaluationMode, options_in
 from shardproof.harness.models.drawn import Described, Plan
 
 #: The longest line of the source of a case.
@@ -81,7 +81,7 @@ class Training(Described):
 
 
 def case_of(
-    example: Described, function: str, *, module: str, names: Sequence[str], needed: frozenset[Capability],
+    example: Described, function: str, *, module: str, names: Sequence[str], needed: frozenset[str],
     world_size: int, requirements: Sequence[str], deadline: float | None,
 ) -> str:  # fmt: skip
     """Return the source of a file with one case, which calls a function with an example.
@@ -97,11 +97,14 @@ def case_of(
         *(f"contract({json.dumps(one)})" for one in requirements),
         f"world({world_size})",
         *([f"deadline({deadline:g})"] if deadline else []),
-        *(f"needs(Capability.{one.name})" for one in sorted(needed)),
+        *(
+            f"needs({f'Capability.{one.name}' if isinstance(one, Capability) else json.dumps(one)})"
+            for one in sorted(needed)
+        ),
     ]
     # Classes before functions, as isort has them.
     marked = sorted({mark.partition("(")[0] for mark in marks})
-    every = [*(["Capability"] if "needs" in marked else []), "Rank", *marked]
+    every = [*(["Capability"] if any("Capability." in mark for mark in marks) else []), "Rank", *marked]
     imports = {
         "shardproof.testing": every,
         "shardproof.testing.make": ["Accumulation"] if "Accumulation(" in body else [],
@@ -142,7 +145,7 @@ def source_of(value: Any, *, indent: int = 0, used: int = 0) -> str:
     return f"{name}(\n{''.join(lines)}{' ' * indent})"
 
 
-def needs_of(training: Training, *, world_size: int) -> frozenset[Capability]:
+def needs_of(training: Training, *, world_size: int) -> frozenset[str]:
     """Return the capabilities without which an implementation cannot run a training on so many ranks."""
     plan, steps, reshards = training.plan, training.steps, training.reshard_after_forward
     blocks, deferred = [block for _, block in plan.blocks()], training.accumulation or Accumulation()
@@ -161,18 +164,15 @@ def needs_of(training: Training, *, world_size: int) -> frozenset[Capability]:
         Capability.RESHARD_AFTER_FORWARD: isinstance(reshards, bool),
         Capability.RESHARD_TO_SIZE: reshards is not None and not isinstance(reshards, bool),
         Capability.DEFERRED_REDUCTION: training.accumulation is not None,
-        Capability.DEFERRED_PER_UNIT: deferred.units != "all",
-        Capability.DEFERRED_ALL_REDUCE: deferred.skips == "all-reduce",
-        Capability.RESHARD_AFTER_BACKWARD: not deferred.reshard_after_backward,
-        Capability.IS_LAST_BACKWARD: deferred.set_is_last_backward,
         Capability.CLIP_BY_CALL: training.clip,
         Capability.CLIP_EMPTY_SHARDS: training.clip,
-        Capability.CLIP_ANY_NORM: training.clip not in ("", "2"),
+        "clip.norm_type": training.clip not in ("", "2"),
         Capability.OFFLOAD: training.offloads,
         Capability.PAGEABLE_OFFLOAD: training.offloads,
-        Capability.FLAT_PARAMETERS: training.flat_parameters,
+        "flat_parameters": training.flat_parameters,
         Capability.EXPLICIT_PREFETCH: training.prefetches,
         Capability.ADAM: training.optimizer == "adam",
         Capability.ASYNC_UNSHARD: any(step.unshards for step in steps),
     }
-    return frozenset(capability for capability, is_needed in needed.items() if is_needed)
+    options = options_in(deferred, "accumulation.")
+    return options.union(capability for capability, is_needed in needed.items() if is_needed)

@@ -60,10 +60,10 @@ class PlanRequest:
 def check(request: PlanRequest, adapter: type[Adapter], *, dimensions: int) -> None:
     """Refuse, by a ValueError of one line, what an implementation cannot do on a mesh of as many dimensions."""
     reshards = request.reshard_after_forward
-    needs: list[tuple[bool, Capability, str]] = [
+    needs: list[tuple[bool, str, str]] = [
         (dimensions > 1, Capability.HYBRID, "a mesh of replicas and shards"),
-        (request.compute is not None, Capability.PARAM_DTYPE, "--param-dtype"),
-        (request.reduce is not None, Capability.REDUCE_DTYPE, "--reduce-dtype"),
+        (request.compute is not None, "precision.param_dtype", "--param-dtype"),
+        (request.reduce is not None, "precision.reduce_dtype", "--reduce-dtype"),
         (isinstance(reshards, bool), Capability.RESHARD_AFTER_FORWARD, "--reshard-after-forward"),
         (type(reshards) is int, Capability.RESHARD_TO_SIZE, "--reshard-after-forward with a number"),
         (request.checkpointing, Capability.RECOMPUTATION, "--checkpointing"),

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import pytest
 
 from shardproof import folders
-from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.capability import EVERY, Hardware
 from shardproof.harness.judging.texts import bounded
 from shardproof.harness.plugin import drawing, expected
 from shardproof.harness.plugin.options import MOST_DEADLINE_SECONDS
@@ -132,7 +132,7 @@ def missing(item: pytest.Function, selection: Selection) -> tuple[Verdict, list[
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     adapter = selection.implementations[launch.implementation]
     lacks = needed - selection.capabilities[launch.implementation]
-    unsupported = sorted(str(name) for name in lacks if isinstance(name, Capability))
+    unsupported = sorted(str(name) for name in lacks if not isinstance(name, Hardware))
     options = [mark.args[0] for mark in item.iter_markers("takes")]
     unsupported += [f"a name for {one}" for one in options if one not in adapter.option_names]
     hardware = {name for name in needed if isinstance(name, Hardware)}
@@ -158,7 +158,7 @@ def _indivisible(item: pytest.Function, size: int) -> str:
 
 def skip_reason(made: MadeRecord) -> str:
     """Return pytest's reason for a skip: the verdict, what is missing, and whose it would have to be."""
-    names = {*map(str, Capability), _READS}
+    names = EVERY | {_READS}
     declared = [name for name in made.missing if name in names]
     others = [name for name in made.missing if name not in names]
     if not declared:

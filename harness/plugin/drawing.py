@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.adapters.capability import Capability
 from shardproof.harness.judging.texts import MOST_OF_A_RANK, bounded, gist
 from shardproof.harness.plugin.records import MadeRecord
 from shardproof.runfile import Verdict
@@ -64,9 +63,7 @@ def examples_of(kind: type, effort: str) -> int:
     return own.get(effort, EXAMPLES)
 
 
-def strategy_of(
-    kind: type, *, capabilities: frozenset[Capability], wrong_calls: frozenset[str], world_size: int
-) -> Any:
+def strategy_of(kind: type, *, capabilities: frozenset[str], wrong_calls: frozenset[str], world_size: int) -> Any:
     """Return the strategy that draws what an implementation claims on so many ranks, without what it gets wrong."""
     # By name, so that a host without the extra can import this module.
     strategies = importlib.import_module("shardproof.harness.plugin.strategies")

@@ -6,7 +6,7 @@ from a module's ``pytestmark`` mean what they always mean.
 
 import pytest
 
-from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.capability import EVERY, Hardware, why_not
 from shardproof.harness.plugin.options import check_deadline
 
 #: Registered with pytest by the plugin, so that ``--strict-markers`` knows them.
@@ -65,15 +65,21 @@ def simulated(*, multiple_of: int = 1) -> pytest.MarkDecorator:
     return pytest.mark.simulated(multiple_of=multiple_of)
 
 
-def needs(*names: Capability | Hardware) -> pytest.MarkDecorator:
+def needs(*names: str) -> pytest.MarkDecorator:
     """Skip the case, with the name of what is missing, unless all of these are there.
 
-    A missing :class:`Capability` of the implementation gives the verdict ``unsupported``;
+    A missing :class:`Capability` or option of the implementation gives the verdict ``unsupported``;
     missing :class:`Hardware` gives ``unmet``.
+
+    Args:
+        names: members of ``Capability`` and ``Hardware``, and options by the names of their fields: "clip.norm_type".
+
+    Raises:
+        ValueError: a name is none of these.
     """
     for name in names:
-        if not isinstance(name, (Capability, Hardware)):
-            raise ValueError(f"needs({name!r}): expected a member of Capability or Hardware")
+        if name not in EVERY and not isinstance(name, Hardware):
+            raise ValueError(f"needs({name!r}): {why_not(str(name))}")
     return pytest.mark.needs(*names)
 
 

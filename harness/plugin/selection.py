@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardproof import contract as contracts
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.capability import Capability, Hardware
+from shardproof.harness.adapters.capability import Hardware
 from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin.options import OPTIONS, Asked, Options, there_are
 from shardproof.harness.worlds.torchrun.meeting import JobProcess
@@ -42,7 +42,7 @@ class Selection(Options):
         return f"profile: {self.profile}" if self.profile else f"effort: {self.effort}"
 
     @functools.cached_property
-    def capabilities(self) -> Mapping[str, frozenset[Capability]]:
+    def capabilities(self) -> Mapping[str, frozenset[str]]:
         """The capabilities that each adapter declares, by name: every collected case compares them with its needs."""
         return {name: adapter.capabilities() for name, adapter in self.implementations.items()}
 

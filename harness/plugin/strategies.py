@@ -32,7 +32,7 @@ _MEANS: tuple[Means, ...] = get_args(Means)
 
 
 def strategy_of(
-    kind: type, *, capabilities: frozenset[Capability], wrong_calls: frozenset[str], world_size: int
+    kind: type, *, capabilities: frozenset[str], wrong_calls: frozenset[str], world_size: int
 ) -> st.SearchStrategy[Any]:
     """Return the strategy of a kind of parameter: :class:`Training` or :class:`Program`."""
     if kind is Program:
@@ -44,13 +44,13 @@ def strategy_of(
 class _Claimed:
     """What one implementation claims on so many ranks."""
 
-    def __init__(self, capabilities: frozenset[Capability], world_size: int) -> None:
+    def __init__(self, capabilities: frozenset[str], world_size: int) -> None:
         self._capabilities = capabilities
         self._size = world_size
 
-    def _if(self, needed: Capability | Iterable[Capability], *choices: Any) -> list[Any]:
+    def _if(self, needed: str | Iterable[str], *choices: Any) -> list[Any]:
         """Return the choices if the implementation has these capabilities, and none otherwise."""
-        names = {needed} if isinstance(needed, Capability) else set(needed)
+        names = {needed} if isinstance(needed, str) else set(needed)
         return list(choices) if names <= self._capabilities else []
 
 
@@ -85,7 +85,7 @@ class _Trainings(_Claimed):
             ahead=draw(st.integers(0, microbatches - 1)) if accumulation and accumulation.set_is_last_backward else 0,
             clip=draw(st.sampled_from(self._clips(plan))),
             offloads=draw(st.sampled_from([False, *self._if((Capability.OFFLOAD, Capability.PAGEABLE_OFFLOAD), True)])),
-            flat_parameters=can_be_flat and draw(st.sampled_from([False, *self._if(Capability.FLAT_PARAMETERS, True)])),
+            flat_parameters=can_be_flat and draw(st.sampled_from([False, *self._if("flat_parameters", True)])),
             prefetches=not _skips(plan)
             and draw(st.sampled_from([False, *self._if(Capability.EXPLICIT_PREFETCH, True)])),
             optimizer=optimizer,
@@ -180,16 +180,16 @@ class _Trainings(_Claimed):
     ) -> list[Accumulation | None]:
         if microbatches == 1:
             return [None]
-        per_unit = self._if(Capability.DEFERRED_PER_UNIT, "root-only", *[(unit[0],) for unit in plan.units()])
-        skips = ["reduction", *(self._if(Capability.DEFERRED_ALL_REDUCE, "all-reduce") if replicas else [])]
+        per_unit = self._if("accumulation.units", "root-only", *[(unit[0],) for unit in plan.units()])
+        skips = ["reduction", *(self._if("accumulation.skips", "all-reduce") if replicas else [])]
         # A unit that is freed after forward can be kept after backward only if flags are set for each unit.
-        keeps = self._if(Capability.RESHARD_AFTER_BACKWARD, True) if reshards is False or per_unit else []
+        keeps = self._if("accumulation.reshard_after_backward", True) if reshards is False or per_unit else []
         deferred = [
             Accumulation(units=units, skips=skip, reshard_after_backward=not kept, set_is_last_backward=marks)
             for units in ("all", *per_unit)
             for skip in skips
             for kept in (False, *keeps)
-            for marks in (False, *self._if(Capability.IS_LAST_BACKWARD, True))
+            for marks in (False, *self._if("accumulation.set_is_last_backward", True))
         ]
         return [None, *self._if(Capability.DEFERRED_REDUCTION, *deferred)]
 
@@ -197,7 +197,7 @@ class _Trainings(_Claimed):
         two = self._if((Capability.CLIP_BY_CALL, Capability.CLIP_EMPTY_SHARDS), "2")
         # torch has no inf-norm of a tensor without elements, and the baseline clips by torch.
         largest = [] if any(part.kind == "no-rows" for part in plan.parts()) else ["inf"]
-        return ["", "", *two, *(self._if(Capability.CLIP_ANY_NORM, "1", "3", *largest) if two else [])]
+        return ["", "", *two, *(self._if("clip.norm_type", "1", "3", *largest) if two else [])]
 
     def _steps(self, heads: int, *, most: int) -> st.SearchStrategy[list[Step]]:
         outputs = range(heads + 1)
@@ -253,7 +253,7 @@ _DRAWN_CALLS = 90
 class _Programs(_Claimed):
     """Strategies of the parts of a program of calls."""
 
-    def __init__(self, capabilities: frozenset[Capability], world_size: int, wrong_calls: frozenset[str]) -> None:
+    def __init__(self, capabilities: frozenset[str], world_size: int, wrong_calls: frozenset[str]) -> None:
         super().__init__(capabilities, world_size)
         self._wrong_calls = wrong_calls
 
@@ -274,7 +274,7 @@ class _Programs(_Claimed):
     def _keeping(self, program: Program) -> st.SearchStrategy[Program]:
         """Let some programs without resharding after forward keep parameters after a deferred backward too."""
         able = program.reshard_after_forward is False and self._if(
-            (Capability.RESHARD_AFTER_BACKWARD, Capability.DEFERRED_REDUCTION), True
+            ("accumulation.reshard_after_backward", Capability.DEFERRED_REDUCTION), True
         )
         choices = st.sampled_from([False, True]) if able else st.just(False)
         return choices.map(lambda keeps: dataclasses.replace(program, keeps_unsharded=keeps))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import pytest
 
 from shardproof import contract
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import EVERY
 from shardproof.harness.judging.texts import rank_count
 from shardproof.harness.plugin import cases
 from shardproof.harness.plugin.selection import Selection
@@ -30,7 +30,7 @@ def find(without_world: Sequence[pytest.Item], items: Iterable[pytest.Item], sel
         sizes: dict[str, int] = {}
         has = selection.capabilities[name]
         for item in without_world:
-            needed = {one for mark in item.iter_markers("needs") for one in mark.args if isinstance(one, Capability)}
+            needed = {one for mark in item.iter_markers("needs") for one in mark.args if one in EVERY}
             world = item.get_closest_marker("world")
             if needed <= has and world is not None and item.get_closest_marker("nightly") is None:
                 for one in (_required() & set(cases.requirements(item))) - asked:

@@ -323,14 +323,14 @@ def _adapter(request: Request) -> type[Adapter]:
     adapter = registry.load(request.implementation)
     needs = [
         (len(request.data_dims) > 1, Capability.HYBRID, "a mesh of replicas and shards"),
-        (request.param_dtype, Capability.PARAM_DTYPE, "--param-dtype"),
-        (request.reduce_dtype, Capability.REDUCE_DTYPE, "--reduce-dtype"),
+        (request.param_dtype, "precision.param_dtype", "--param-dtype"),
+        (request.reduce_dtype, "precision.reduce_dtype", "--reduce-dtype"),
         (request.optimizer == "adamw", Capability.ADAM, "--optimizer adamw"),
     ]
     for is_needed, capability, what in needs:
         if is_needed and capability not in adapter.capabilities() and not registry.is_control(adapter):
             raise ValueError(f"{request.implementation} lacks the capability {capability}, for {what}")
-    if request.param_dtype and Capability.PARAM_DTYPE not in adapter.capabilities():
+    if request.param_dtype and "precision.param_dtype" not in adapter.capabilities():
         raise ValueError(
             f"{request.implementation} has no --param-dtype; --dtype {request.param_dtype} sets the dtype of all"
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from shardproof import commands
 from shardproof.door import printable
 from shardproof.harness.adapters import registry
-from shardproof.harness.adapters.capability import Capability, families
+from shardproof.harness.adapters.capability import EVERY, families
 from shardproof.reports.texts import table
 
 CANNOT_RUN = 1
@@ -31,7 +31,7 @@ class _Known:
     name: str
     source: str
     version: str = "-"
-    capabilities: frozenset[Capability] | None = None
+    capabilities: frozenset[str] | None = None
     devices: list[str] = dataclasses.field(default_factory=list)
     reasons: list[str] = dataclasses.field(default_factory=list)
 
@@ -58,7 +58,7 @@ def implementations(arguments: Sequence[str]) -> int:
     names = named or dict.fromkeys([*registry.BUILT_IN, *registry.registered()])
     here = devices.accelerator()
     known = [_examined(name, ["cpu", here] if here else ["cpu"]) for name in names]
-    heading = ["name", "version", f"of {len(Capability)} capabilities", "runs on", "from"]
+    heading = ["name", "version", f"of {len(EVERY)} capabilities", "runs on", "from"]
     lines = _by_family(known) if options.capabilities else table([heading, *(one.row for one in known)])
     lines += [printable(line) for line in [*_clashes(), *(line for one in known for line in one.reasons)]]
     if not here:
@@ -92,13 +92,14 @@ def _examined(name: str, device_types: Iterable[str]) -> _Known:
 def _by_family(known: Sequence[_Known]) -> list[str]:
     """Each capability by its family, with what declares it: one implementation or not, or how many."""
     declared = [one.capabilities for one in known if one.capabilities is not None]
+    width = max(map(len, EVERY)) + 2
     lines = [f"declared by: {', '.join(one.name for one in known if one.capabilities is not None) or 'nothing here'}"]
     for family, recipe, members in families():
         lines += ["", *textwrap.wrap(f"{family.upper()}. {recipe}", 110)]
         for capability, said in members.items():
             number = sum(capability in one for one in declared)
             found = f"{number} of {len(declared)}" if len(declared) != 1 else "yes" if number else "-"
-            lines.append(f"  {capability:<30}{found:<10}{said}")
+            lines.append(f"  {capability:<{width}}{found:<10}{said}")
     return lines
 
 

@@ -95,7 +95,7 @@ DELAYED_BEFORE = [
 
 #: The optimizer has the parameters of the model, or one flat parameter for each unit.
 FLAT = pytest.mark.parametrize(
-    "flat", [False, pytest.param(True, marks=needs(Capability.FLAT_PARAMETERS))], ids=["originals", "flat"]
+    "flat", [False, pytest.param(True, marks=needs("flat_parameters"))], ids=["originals", "flat"]
 )
 
 

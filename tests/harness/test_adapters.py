@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import inspect
 import re
 import sys
 
@@ -13,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardproof.harness.models.plain
-from shardproof.harness.adapters import capability, registry
+from shardproof.harness.adapters import capability, config, registry
 from shardproof.harness.adapters.base import Adapter, Config, Traits
-from shardproof.harness.adapters.capability import Capability
+from shardproof.harness.adapters.capability import EVERY, OPTIONS, Capability
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import gradient_traits
 from tests.errors import error_of
@@ -101,7 +102,9 @@ def test_what_is_missing_says_how_to_install_it(module, monkeypatch):
 
 
 def test_each_capability_is_in_one_family():
-    assert [one for *_, members in capability.families() for one in members] == list(Capability)
+    members = [one for *_, members in capability.families() for one in members]
+    assert [one for one in members if one not in OPTIONS] == list(Capability)
+    assert sorted(one for one in members if one in OPTIONS) == sorted(OPTIONS)
     assert all(name and recipe and all(members.values()) for name, recipe, members in capability.families())
 
 
@@ -118,7 +121,7 @@ def documented_as_lacking(name):
 @pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "ddp"])
 def test_what_the_document_says_is_lacking_is_not_declared(name):
     lacking = documented_as_lacking(name)
-    assert lacking <= set(map(str, Capability)), "there is no such capability"
+    assert lacking <= EVERY, "there is no such capability"
     assert not lacking & set(map(str, registry.load(name).capabilities()))
 
 
@@ -234,3 +237,18 @@ def test_process_is_changed_in_prepare_and_in_ranks_of_its_own_only(run, pyteste
     pytester.makepyfile(adapters=CHANGES_A_VARIABLE)
     result = run(SEES_A_VARIABLE, "--impl", f"adapters:{adapter}", "--device", "cpu", own_process=True)
     result.stdout.fnmatch_lines([says])
+
+
+def test_each_option_is_a_field_that_says_so():
+    """``capability.OPTIONS`` imports no torch, so it repeats the names of fields."""
+    kinds = {
+        "": Config, "clip.": config.Clip, "accumulation.": config.Accumulation, "precision.": config.Precision,
+        "settings.": config.Settings,
+    }  # fmt: skip
+    said = {
+        f"{begins}{name}"
+        for begins, kind in kinds.items()
+        for name, text in re.findall(r'^    (\w+): [^\n]+\n    """(.*?)"""', inspect.getsource(kind), re.M | re.S)
+        if "Declared by name" in text
+    }
+    assert said == OPTIONS

@@ -437,7 +437,7 @@ LINES = [
     (("--impl", "ddp", "--param-dtype", "bfloat16"), "ddp has no --param-dtype; --dtype bfloat16"),
     (
         ("--impl", "torch.zero_optimizer", "--reduce-dtype", "bfloat16"),
-        "torch.zero_optimizer lacks the capability reduce-dtype, for --reduce-dtype",
+        "torch.zero_optimizer lacks the capability precision.reduce_dtype, for --reduce-dtype",
     ),
     (("--impl", "ddp", "--mesh", "dp=2,tp=2"), "ddp does not shard over 'tp': give --parallelize"),
     (("--layers", "2"), "--layers and --dim are for known shapes"),

@@ -55,7 +55,7 @@ class MegatronClippedByTorch(MegatronFsdpAdapter):
     name = "megatron-clipped-by-torch"
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return super().capabilities() | {Capability.CLIPPING, Capability.CLIP_BY_CALL}
 
 
@@ -70,7 +70,7 @@ class AccelerateOnCpu(Adapter):
         return None
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         return frozenset({Capability.SHARDED, Capability.CLIPPING, Capability.CLIP_BY_CALL})
 
     @classmethod

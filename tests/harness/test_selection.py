@@ -220,7 +220,10 @@ def test_the_hardware_classes_of_profiles(gpus):
         (lambda: world(True), "world(True)"),
         (lambda: world(2, 2), "each size may be given once"),
         (lambda: world(2, debug_level="LOUD"), "debug_level='LOUD'"),
-        (lambda: needs("sharded"), "needs('sharded'): expected a member of Capability or Hardware"),
+        (
+            lambda: needs("shard_dims"),
+            "needs('shard_dims'): there is no capability 'shard_dims': did you mean shard_dim",
+        ),
         (lambda: deadline(0), "deadline(0)"),
         (lambda: deadline(float("inf")), "deadline(inf): expected a positive number of seconds, at most 1500"),
     ],

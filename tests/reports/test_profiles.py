@@ -16,7 +16,7 @@ NONE = frozenset()
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A contract of seven items; of the first profile four can run on the CPU and two on the GPUs."""
-    needs = {"a": NONE, "b": frozenset({"hybrid"}), "flat": frozenset({"flat-parameters"})}
+    needs = {"a": NONE, "b": frozenset({"hybrid"}), "flat": frozenset({"flat_parameters"})}
     items = {
         f"w{ranks}-{end}": contract.Item(("X-1", "Y-1"), ranks, needs[end], NONE) for ranks in (2, 4) for end in needs
     }

@@ -28,9 +28,9 @@ class YourAdapter(ByParameter):
         return your_implementation.__version__
 
     @classmethod
-    def capabilities(cls) -> frozenset[Capability]:
+    def capabilities(cls) -> frozenset[str]:
         # Begin with few, run, and read in the report which missing one keeps you from most cases.
-        # Without clip-any-norm: ZeroThree.clip knows the 2-norm alone.
+        # Without clip.norm_type: ZeroThree.clip knows the 2-norm alone.
         return COMMON | Capability.of(
             "sharded unused-output non-root-forward deferred-reduction clipping clip-by-call own-optimizer"
         )
