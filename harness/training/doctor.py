@@ -195,6 +195,9 @@ class Doctor(Watcher):
             buffers=bits_on_host(self._watch.model.bits_of_buffers()),
             sends_buffers=wrappers.sends_buffers,
             thawed=() if self._registered is None else self._registered.thawed(models),
+            ties=tuple(self._watch.model.tied()),
+            untied=() if self._registered is None else self._registered.untied(models),
+            sharded={} if self._registered is None else self._registered.sharded(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------

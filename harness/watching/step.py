@@ -28,6 +28,7 @@ from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
 from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
+from shardproof.harness.watching.recomputing import Draws
 from shardproof.harness.watching.records import (
     Drop,
     ForwardRecord,
@@ -305,6 +306,7 @@ class WatchedStep:
         self.forwards, self.backwards = Forwards(), Backwards()
         self.updates = Updates(model, takes)
         self.finite, self.norms, self.losses, self.drops = Finite(), Norms(), Losses(), Drops()
+        self.draws = Draws()
         self.collectives = Trace()
         self.zeroed, self.zeroed_since = zeroed, list[int]()
         self._model, self._takes = model, takes
@@ -391,7 +393,8 @@ class WatchedStep:
         record = StepRecord(
             rank=0, step=number, backwards=self.backwards.count, forwards=self.forwards.record(),
             gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
-            modules=self._model.record(self.forwards.called, gathered, self._buffers), optimizers=self.updates.stepped,
+            modules=self._model.record(self.forwards.called, gathered, self._buffers, self.draws.redrawn()),
+            optimizers=self.updates.stepped,
             norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
             collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
         )  # fmt: skip

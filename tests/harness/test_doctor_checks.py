@@ -12,7 +12,17 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import buffers, comparing, freezing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training import (
+    buffers,
+    comparing,
+    freezing,
+    invariants,
+    judge,
+    norms,
+    reduction,
+    tokens,
+    updates,
+)
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -175,7 +185,7 @@ CHECKS = {
     for name in names
 }
 CHECKS |= {
-    "tokens": lambda made: invariants.check_tokens(made.evidence()),
+    "tokens": lambda made: tokens.check_tokens(made.evidence()),
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
     "optimizers_ever": lambda made: updates.check_optimizers_ever([made.evidence()]),
