@@ -162,7 +162,8 @@ CHECKS = _by_code([
     Code(HAS_STATE, "each-parameter-has-optimizer-state",
          "a parameter that does not move has optimizer state if others of its optimizer have",
          "let the optimizer step it", _RECORDS + "D7"),
-    Code(TIES, "ties-are-kept", "tied parameters are still one parameter",
+    Code(TIES, "ties-are-kept",
+         "tied parameters are still one parameter (a note where user code replaces one of the two)",
          "tie them again after their storage is replaced",
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
@@ -212,13 +213,13 @@ CHECKS = _by_code([
          "statistics of torch's own modules may differ)",
          "reduce the values that update the buffer over the data-parallel ranks", _STATES + "router by rank"),
     Code(INITIAL, "initial-values-are-of-one-model",
-         "parameters that differ between ranks when `fully_shard()` shards them have other values when training begins "
-         "(a note where no rank is seen to load them)",
+         "no parameter is a mixture of values that differed between ranks before `fully_shard()` (a note where each "
+         "rank may have drawn its own)",
          "load on each rank before `fully_shard()`, or broadcast the values of one rank after it",
          _STATES + "loaded by one rank"),
     Code(RECOMPUTED, "recomputations-repeat-random-numbers",
-         "what a checkpoint recomputes in backward draws the random numbers of its forward (a note of modules of user "
-         "code, and of other recomputations than torch's)",
-         "leave `preserve_rng_state=True`", _STATES + "recomputes another dropout"),
+         "a recomputation in backward draws the random numbers of its forward (a note of modules of user code, and of "
+         "recomputations other than torch's)",
+         "leave `preserve_rng_state=True` of activation checkpoints", _STATES + "recomputes another dropout"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

@@ -14,7 +14,7 @@ from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
 from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, StepRecord
-from shardproof.harness.watching.sharding import Sharding
+from shardproof.harness.watching.ties import Built
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,8 @@ class Start:
         seed: that of torch's random numbers.
         buffers: the bits of buffers of user code's modules, by canonical name.
         sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
-        thawed: the names of parameters that require a gradient, and have replaced ones that did not.
         ties: the sets of names of one parameter.
-        untied: the pairs of names that were one parameter until user code replaced one of the two.
-        sharded: what parameters were before ``fully_shard()``, as far as it was seen, by canonical name.
+        built: what has happened to parameters since the model was built, as far as it was seen.
     """
 
     groups: Groups
@@ -54,10 +52,8 @@ class Start:
     seed: int = 0
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
     sends_buffers: bool = False
-    thawed: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
-    untied: tuple[tuple[str, ...], ...] = ()
-    sharded: Mapping[str, Sharding] = dataclasses.field(default_factory=dict)
+    built: Built = dataclasses.field(default_factory=Built)
 
 
 @dataclasses.dataclass

@@ -552,7 +552,7 @@ def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[Do
         )
         yield DoctorFinding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
     start = evidence.starts[0]
-    for names in (_no_longer_tied(evidence, one) for one in (*start.ties, *start.untied)):
+    for names in (_no_longer_tied(evidence, one) for one in (*start.ties, *start.built.untied)):
         if names and not any(set(names) >= set(one) for one in apart):
             lines = (
                 _were_one(names),

@@ -311,9 +311,6 @@ def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
-    ties = next((names for names in record.modules.ties if name in names), ())
-    if others := [one for one in ties if one != name and one in record.gradients.own]:
-        return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
     if any(text.endswith("it is compiled") for text in record.unseen):
         return "not judged, as its own gradient is computed inside of a compiled module"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"

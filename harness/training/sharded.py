@@ -37,7 +37,7 @@ def _mixed(starts: Sequence[Start], ranks: Sequence[int]) -> Iterator[tuple[str,
     for name, (_, mesh, _) in starts[ranks[0]].bits.items():
         if tuple(mesh) != tuple(ranks):
             continue
-        held = {rank: one for rank in ranks if (one := starts[rank].sharded.get(name)) is not None}
+        held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
         parts = {rank: one for rank, one in held.items() if one.is_kept is not None}
         is_kept = len(held) == len(ranks) and all(one.is_kept for one in parts.values())
         if is_kept and len({one.bits for one in parts.values()}) > 1:
@@ -71,4 +71,6 @@ def _of_mixed(
         lines.append(f"seen: {written[0]!r} was written by another number of calls before: {counts}")
     lines.append(_MEND if constant else f"meant, as where each rank draws initial values of its own? else {_MEND}")
     title = "parameters are a mixture of ranks' values"
-    return DoctorFinding((codes.INITIAL,), codes.APART, 0, title, tuple(lines), is_note=not constant)
+    return DoctorFinding(
+        (codes.INITIAL,), codes.APART, 0, title, tuple(lines), is_note=not constant, is_open=not constant
+    )

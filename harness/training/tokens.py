@@ -17,7 +17,7 @@ _OWN = "its own tokens"
 def check_tokens(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D17: a token counts as much as any other, whichever rank and microbatch it is in."""
     calls = [record.losses.tokens for record in evidence.records]
-    for who, whose, parts in _counted_apart(evidence, calls):
+    for who, whose, parts in _parts(evidence, calls):
         counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
         if len(set(counts)) > 1 and _weigh_alike(alike):
             fewest, most = min(counts), max(counts)
@@ -41,24 +41,33 @@ def check_tokens(evidence: Evidence) -> Iterator[DoctorFinding]:
             return
 
 
-def _counted_apart(evidence: Evidence, calls: Sequence[_Counted]) -> Iterator[tuple[str, str, _Counted]]:
-    """Yield the parts of a step whose tokens a loss may be divided by: their noun, by what it would be, and each.
-
-    Of several losses of one forward each may be divided by labels of its own kind, so that no part is a microbatch. The
-    first loss is not seen where user code looks the function up before the forward in which watching begins.
-    """
-    kept = evidence.after_drops.records
-    are_microbatches = all(
-        len(mine) <= max(one.forwards.count, one.backwards) for mine, one in zip(calls, kept, strict=True)
-    )
-    if are_microbatches:
+def _parts(evidence: Evidence, calls: Sequence[_Counted]) -> Iterator[tuple[str, str, _Counted]]:
+    """Yield the parts of a step that may count alike: their noun, the tokens that divide the loss of each, and all."""
+    if are_microbatches := _are_microbatches(evidence, calls):
         yield "microbatch", _OWN, list(itertools.chain(*calls))
     yield "rank", _OWN, [(sum(n for n, _ in mine), mine[0][1]) for mine in calls if len({w for _, w in mine}) == 1]
-    over_ranks = list(zip(*calls, strict=True)) if len({len(mine) for mine in calls}) == 1 else []
-    if are_microbatches and len(calls) > 1 and all(_weigh_alike([weight for _, weight in one]) for one in over_ranks):
-        first = [ranks[0] for ranks in evidence.readers]  # the others of a data-parallel rank read the same tokens
-        parts = [(sum(one[rank][0] for rank in first), one[0][1]) for one in over_ranks]
-        yield "microbatch of all ranks", "its tokens on all ranks", parts
+    if are_microbatches and len(calls) > 1:
+        yield "microbatch of all ranks", "its tokens on all ranks", _over_ranks(evidence, calls)
+
+
+def _are_microbatches(evidence: Evidence, calls: Sequence[_Counted]) -> bool:
+    """Whether each loss is that of a microbatch.
+
+    Of several losses of one forward each may be divided by labels of its own kind. The first of the first step is not
+    seen where user code looks the function up before the forward in which watching begins.
+    """
+    most = [max(one.forwards.count, one.backwards) for one in evidence.after_drops.records]
+    return all(len(mine) <= count for mine, count in zip(calls, most, strict=True))
+
+
+def _over_ranks(evidence: Evidence, calls: Sequence[_Counted]) -> _Counted:
+    """Return the tokens of each microbatch on all ranks; none where ranks do not weigh them alike."""
+    if len({len(mine) for mine in calls}) > 1:
+        return []
+    over_ranks = list(zip(*calls, strict=True))
+    first = [ranks[0] for ranks in evidence.readers]  # the others of a data-parallel rank read the same tokens
+    are_alike = all(_weigh_alike([weight for _, weight in one]) for one in over_ranks)
+    return [(sum(one[rank][0] for rank in first), one[0][1]) for one in over_ranks] if are_alike else []
 
 
 def _weigh_alike(numbers: Sequence[float]) -> bool:

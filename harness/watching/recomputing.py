@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -14,11 +14,24 @@ from torch import nn
 from shardproof.harness.tensors import private
 
 
-class _Call(NamedTuple):
-    """A call of a module: the state of the generators when it begins, and when it has ended."""
+@dataclasses.dataclass
+class _Call:
+    """A call of a module.
 
+    Attributes:
+        name: of the module.
+        is_recomputed: whether it is in a backward.
+        begin, end: the state of the generators when it begins, and when it has ended.
+        is_torch: of a recomputation, whether the module is torch's, and torch recomputes it.
+        is_outer: whether a module within it draws random numbers.
+    """
+
+    name: str
+    is_recomputed: bool
     begin: int
-    end: int
+    end: int = 0
+    is_torch: bool = False
+    is_outer: bool = False
 
     @property
     def draws(self) -> bool:
@@ -31,47 +44,48 @@ class Draws:
 
     def __init__(self) -> None:
         self._forwards: dict[str, list[_Call]] = {}
-        self._recomputed: dict[str, list[tuple[_Call, bool]]] = {}
-        #: The calls that have begun: the name of the module, the state, and whether each is a recomputation.
-        self._begun: list[tuple[str, int, bool]] = []
+        self._recomputed: list[_Call] = []
+        self._begun: list[_Call] = []
 
     def begin(self, name: str, *, is_forward: bool) -> None:
         """Note that a call begins; ``is_forward`` whether a forward with gradients has begun and not ended."""
         is_recomputed = _is_in_backward()
         if is_recomputed or is_forward:
-            self._begun.append((name, _state(), is_recomputed))
+            self._begun.append(_Call(name, is_recomputed, _state()))
 
     def end(self, name: str, module: nn.Module) -> None:
-        """Note that a call has ended; those within that an exception has left are none."""
-        if not any(begun == name for begun, *_ in self._begun):
+        """Note that a call has ended."""
+        if not any(one.name == name for one in self._begun):
             return
-        begun, state, is_recomputed = self._begun.pop()
-        while begun != name:
-            begun, state, is_recomputed = self._begun.pop()
-        call = _Call(state, _state())
-        if is_recomputed and call.draws:
-            is_torch = type(module).__module__.startswith("torch.nn.") and _is_in_checkpoint()
-            self._recomputed.setdefault(name, []).append((call, is_torch))
-        elif not is_recomputed:
+        while (call := self._begun.pop()).name != name:
+            pass  # an exception has left it before our hook was there
+        call.end = _state()
+        if call.draws and self._begun:
+            self._begun[-1].is_outer = True
+        if not call.is_recomputed:
             self._forwards.setdefault(name, []).append(call)
+        elif call.draws and not call.is_outer:
+            call.is_torch = _is_of_torch(module) and _is_in_checkpoint()
+            self._recomputed.append(call)
 
     def redrawn(self) -> dict[str, bool]:
-        """Return the innermost modules whose recomputation draws other random numbers than their forwards.
+        """Return the modules whose recomputation draws other random numbers than their forwards.
 
-        By name, whether the module is torch's and torch recomputes it. A forward that draws none may have saved its
-        own, and so may a recomputation.
+        By name, whether torch's own code does all of it. Where the forward or the recomputation draws none, user code
+        may have saved what the other draws.
         """
-        found = {}
-        for name, calls in self._recomputed.items():
-            forwards = self._forwards.get(name, [])
-            begun = {one.begin for one in forwards}
-            if any(one.draws for one in forwards) and any(one.begin not in begun for one, _ in calls):
-                found[name] = all(is_torch for _, is_torch in calls)
-        return {
-            name: is_torch
-            for name, is_torch in found.items()
-            if not any(other != name and (not name or other.startswith(f"{name}.")) for other in found)
-        }
+        found: dict[str, bool] = {}
+        for call in self._recomputed:
+            forwards = self._forwards.get(call.name, [])
+            if any(one.draws for one in forwards) and all(one.begin != call.begin for one in forwards):
+                found[call.name] = found.get(call.name, True) and call.is_torch
+        return found
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Whether a module is one of torch that computes something itself."""
+    is_container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    return type(module).__module__.startswith("torch.nn.") and not is_container
 
 
 def _is_in_checkpoint() -> bool:

@@ -198,8 +198,8 @@ class ModuleRecord:
     # Parameters that have replaced those which DistributedDataParallel was made with, and how many of these are gone.
     replaced: list[str] = dataclasses.field(default_factory=list)
     gone: int = 0
-    # The innermost modules whose recomputation in backward draws other random numbers than their forwards did, and
-    # whether each is torch's own and recomputed by torch.
+    # The modules whose recomputation in backward draws other random numbers than their forwards did, and whether each
+    # is torch's own and recomputed by torch.
     redrawn: dict[str, bool] = dataclasses.field(default_factory=dict)
     has_dropout: bool = False  # whether one drops elements at random in this step
     # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.

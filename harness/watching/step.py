@@ -408,16 +408,23 @@ class WatchedStep:
             unplaced=sorted(self.backwards.unplaced), zeroed=self.zeroed,
             drops=self.drops.gone(is_skipped=is_skipped), leaks=self.drops.leaks,
         )  # fmt: skip
+        first = self._first_names()
         pending = [(record.own, *one) for one in own.counted()]
-        record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
+        record.returned = sorted({first.get(name, name) for _, name, _, one in pending if one.is_returned})
         pending += [(record.given, *one) for one in own.counted(is_given=True)]
         seen = _on_host([one for *_, one in pending] + [*after.values(), *at_step.values()])
         for (to, name, number, _), gradient in zip(pending, seen, strict=False):
-            to.setdefault(name, []).append((number, gradient))
+            to.setdefault(first.get(name, name), []).append((number, gradient))
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(after, rest, strict=False))
         record.at_step = dict(zip(at_step, rest[len(after) :], strict=False))
         return record
+
+    def _first_names(self) -> dict[str, str]:
+        """Return the first names of tied parameters whose own gradients were seen under others, by these."""
+        own = self.backwards.own.names
+        tied = [names for names in self._model.tied() if names[0] not in own]
+        return {name: names[0] for names in tied for name in names if name in own}
 
 
 def _on_host(every: Sequence[Pending]) -> list[Gradient]:

@@ -1,5 +1,6 @@
 """Remembers what happens to parameters from the construction of the model on: ties, replacements, shardings."""
 
+import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,21 @@ from shardproof.harness.watching.sharding import Sharding, Shardings
 
 _Place = tuple[weakref.ref[nn.Module], str]
 """A module, and the name under which it has a parameter."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """What has happened to parameters since the model was built, by their canonical names.
+
+    Attributes:
+        thawed: those that require a gradient, and have replaced ones that did not.
+        untied: the pairs that were one parameter until user code replaced one of the two, which may be meant.
+        sharded: what each was when ``fully_shard()`` sharded it.
+    """
+
+    thawed: tuple[str, ...] = ()
+    untied: tuple[tuple[str, ...], ...] = ()
+    sharded: Mapping[str, Sharding] = dataclasses.field(default_factory=dict)
 
 
 class _Pair:
@@ -50,17 +66,13 @@ class Ties:
         self._handle.remove()
         self._shardings.close()
 
-    def sharded(self, roots: Sequence[nn.Module]) -> Mapping[str, Sharding]:
-        """Return what parameters of these roots were when ``fully_shard()`` sharded them, by canonical name."""
-        return self._shardings.of(roots)
+    def built(self, roots: Sequence[nn.Module]) -> Built:
+        """Return what has happened to the parameters of these roots."""
+        return Built(self._thawed_in(roots), tuple(self._names(roots, is_apart=True)), self._shardings.of(roots))
 
     def names(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:
-        """Return the canonical names of what was one parameter in the modules of these roots."""
+        """Return the canonical names of what was one parameter in these roots, and which nobody means to be two."""
         return list(self._names(roots, is_apart=False))
-
-    def untied(self, roots: Sequence[nn.Module]) -> tuple[tuple[str, ...], ...]:
-        """Return the same of those that user code may mean to be two: it has replaced the parameter in one place."""
-        return tuple(self._names(roots, is_apart=True))
 
     def _names(self, roots: Sequence[nn.Module], *, is_apart: bool) -> Iterator[tuple[str, ...]]:
         names = _names_of(roots)
@@ -69,8 +81,7 @@ class Ties:
             if (len(pair.replaced) == 1) == is_apart and len(places) == 2 and places[0] != places[1]:
                 yield places
 
-    def thawed(self, roots: Sequence[nn.Module]) -> tuple[str, ...]:
-        """Return the canonical names of parameters that require a gradient, and have replaced frozen ones."""
+    def _thawed_in(self, roots: Sequence[nn.Module]) -> tuple[str, ...]:
         names = _names_of(roots)
         places = [_place(names, *one) for one in self._thawed if _requires_gradient(*one)]
         return tuple(dict.fromkeys(filter(None, places)))
