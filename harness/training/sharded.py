@@ -20,9 +20,8 @@ _MEND = (
 def check_mixed(starts: Sequence[Start]) -> Iterator[DoctorFinding]:
     """D21: full parameters that differ between ranks are replaced after ``fully_shard()``, which mixes them.
 
-    Ranks that draw values of their own differ too, and a mixture of such values is as good as each. So the values of a
-    parameter that is constant on one rank and not on another tell that one has loaded them, and another number of
-    writes makes a note.
+    Ranks that draw values of their own differ too, and a mixture of such values is as good as each. A parameter that is
+    constant on one rank and not on another shows that one of them has loaded it; another number of writes makes a note.
     """
     for ranks in dict.fromkeys(place[1] for start in starts for place in start.bits.values() if len(place[1]) > 1):
         mixed = dict(_mixed(starts, ranks))

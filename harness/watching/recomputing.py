@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from shardproof.harness.tensors import private
+from shardproof.harness.tensors import devices, private
 
 
 @dataclasses.dataclass
@@ -109,8 +109,4 @@ def _is_in_backward() -> bool:
 
 def _state() -> int:
     """Return what stands for the states of torch's generators, which no draw leaves as they are."""
-    states = [torch.get_rng_state().numpy().tobytes()]
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        states.append(f"{generator.initial_seed()} {generator.get_offset()}".encode())
-    return hash(tuple(states))
+    return hash((torch.get_rng_state().numpy().tobytes(), devices.random_state()))

@@ -1,4 +1,4 @@
-"""What full parameters are on each rank when ``fully_shard()`` shards them, which sends no rank's values to others."""
+"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others."""
 
 from __future__ import annotations
 

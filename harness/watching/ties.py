@@ -17,7 +17,7 @@ _Place = tuple[weakref.ref[nn.Module], str]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """What has happened to parameters since the model was built, by their canonical names.
+    """Changes of parameters since the model was built, by their canonical names.
 
     Attributes:
         thawed: those that require a gradient, and have replaced ones that did not.
