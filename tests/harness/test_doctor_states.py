@@ -180,7 +180,7 @@ def summed_by_hand(data, *, is_twice=False):
         for one in held if is_twice else model.parameters():
             dist.all_reduce(one.grad)
 
-    tied(data, None, model=model, reduces=reduces)
+    tied(data, nn.Sequential, model=model, reduces=reduces)
 
 
 def tied(data, wrap=DDP, *, tie=True, before=None, after=None, at_step=None, model=None, reduces=reduces_by_hand):
@@ -199,7 +199,7 @@ def tied(data, wrap=DDP, *, tie=True, before=None, after=None, at_step=None, mod
             optimizer = adamw(wrapped)
         optimizer.zero_grad()
         F.cross_entropy(wrapped(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        if wrap is None:
+        if wrap in (None, nn.Sequential):
             reduces(model)
         optimizer.step()
 
@@ -222,16 +222,16 @@ def loaded(data, *, where="none", who=(0, 1), seeds=(0, 0), norm=nn.LayerNorm, h
     state = {name: torch.randn(one.shape) for name, one in normalized_layers(norm).state_dict().items()}
     torch.manual_seed(seeds[data.rank])
     model = normalized_layers(norm)
-    if data.rank in who and where == "before":
+    if data.rank in who and where in ("before", "both"):
         how(model, state)
     elif where == "meta" and data.rank:
         model = model.to("meta")
     fsdp.fully_shard(model[0])
     sharded = fsdp.fully_shard(model)
-    if where in ("after", "meta"):
+    if where in ("after", "meta", "both"):
         if where == "meta" and data.rank:
             model.to_empty(device="cpu")
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=where == "meta")
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=where != "after")
         set_model_state_dict(sharded, state if where == "after" or not data.rank else {}, options=options)
     train(sharded, adamw(sharded), data)
 
@@ -366,6 +366,7 @@ HEALTHY = {
     "loaded by all": (lambda data: loaded(data, where="before", seeds=(0, 1)), ""),
     "loaded by one and sent": (lambda data: loaded(data, where="before", how=load_then_send), ""),
     "loaded after a seed for each rank": (lambda data: loaded(data, where="after", seeds=(0, 1)), ""),
+    "loaded by one and then from it": (lambda data: loaded(data, where="both", who=[0]), ""),
     "loaded by one from the meta device": (lambda data: loaded(data, where="meta"), ""),
     "recomputed": (recomputed, ""),
     "recomputed and reentrant": (lambda data: recomputed(data, use_reentrant=True), ""),
