@@ -11,9 +11,9 @@ where its values are:
 
 - S1 to S5 and S12 are told from vectors (``judging.signatures.diagnose``), S6 and S13 from values (``guess_norm`` and
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
-- D1 to D3, D5, D8, D9 and D13 to D17 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
-  ``training.norms``, D11 and D12 ``training.reduction``, D19 ``training.freezing``,
-  D20 ``training.buffers``.
+- D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
+  ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
+  D20 ``training.buffers``, D21 ``training.sharded``, D22 ``training.recomputing``.
 
 A signature never decides a verdict.
 """
@@ -60,6 +60,8 @@ TOKENS: Final = "D17"
 STEPS_ALIKE: Final = "D18"
 FROZEN: Final = "D19"
 BUFFERS: Final = "D20"
+INITIAL: Final = "D21"
+RECOMPUTED: Final = "D22"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +162,8 @@ CHECKS = _by_code([
     Code(HAS_STATE, "each-parameter-has-optimizer-state",
          "a parameter that does not move has optimizer state if others of its optimizer have",
          "let the optimizer step it", _RECORDS + "D7"),
-    Code(TIES, "ties-are-kept", "tied parameters are still one parameter",
+    Code(TIES, "ties-are-kept",
+         "tied parameters are still one parameter (a note where user code replaces one of the two)",
          "tie them again after their storage is replaced",
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
@@ -209,5 +212,14 @@ CHECKS = _by_code([
          "buffers that are equal on data-parallel ranks when training begins are equal when each step begins (a note; "
          "statistics of torch's own modules may differ)",
          "reduce the values that update the buffer over the data-parallel ranks", _STATES + "router by rank"),
+    Code(INITIAL, "initial-values-are-of-one-model",
+         "no parameter is a mixture of values that differed between ranks before `fully_shard()` (a note where each "
+         "rank may have drawn its own)",
+         "load on each rank before `fully_shard()`, or broadcast the values of one rank after it",
+         _STATES + "loaded by one rank"),
+    Code(RECOMPUTED, "recomputations-repeat-random-numbers",
+         "a recomputation in backward draws the random numbers of its forward (a note of modules of user code, and of "
+         "recomputations other than torch's)",
+         "leave `preserve_rng_state=True` of activation checkpoints", _STATES + "recomputes another dropout"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,27 @@ def requested_bytes(device: torch.device, which: Literal["current", "peak"]) -> 
         lacking = f"torch.{device.type}.memory_stats.requested_bytes"
         raise private.MissingName(f"torch {torch.__version__} has no {lacking}, which measuring memory needs")
     return int(found)
+
+
+def random_state() -> tuple[int, int]:
+    """The seed and the offset of the generator of this process's device, which the host knows; zeros without one.
+
+    A graph that is being captured has an offset of its own, which cannot be read.
+    """
+    module = _module()
+    if module is None or not module.is_initialized():
+        return 0, 0
+    if getattr(module, "is_current_stream_capturing", lambda: False)():
+        return 0, 0
+    generator = module.default_generators[torch.accelerator.current_device_index()]
+    return generator.initial_seed(), generator.get_offset()
+
+
+@functools.cache
+def _module() -> Any:
+    """The module of the accelerator here, such as ``torch.xpu``, if it has generators; or None."""
+    found = torch.get_device_module(kind) if (kind := accelerator()) else None
+    return found if hasattr(found, "default_generators") else None
 
 
 def occupies(device_type: str) -> bool:

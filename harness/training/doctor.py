@@ -35,7 +35,7 @@ from shardproof.harness.watching.groups import (
 from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
-from shardproof.harness.watching.ties import Ties
+from shardproof.harness.watching.ties import Built, Ties
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
 
@@ -65,7 +65,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D20"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D22"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -194,7 +194,8 @@ class Doctor(Watcher):
             bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
             buffers=bits_on_host(self._watch.model.bits_of_buffers()),
             sends_buffers=wrappers.sends_buffers,
-            thawed=() if self._registered is None else self._registered.thawed(models),
+            ties=tuple(self._watch.model.tied()),
+            built=Built() if self._registered is None else self._registered.built(models),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
 from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, StepRecord
+from shardproof.harness.watching.ties import Built
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Start:
         seed: that of torch's random numbers.
         buffers: the bits of buffers of user code's modules, by canonical name.
         sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
-        thawed: the names of parameters that require a gradient, and have replaced ones that did not.
+        ties: the sets of names of one parameter.
+        built: what has happened to parameters since the model was built, as far as it was seen.
     """
 
     groups: Groups
@@ -50,7 +52,8 @@ class Start:
     seed: int = 0
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
     sends_buffers: bool = False
-    thawed: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+    built: Built = dataclasses.field(default_factory=Built)
 
 
 @dataclasses.dataclass

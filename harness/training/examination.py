@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from shardproof.harness.judging import codes
-from shardproof.harness.training import buffers, freezing, invariants, norms, reduction, updates
+from shardproof.harness.training import buffers, freezing, invariants, norms, recomputing, reduction, tokens, updates
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -55,7 +55,7 @@ class Examination:
         found = [
             *invariants.check_finite(evidence),
             *invariants.check_data(evidence),
-            *invariants.check_tokens(evidence),
+            *tokens.check_tokens(evidence),
             *invariants.check_collectives(evidence),
             *invariants.check_contributions(evidence),
             *updates.check_optimizers(evidence),
@@ -73,6 +73,7 @@ class Examination:
             *updates.check_updates(evidence),
             *updates.check_settings(evidence),
             *invariants.check_gathered(evidence),
+            *recomputing.check_recomputed(evidence),
             *invariants.check_memory(memory),
         ]
 

@@ -96,7 +96,7 @@ def _check_held(records: Sequence[Evidence], moved: Collection[str]) -> Iterator
 def _check_thawed(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """Note what has replaced a frozen parameter, and moves."""
     evidence = records[-1]
-    names = dict.fromkeys(name for start in evidence.starts for name in start.thawed)
+    names = dict.fromkeys(name for start in evidence.starts for name in start.built.thawed)
     moving = [
         name
         for name in names

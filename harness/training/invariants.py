@@ -543,45 +543,35 @@ def check_collectives(evidence: Evidence) -> Iterator[DoctorFinding]:
 
 
 def check_ties(evidence: Evidence, ties: Sequence[Sequence[str]]) -> Iterator[DoctorFinding]:
-    """D8: parameters that were one are one still."""
-    kept = [set(names) for names in evidence.records[0].modules.ties]
+    """D8: parameters that were one are one still; a note where user code may mean to part them."""
+    apart = [names for names in (_no_longer_tied(evidence, one) for one in ties) if names]
+    for names in apart:
+        lines = (
+            _were_one(names),
+            "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
+        )
+        yield DoctorFinding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
+    start = evidence.starts[0]
+    for names in (_no_longer_tied(evidence, one) for one in (*start.ties, *start.built.untied)):
+        if names and not any(set(names) >= set(one) for one in apart):
+            lines = (
+                _were_one(names),
+                "meant, as where user code unties them? else each gets a part of the gradient: tie them again",
+            )
+            title = "parameters were tied and are not"
+            yield DoctorFinding((codes.TIES,), codes.UNTIED, evidence.step, title, lines, is_note=True)
+
+
+def _no_longer_tied(evidence: Evidence, names: Sequence[str]) -> list[str]:
+    """Return those of some names that the model has, if they are not those of one parameter; else none."""
+    kept = [set(one) for one in evidence.records[0].modules.ties]
     known = {name for record in evidence.records for name in record.parameters} | {n for s in kept for n in s}
-    for names in ties:
-        mine = [name for name in names if name in known]
-        if len(mine) > 1 and not any(set(mine) <= one for one in kept):
-            lines = (
-                f"{' and '.join(map(repr, mine))} were one parameter and are {len(mine)}",
-                "each gets a part of the gradient: tie them again after to_empty(), loading or wrapping",
-            )
-            yield DoctorFinding((codes.TIES,), codes.UNTIED, evidence.step, "tied parameters are no longer tied", lines)
+    mine = [name for name in names if name in known]
+    return mine if len(mine) > 1 and not any(set(mine) <= one for one in kept) else []
 
 
-def check_tokens(evidence: Evidence) -> Iterator[DoctorFinding]:
-    """D17: a token counts as much as any other, whichever rank and microbatch it is in."""
-    calls = [record.losses.tokens for record in evidence.records]
-    ranks = [(sum(count for count, _ in mine), mine[0][1]) for mine in calls if len({one for _, one in mine}) == 1]
-    for who, parts in (("microbatch", list(itertools.chain(*calls))), ("rank", ranks)):
-        counts, alike = [count for count, _ in parts], [count * weight for count, weight in parts]
-        if len(set(counts)) > 1 and min(alike) > 0 and max(alike) < min(alike) * (1 + numerics.ALIKE):
-            fewest, most = min(counts), max(counts)
-            seen = f"the loss of each {who} is divided by its own tokens"
-            if all(record.losses.are_means for record in evidence.records):
-                seen = "seen: cross_entropy divides by its own tokens (reduction='mean')"
-            more = f"a token of the {who} with {fewest} counts {most / fewest:.4g} x one of that with {most}"
-            lines = (
-                f"{', '.join(map(str, counts[:8]))} tokens: {more}",
-                f"{seen}: sum, divide by those of all ranks and microbatches,",
-                "and multiply by the ranks where gradients are averaged (docs/doctor.md has the lines)",
-            )
-            yield DoctorFinding(
-                (codes.TOKENS,),
-                codes.WEIGHTED,
-                evidence.step,
-                f"each {who} counts alike, whatever its tokens",
-                lines,
-                True,
-            )
-            return
+def _were_one(names: Sequence[str]) -> str:
+    return f"{' and '.join(map(repr, names))} were one parameter and are {len(names)}"
 
 
 def check_finite(evidence: Evidence) -> Iterator[DoctorFinding]:

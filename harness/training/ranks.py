@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.judging.texts import ranks_of
-from shardproof.harness.training import invariants
+from shardproof.harness.training import invariants, sharded
 from shardproof.harness.training.evidence import Start, holders_of
 from shardproof.harness.training.exchange import Exchange
 from shardproof.harness.training.findings import DoctorFinding
@@ -50,7 +50,7 @@ class Ranks:
         if problem := _different_models(self.starts):
             raise NotWatchable(f"doctor: {problem}")
         self.holders, differ = holders_of(self.starts)
-        return list(invariants.check_start(self.starts, differ))
+        return [*invariants.check_start(self.starts, differ), *sharded.check_mixed(self.starts)]
 
     def all(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""

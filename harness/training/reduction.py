@@ -311,9 +311,6 @@ def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
-    ties = next((names for names in record.modules.ties if name in names), ())
-    if others := [one for one in ties if one != name and one in record.gradients.own]:
-        return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
     if any(text.endswith("it is compiled") for text in record.unseen):
         return "not judged, as its own gradient is computed inside of a compiled module"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
@@ -431,12 +428,29 @@ def _finding(evidence: Evidence, wrong: _Wrong) -> DoctorFinding:
 
 def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float, of: str) -> DoctorFinding:
     """Make the finding of gradients that no known mistake makes."""
-    lines = (
+    line = (
         f"the gradients of {who} are not a multiple of the sum of all ranks' own gradients: a relative distance "
-        f"of {residual:.2g} remains, and rounding explains {evidence.tolerance(names[0]):.1g}{of}",
-        "and they match no known mistake",
+        f"of {residual:.2g} remains, and rounding explains {evidence.tolerance(names[0]):.1g}{of}"
     )
+    if tied := _tied_late(evidence, names):
+        more = (
+            f"seen: {listed(tied)} are one parameter of the model, and each has a gradient of its own: units of "
+            "fully_shard() that were made before the tie have two; tie before fully_shard()"
+        )
+        return DoctorFinding((codes.REDUCED_ONCE,), codes.UNTIED, evidence.step, UNKNOWN, (line, more))
+    lines = line, "and they match no known mistake"
     return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
+
+
+def _tied_late(evidence: Evidence, names: Sequence[str]) -> list[str]:
+    """Return the names of a parameter of a unit of FSDP2 that has own gradients under several of its names."""
+    record = evidence.records[0]
+    is_unit = "fully_shard" in evidence.starts[0].wrappers
+    for tied in record.modules.ties if is_unit else ():
+        own = [name for name in tied if name in record.gradients.own]
+        if len(own) > 1 and set(names) <= set(tied):
+            return own
+    return []
 
 
 class _Cause(NamedTuple):
@@ -516,7 +530,7 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
     """Say what was seen to keep gradients from their reduction, and what mends it: the first that was seen."""
     if found := [*_seen_in_groups(evidence), *_seen_under_no_sync(evidence.records[0])]:
         return found
-    for seen in (_seen_zeroed, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
+    for seen in (_seen_zeroed, _seen_replaced, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
         if found := list(seen(evidence, names)):
             return found
     return [
@@ -552,6 +566,17 @@ def _seen_in_no_unit(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
     is_sharded = any(parameters[name].mesh for name in names if name in parameters)
     if evidence.starts[0].wrappers == ("fully_shard",) and not is_sharded:
         yield "seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand"
+
+
+def _seen_replaced(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
+    modules = evidence.records[0].modules
+    ddp = "seen: DistributedDataParallel reduces the parameters that it was made with"
+    if replaced := [name for name in modules.replaced if name in names]:
+        yield f"{ddp}, and {listed(replaced)} replaced one since then: replace, load and tie before wrapping"
+    elif modules.gone:
+        has = "one of them is" if modules.gone == 1 else f"{modules.gone} of them are"
+        yield (f"{ddp}, {has} no longer the model's, and it waits for all of a bucket: replace, load and tie "
+               "before wrapping")  # fmt: skip
 
 
 def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:

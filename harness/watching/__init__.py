@@ -15,7 +15,8 @@ never gathers, waits for a stream or changes what it sees.
 - ``watching``: ``Watcher``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
-  that replaced frozen ones.
+  that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
+- ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.
 """

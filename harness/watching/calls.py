@@ -101,7 +101,7 @@ class _Observers(Generic[_T]):
         """Tell an observer of the calls in this context."""
         if not self._all:
             for path, value in self._functions():
-                self._replacements.enter_context(_replaced(path, value))
+                self._replacements.enter_context(replaced(path, value))
         self._all.append(observer)
         try:
             yield
@@ -298,7 +298,8 @@ def _before_collective(method: Callable[..., Any], kind: str, depth: list[int]) 
 
 
 @contextlib.contextmanager
-def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
+def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Let a name of torch stand for another function in this context."""
     place, _, name = path.rpartition(".")
     try:
         owner: Any = importlib.import_module(place)

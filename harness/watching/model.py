@@ -11,7 +11,15 @@ from shardproof.harness.tensors.fingerprints import Box, bits_of_all, bits_on_ho
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
-from shardproof.harness.watching.names import buffers_of, is_compiled, modules_of, parameters_of, tied_in, without_turn
+from shardproof.harness.watching.names import (
+    buffers_of,
+    is_compiled,
+    modules_of,
+    parameters_of,
+    replaced_in,
+    tied_in,
+    without_turn,
+)
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.records import ModuleRecord
 
@@ -125,19 +133,22 @@ class Model:
         return tied_in(self.roots)
 
     def record(
-        self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor]
-    ) -> ModuleRecord:
+        self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor],
+        redrawn: dict[str, bool],
+    ) -> ModuleRecord:  # fmt: skip
         """Return what a record has of the modules.
 
         Args:
             called: by module that was called in the step, whether it was with gradients enabled.
             gathered: what forwards have found gathered.
             buffers: the bits of buffers when the step began, by name.
+            redrawn: the modules whose recomputation draws other random numbers; see :meth:`recomputing.Draws.redrawn`.
         """
         idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
         dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         return ModuleRecord(
-            idle, detached, gathered.names, gathered.take_outdated(), self.tied(),
+            idle, detached, gathered.names, gathered.take_outdated(), self.tied(), *replaced_in(self.roots),
+            redrawn,
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
             buffers=bits_on_host(buffers),
         )  # fmt: skip

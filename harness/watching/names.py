@@ -229,6 +229,22 @@ def without_turn(
     return sorted(found[0]), sorted(found[1])
 
 
+def replaced_in(roots: Sequence[nn.Module]) -> tuple[list[str], int]:
+    """Return the parameters that have replaced those which DDP was made with, and how many of these are gone."""
+    replaced: list[str] = []
+    gone = 0
+    for root in roots:
+        for name, module in modules_of(root):
+            if not isinstance(module, DistributedDataParallel) or not hasattr(module, "_module_parameters"):
+                continue
+            live = {id(one): (last, one) for last, one in parameters_of(module)}
+            made = {id(one) for one in module._module_parameters}
+            gone += len(made - live.keys())
+            new = [last for key, (last, one) in live.items() if key not in made and one.requires_grad]
+            replaced += [f"{name}.{last}" if name else last for last in new if last not in module.parameters_to_ignore]
+    return replaced, gone
+
+
 def tied_in(roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:
     """Return the sets of names that are one parameter."""
     by_tensor: dict[int, list[str]] = {}

@@ -195,6 +195,12 @@ class ModuleRecord:
     # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
     outdated: list[str] = dataclasses.field(default_factory=list)
     ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
+    # Parameters that have replaced those which DistributedDataParallel was made with, and how many of these are gone.
+    replaced: list[str] = dataclasses.field(default_factory=list)
+    gone: int = 0
+    # The modules whose recomputation in backward draws other random numbers than their forwards did, and whether each
+    # is torch's own and recomputed by torch.
+    redrawn: dict[str, bool] = dataclasses.field(default_factory=dict)
     has_dropout: bool = False  # whether one drops elements at random in this step
     # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)

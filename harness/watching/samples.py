@@ -46,9 +46,15 @@ class Samples:
         return {name: (kept, count) for name, (kept, count) in zip(self._counts, rows, strict=True)}
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of some elements of what a rank holds; None where elements are not in one row."""
+def some_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a view of some elements of what a rank holds; None without any, or where they are not in one row."""
     own = strided(local_of(tensor.detach()))
-    if own.numel() == 0 or not own.is_contiguous() or not is_narrow(own):
+    if own.numel() == 0 or not own.is_contiguous():
         return None
     return own.view(-1)[:: max(1, own.numel() // _ELEMENTS)]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the same of what a narrow tensor has."""
+    own = some_of(tensor)
+    return own if own is not None and is_narrow(own) else None

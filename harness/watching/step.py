@@ -28,6 +28,7 @@ from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
 from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
+from shardproof.harness.watching.recomputing import Draws
 from shardproof.harness.watching.records import (
     Drop,
     ForwardRecord,
@@ -305,6 +306,7 @@ class WatchedStep:
         self.forwards, self.backwards = Forwards(), Backwards()
         self.updates = Updates(model, takes)
         self.finite, self.norms, self.losses, self.drops = Finite(), Norms(), Losses(), Drops()
+        self.draws = Draws()
         self.collectives = Trace()
         self.zeroed, self.zeroed_since = zeroed, list[int]()
         self._model, self._takes = model, takes
@@ -391,7 +393,8 @@ class WatchedStep:
         record = StepRecord(
             rank=0, step=number, backwards=self.backwards.count, forwards=self.forwards.record(),
             gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
-            modules=self._model.record(self.forwards.called, gathered, self._buffers), optimizers=self.updates.stepped,
+            modules=self._model.record(self.forwards.called, gathered, self._buffers, self.draws.redrawn()),
+            optimizers=self.updates.stepped,
             norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
             collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
         )  # fmt: skip
@@ -405,16 +408,23 @@ class WatchedStep:
             unplaced=sorted(self.backwards.unplaced), zeroed=self.zeroed,
             drops=self.drops.gone(is_skipped=is_skipped), leaks=self.drops.leaks,
         )  # fmt: skip
+        first = self._first_names()
         pending = [(record.own, *one) for one in own.counted()]
-        record.returned = sorted({name for _, name, _, one in pending if one.is_returned})
+        record.returned = sorted({first.get(name, name) for _, name, _, one in pending if one.is_returned})
         pending += [(record.given, *one) for one in own.counted(is_given=True)]
         seen = _on_host([one for *_, one in pending] + [*after.values(), *at_step.values()])
         for (to, name, number, _), gradient in zip(pending, seen, strict=False):
-            to.setdefault(name, []).append((number, gradient))
+            to.setdefault(first.get(name, name), []).append((number, gradient))
         rest = seen[len(pending) :]
         record.after_backward = dict(zip(after, rest, strict=False))
         record.at_step = dict(zip(at_step, rest[len(after) :], strict=False))
         return record
+
+    def _first_names(self) -> dict[str, str]:
+        """Return the first names of tied parameters whose own gradients were seen under others, by these."""
+        own = self.backwards.own.names
+        tied = [names for names in self._model.tied() if names[0] not in own]
+        return {name: names[0] for names in tied for name in names if name in own}
 
 
 def _on_host(every: Sequence[Pending]) -> list[Gradient]:

@@ -233,6 +233,8 @@ class Watch:
             return
         if not self.is_watching:
             return
+        if self._takes.digests:
+            self._now.draws.begin(name, is_forward=self._forward.depth > 0 and self._forward.is_training)
         is_enabled, called = torch.is_grad_enabled(), self._now.forwards.called
         if self._forward.is_training:
             called[id(module)] = is_enabled or called.get(id(module), False)
@@ -280,6 +282,7 @@ class Watch:
 
     @guarded
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._now.draws.end(name, module)
         is_seen = self.is_watching and torch.is_grad_enabled()
         if is_root:
             self._forward.depth -= 1

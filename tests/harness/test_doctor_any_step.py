@@ -99,6 +99,11 @@ OF_ALL = {
     "tokens": lambda record, name, flag: record.losses.tokens.append((8 * flag, 0.25)),
     "no collective": lambda record, *_: record.collectives.clear(),
     "memory": lambda record, *_: setattr(record, "memory", 1 << 20),
+    "redrawn": lambda record, name, flag: record.modules.redrawn.update({name: flag}),
+    "replaced": lambda record, name, flag: (
+        record.modules.replaced.append(name),
+        setattr(record.modules, "gone", flag),
+    ),
     "no tie": lambda record, *_: record.modules.ties.clear(),
     "nothing": lambda record, *_: record.parameters.clear(),
 }

@@ -12,7 +12,19 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import buffers, comparing, freezing, invariants, judge, norms, reduction, updates
+from shardproof.harness.training import (
+    buffers,
+    comparing,
+    freezing,
+    invariants,
+    judge,
+    norms,
+    recomputing,
+    reduction,
+    sharded,
+    tokens,
+    updates,
+)
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -31,6 +43,8 @@ from shardproof.harness.watching.records import (
     Parameter,
     StepRecord,
 )
+from shardproof.harness.watching.sharding import Sharding
+from shardproof.harness.watching.ties import Built
 
 SHAPES = {"w": (8, 3), "b": (5,)}
 EVERY = range(4)
@@ -126,6 +140,16 @@ class Made:
             parameters = self.records[rank].parameters
             parameters[name] = dataclasses.replace(parameters[name], **changes)
 
+    def wrap(self, *wrappers):
+        self.starts = [dataclasses.replace(one, wrappers=wrappers) for one in self.starts]
+
+    def shard(self, had, *, is_kept=True, count=16):
+        """Have ranks have had full parameters: bits, whether of one value, and writes by rank and name."""
+        self.starts = [dataclasses.replace(one, built=Built(sharded={
+            name: Sharding((bits,), count, is_constant, writes, is_kept if rank else True)
+            for name in SHAPES for bits, is_constant, writes in [had(rank, name)]
+        })) for rank, one in enumerate(self.starts)]  # fmt: skip
+
     def seed(self, seeds):
         self.starts = [dataclasses.replace(one, seed=seed) for one, seed in zip(self.starts, [*seeds, 3], strict=True)]
 
@@ -148,7 +172,7 @@ class Made:
         self.reduce(lambda name, rank: self.sum(name, [rank]), lambda rank: 1.0)
         for name in SHAPES:
             self.put(name, before=(1,), after=(1,))
-        self.starts = [dataclasses.replace(one, wrappers=("DistributedDataParallel",)) for one in self.starts]
+        self.wrap("DistributedDataParallel")
 
     @property
     def gradients(self):
@@ -175,7 +199,9 @@ CHECKS = {
     for name in names
 }
 CHECKS |= {
-    "tokens": lambda made: invariants.check_tokens(made.evidence()),
+    "tokens": lambda made: tokens.check_tokens(made.evidence()),
+    "mixed": lambda made: sharded.check_mixed(made.starts),
+    "recomputed": lambda made: recomputing.check_recomputed(made.evidence()),
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
     "optimizers_ever": lambda made: updates.check_optimizers_ever([made.evidence()]),
@@ -302,6 +328,10 @@ FOUND = {
         "'b': other parameters of the same optimizer have state"),
     "D8": ("ties", lambda m: put(m.modules, ties=[]) or m.records[0].parameters.update(head=m.parameter("w", 0)),
         "step 0: tied parameters are no longer tied [D8, S8]|'w' and 'head' were one parameter and are 2|..."),
+    "D8-meant": ("ties", lambda m: (put(m.modules, ties=[("head", "w")]), setattr(m, "starts", [
+        dataclasses.replace(one, ties=(("b", "w"),)) for one in m.starts])),
+        "note: step 0: parameters were tied and are not [D8, S8]|'b' and 'w' were one parameter and are 2|meant, as "
+        "where user code unties them? else each gets a part of the gradient: tie them again"),
     "D9": ("data", lambda m: (m.read_as_1(), put(m.gradients[3:], own=m.gradients[1].own)),
         "step 0: ranks read the same data [D9, S11]|"
         "the 2 ranks of replicate and shard (ranks 1, 3) read the same data in the step|..."),
@@ -342,6 +372,19 @@ FOUND = {
     "D11-unknown": ("reduction", lambda m: m.reduce(lambda name, rank: torch.ones(8, 3).tril() * m.sum("w"), names="w"),
         "step 0: gradients are not the sum of what ranks computed [D11]|...: a relative distance of ~ remains, "
         "and rounding explains ~ (1 of 2 parameters: 'w')|and they match no known mistake"),
+    "D11-tied-late": ("reduction", lambda m: (
+        m.reduce(lambda name, rank: torch.ones(8, 3).tril() * m.sum("w"), names="w"), m.wrap("fully_shard"),
+        [one.own.update(head=one.own["w"]) for one in m.gradients]),
+        "step 0: gradients are not the sum of what ranks computed [D11, S8]|...|seen: 'head', 'w' are one parameter of "
+        "the model, and each has a gradient of its own: units of fully_shard() that were made before the tie have two; "
+        "tie before fully_shard()"),
+    "D11-replaced-replicated": ("reduction", lambda m: (m.never_reduced(), put(m.modules, replaced=["w"], gone=1)),
+        "step 0: gradients are not reduced [D11, S2]|...|seen: DistributedDataParallel reduces the parameters that it "
+        "was made with, and 'w' replaced one since then: replace, load and tie before wrapping"),
+    "D11-gone-replicated": ("reduction", lambda m: (m.never_reduced(), put(m.modules, gone=1)),
+        "step 0: gradients are not reduced [D11, S2]|...|seen: DistributedDataParallel reduces the parameters that it "
+        "was made with, one of them is no longer the model's, and it waits for all of a bucket: replace, load and tie "
+        "before wrapping"),
     "D12": ("reduction", lambda m: m.reduce(lambda name, rank: m.sum(name), names="b"),
         "note: step 0: parameters have different factors [D12, S1]|1 of 2 parameters: the mean over 4 ranks (c = 0.25 "
         "x the sum of 8 parts, residual ~)|'b': c = 1.0000, 4 times as much: the number of ranks|...|meant, as in muP, "
@@ -369,6 +412,26 @@ FOUND = {
         "note: step 0: each rank counts "
         "alike, whatever its tokens [D17, S5]|9, 10, 11, 12 tokens: a token of the rank with 9 counts 1.333 x one of "
         "that with 12|the loss of each rank is divided by its own tokens: sum, divide by ...|..."),
+    "D17-microbatches": ("tokens", lambda m: [setattr(one, "losses", LossRecord([
+        (8 + n, 1 / 38), (1 + n, 1 / 10)], are_means=n < 2)) for n, one in enumerate(m.records)],
+        "note: step 0: each microbatch of all ranks counts alike, whatever its tokens [D17, S5]|38, 10 tokens: a token "
+        "of the microbatch of all ranks with 10 counts 3.8 x one of that with 38|the loss of each microbatch of all "
+        "ranks is divided by its tokens on all ranks: sum, divide by ...|..."),
+    "D21": ("mixed", lambda m: m.shard(lambda rank, name: (rank, rank == 2, 3)),
+        "step 0: parameters are a mixture of ranks' values [D21, S9]|'w', 'b': ranks 0-3 had different values of 2 "
+        "parameters when fully_shard() sharded them, and training begins with a part of each rank's|seen: of 'w' rank "
+        "2 has one value, as it is initialized, and ranks 0-1, 3 others, as they are loaded|load on each rank ..."),
+    "D21-written": ("mixed", lambda m: m.shard(lambda rank, name: (rank, False, 4 if rank == 1 and name == "b" else 3)),
+        "note: step 0: parameters are a mixture of ranks' values [D21, S9]|'b': ranks 0-3 had different values of 2 "
+        "parameters ...|seen: 'b' was written by another number of calls before: 3 on rank 0, 4 on rank 1, 3 on rank "
+        "2, 3 on rank 3|meant, as where each rank draws initial values of its own? else load on each rank ..."),
+    "D22": ("recomputed", lambda m: put(m.modules, redrawn={"0.drop": True}),
+        "step 0: recomputations draw other random numbers [D22]|'0.drop': the generator has another state when "
+        "backward recomputes the module than when its forward began, and both draw from it|gradients are of another "
+        "dropout mask than the loss, and are no gradients of it: leave preserve_rng_state=True for ..."),
+    "D22-own": ("recomputed", lambda m: put(m.modules[1:], redrawn={"": False}),
+        "note: step 0: recomputations draw other random numbers [D22]|'the model': ...|meant, as where these random "
+        "numbers have no part in gradients? else leave preserve_rng_state=True for ..."),
     "D20": ("buffers_ever", lambda m: put(m.modules[2:3], buffers={"load": (2,)}),
         "note: step 0: buffers differ between ranks [D20, S9]|buffer 'load': equal on ranks 0-3 when training begins, "
         "and not when a later step begins|meant, as for statistics of each rank's own data that training does not use? "
@@ -385,7 +448,7 @@ FOUND = {
         "note: step 0: the optimizer holds frozen parameters [D19]|'b': requires_grad is False for 1 of 2 parameters "
         "of optimizers, which do not train|meant, as where a part of the model is frozen? else ..."),
     "D19-replaced": ("frozen_ever", lambda m: setattr(m, "starts", [
-        dataclasses.replace(one, thawed=("w",)) for one in m.starts]),
+        dataclasses.replace(one, built=Built(("w",))) for one in m.starts]),
         "note: step 0: frozen parameters train [D19]|'w': the parameter has replaced one whose requires_grad was "
         "False, and the optimizer moves it|meant, as where a layer is made anew to train? else pass requires_grad on: "
         "nn.Parameter(new, requires_grad=old.requires_grad)"),
@@ -450,6 +513,28 @@ def test_buffers_that_ranks_have_of_their_own_are_not_compared():
     assert render(made, "buffers_ever") == []
     put(made.modules[1:2], buffers={})
     assert render(made, "buffers_ever") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"had": lambda rank, name: (0, False, rank)},
+        {"had": lambda rank, name: (rank, False, 3)},
+        {"had": lambda rank, name: (rank, rank == 2, rank), "is_kept": False},
+        {"had": lambda rank, name: (rank, rank == 2, 3), "count": 2},
+    ],
+    ids=["equal", "a seed for each rank", "loaded after it", "few elements"],
+)
+def test_full_parameters_that_differ_may_be_drawn_by_each_rank_or_replaced_later(change):
+    made = Made()
+    made.shard(**change)
+    assert render(made, "mixed") == []
+
+
+def test_a_loss_of_each_head_is_none_of_a_microbatch():
+    made = Made()
+    made.put_all(losses=LossRecord([(8, 1 / 8), (2, 1 / 2), (8, 1 / 8), (2, 1 / 2)]))
+    assert render(made, "tokens") == []
 
 
 def of_layers(factors, *, stage="after_backward"):

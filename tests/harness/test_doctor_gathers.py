@@ -438,7 +438,7 @@ def tied(rank: Rank, is_wrong: bool) -> None:
         optimizer.zero_grad()
 
 
-SUMMED["tied"] = (tied, "'inner.embed.weight': not judged, as it is tied to 'head.weight'", "2 of 3 gradients are")
+SUMMED["tied"] = (tied, "every gradient is the mean over 2 ranks", "3 parameters")
 
 
 def all_zero(rank: Rank, is_wrong: bool) -> None:
