@@ -22,6 +22,9 @@ NOT_FINITE = "a tensor is not finite"
 #: The title of the finding that replicas differ before the first step.
 APART_AT_THE_START = "replicas differ when training begins"
 
+#: How the line begins that tells of the seeds of ranks.
+SEEDS = "seen: the seeds of these ranks differ"
+
 #: The title of the finding that ranks of one data-parallel rank read different data.
 APART = "model-parallel ranks read different data"
 
@@ -47,7 +50,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         lines = [f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values"]
         seeds = dict.fromkeys(starts[rank].seed for rank in members)
         if len(seeds) > 1:
-            lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
+            lines.append(f"{SEEDS} ({', '.join(map(str, list(seeds)[:4]))})")
         lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
         yield DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 

@@ -516,7 +516,9 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
     """Say what was seen to keep gradients from their reduction, and what mends it: the first that was seen."""
     if found := [*_seen_in_groups(evidence), *_seen_under_no_sync(evidence.records[0])]:
         return found
-    for seen in (_seen_zeroed, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
+    # The optimizer of another root zeroes gradients at any time.
+    first = (_seen_no_wrapper,) if evidence.are_others_reduced else ()
+    for seen in (*first, _seen_zeroed, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
         if found := list(seen(evidence, names)):
             return found
     return [

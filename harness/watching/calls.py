@@ -29,8 +29,10 @@ from shardproof.harness.watching import engines
 class Observer(Protocol):
     """Is told of calls. None of its methods may raise."""
 
-    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
-        """After a total norm was computed, or before gradients are clipped to ``max_norm`` by it."""
+    def on_norm(
+        self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
+    ) -> None:
+        """After a total norm was computed, or before gradients of parameters are clipped to ``max_norm`` by it."""
 
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a backward pass begins on these tensors; not before one within another, as of recomputation."""
@@ -190,7 +192,7 @@ def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         for one in _observers:
-            one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0)
+            one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0, parameters)
         return function(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_

@@ -54,6 +54,9 @@ class Hook:
         self._hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In what is compiled it is nothing: a call would break the graph, which fullgraph=True refuses.
+        if torch.compiler.is_compiling():
+            return None
         return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -38,13 +38,19 @@ class Model:
         self.engine: Engine | None = None
         self.unseen: set[str] = set()
         self._layout = layout
+        self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
         self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
         self._shapes: dict[str, torch.Size] = {}
 
-    def add(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Add a root, and return the modules of which hooks see the forward, each once, by canonical name."""
+    def add(self, root: nn.Module, others: Collection[int] = ()) -> list[tuple[str, nn.Module]]:
+        """Add a root, and return the modules of which hooks see the forward, each once, by canonical name.
+
+        Args:
+            others: the ids of parameters that are of other roots.
+        """
         self.roots.append(root)
+        self._without |= {name for name, one in parameters_of(root) if id(one) in others}
         if is_engine(root):
             self.engine = Engine(root)
             self.unseen.add(f"what {type(root).__name__} does to gradients in its step, where it clips them")
@@ -66,7 +72,7 @@ class Model:
         """Forget the roots, and what was seen of them; others take their place."""
         for seen in (self.roots, self._names, self._uncertain, self._shapes, self.unseen):
             seen.clear()
-        self.engine = None
+        self.engine, self._without = None, frozenset()
 
     def know(self, shapes: Mapping[str, torch.Size], flat_places: dict[str, tuple[int, int]]) -> None:
         """Take the full shapes of parameters, and where the rank's parts of those in flat ones begin."""
@@ -82,9 +88,13 @@ class Model:
         once: set[int] = set()
         for root in self.roots:
             for name, parameter in parameters_of(root):
-                if id(parameter) not in once:
+                if id(parameter) not in once and name not in self._without:
                     once.add(id(parameter))
                     yield name, parameter
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter of this name is of these roots, and of no other root."""
+        return name not in self._without
 
     def bits_of_buffers(self) -> dict[str, torch.Tensor]:
         """Return the bits of the buffers that the modules of user code have, on their devices, by canonical name."""

@@ -50,6 +50,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that user code has given a module: what ``fully_shard`` makes of it is a class of torch."""
+    return next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether something reduces the gradients of a root: a wrapper that it is, or units of FSDP2 in it."""
+    kinds = ("DistributedDataParallel", "FullyShardedDataParallel")
+    return any(kind.__name__ in kinds for kind in type(module).__mro__) or any(True for _ in _units_of(module))
+
+
 def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with its canonical name, and each place where it is used; a wrapper has its module's name."""
 
@@ -86,9 +97,7 @@ def buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     table or a cache, and takes time to read; a mask has no statistics.
     """
     for name, module in modules_of(root):
-        # What fully_shard makes of a class is a class of torch.
-        kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
-        if kind.__module__.startswith("torch.") or isinstance(module, _OF_RUNNING_STATISTICS):
+        if kind_of(module).__module__.startswith("torch.") or isinstance(module, _OF_RUNNING_STATISTICS):
             continue
         for last, buffer in module._buffers.items():
             if type(buffer) is torch.Tensor and buffer.dtype != torch.bool and 0 < buffer.numel() <= _LARGEST_BUFFER:

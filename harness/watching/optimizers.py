@@ -18,12 +18,16 @@ AGE = "step"
 _NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
+def optimizers_of_process() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+
+
 def parameters_of_optimizers() -> dict[int, str]:
     """Return the ids of what the optimizers of this process have, each with the name of a class that has it."""
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     return {
         id(one): type(optimizer).__name__
-        for optimizer in optimizers
+        for optimizer in optimizers_of_process()
         for group in getattr(optimizer, "param_groups", ())  # one that is being made has none yet
         for one in group["params"]
     }
@@ -69,16 +73,22 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen_of(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], roots: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    roots: Sequence[nn.Module],
+    beside: Collection[int] = (),
 ) -> tuple[Optimizer, set[str]]:
-    """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words."""
-    mine = [one for group in optimizer.param_groups for one in group["params"]]
+    """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words.
+
+    ``beside`` are the ids of those of other roots, which have watches of their own.
+    """
+    mine = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in beside]
     live = {id(one) for one in parameters.values()}
     others = [one for one in mine if id(one) not in live]
     dead = [one for one in others if one.grad is None]
     seen = Optimizer(
         kind=type(optimizer).__name__, size=len(mine), live=len(mine) - len(others),
-        shapes_agree=_have_shapes(dead, parameters.values()), outside=len(others) - len(dead),
+        shapes_agree=have_shapes(dead, parameters.values()), outside=len(others) - len(dead),
         gathered=_count_gathered(dead, roots),
     )  # fmt: skip
     unseen = set[str]()
@@ -89,7 +99,7 @@ def seen_of(
     return seen, unseen
 
 
-def _have_shapes(dead: Sequence[torch.Tensor], parameters: Collection[nn.Parameter]) -> bool:
+def have_shapes(dead: Sequence[torch.Tensor], parameters: Collection[nn.Parameter]) -> bool:
     """Whether there are dead parameters, and each has the shape of a full or a local parameter of the model."""
     shapes = {tuple(each.shape) for one in parameters for each in (one, local_of(one))}
     return bool(dead) and all(tuple(one.shape) in shapes for one in dead)

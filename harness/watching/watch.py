@@ -43,8 +43,9 @@ from shardproof.harness.watching.names import (
     unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
-from shardproof.harness.watching.optimizers import seen_of
+from shardproof.harness.watching.optimizers import parameters_of_optimizers, seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
+from shardproof.harness.watching.roots import Beside
 from shardproof.harness.watching.step import WatchedStep
 from shardproof.harness.watching.tensors import TensorHooks
 from shardproof.harness.watching.updates import Nesting
@@ -81,6 +82,8 @@ class Watch:
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
         on_drop: is called where a rank goes on without the gradients of backward passes, of which no optimizer has
             stepped, with their number: before a forward or a backward, or where a scaler skips the optimizer's step.
+        beside: the watches of all roots of a loop; of one alone where it is left out.
+        on_destroy: is called before all process groups are destroyed.
 
     Attributes:
         model: what is watched.
@@ -101,8 +104,12 @@ class Watch:
         modules: bool = False,
         digests: bool = True,
         on_drop: Callable[[int], None] | None = None,
+        beside: Beside | None = None,
+        on_destroy: Callable[[], None] | None = None,
     ) -> None:
-        self._on_end, self._on_drop = on_end, on_drop
+        self._on_end, self._on_drop, self._before_destroy = on_end, on_drop, on_destroy
+        self._beside = Beside() if beside is None else beside
+        self._beside.add(self)
         self._on_error, self._passes = on_error, passes
         self._steps = frozenset(steps)
         self._takes = Takes(sink, modules and sink is not None, digests)
@@ -115,6 +122,7 @@ class Watch:
         self._tensors = TensorHooks(self._on_gradient, self._on_accumulated)
         self._handles: list[Any] = []
         self._patches = contextlib.ExitStack()
+        self._of_strangers: set[str] = set()  # what is said of optimizers that have parameters of no root
 
     # Attaching ------------------------------------------------------------------------------
 
@@ -131,7 +139,7 @@ class Watch:
         if not self.model.roots:
             self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
-        for name, module in self.model.add(root):
+        for name, module in self.model.add(root, self._beside.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
             after = Hook(functools.partial(self._after_module, name, module is root))
@@ -153,6 +161,15 @@ class Watch:
         self.model.forget()
         self._forward.depth, self._forward.is_late = 0, False
         self._begin(self._now.zeroed)
+
+    def extend(self) -> None:
+        """Watch one step more than those that were asked for."""
+        self._steps |= {self.step}
+
+    def forget_strangers(self) -> None:
+        """Forget which optimizers were none of a root: another root has come, whose some may be."""
+        self._nesting.strangers.clear()
+        self.model.unseen -= self._of_strangers
 
     @property
     def has_computed(self) -> bool:
@@ -393,6 +410,7 @@ class Watch:
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self._beside.steps += self._beside.is_first(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):
@@ -433,9 +451,10 @@ class Watch:
             return
         now = self._now
         if len(now.updates.stepped) == stepped_before:  # else others have stepped for it
-            seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots)
+            others = self._beside.parameters(but=self)
+            seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots, others)
             now.updates.stepped.append(seen)
-            self.model.unseen |= outside
+            self._say_of_strangers(outside)
         ended = self._nesting.take_ended(optimizer)
         if ended and self.is_watching:
             now.updates.release_all(ended)
@@ -480,18 +499,35 @@ class Watch:
         """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(one) for _, one in self.model.parameters()}
-        if any(id(one) in live for one in mine) or all(one.grad is None for one in mine):
+        if any(id(one) in live for one in mine):
             return False
-        self._now.drops.for_others = self._now.backwards.count
-        kind = type(optimizer).__name__
+        owner, has_gradient = self._beside.owner(optimizer), any(one.grad is not None for one in mine)
+        # One of dead parameters is taken for the first root's, where no other has these, and it was made for no root.
+        if owner is self or (
+            owner is None and not has_gradient and self._beside.is_first(self) and not self._is_held()
+        ):
+            return False
+        if has_gradient:
+            self._now.drops.for_others = self._now.backwards.count
+        if owner is None and has_gradient:
+            self._note_stranger(type(optimizer).__name__)
+        return True
+
+    def _is_held(self) -> bool:
+        """Whether an optimizer of the process has parameters of the roots."""
+        held = parameters_of_optimizers()
+        return any(id(one) in held for _, one in self.model.parameters())
+
+    def _note_stranger(self, kind: str) -> None:
         self._nesting.strangers[kind] = self.step, self._nesting.are_destroyed
         if self.model.roots:
             watched = type(unwrapped(self.model.roots[0])).__name__
-            self.model.unseen.add(
-                f"the model that another {kind} steps, which has no parameter of the watched {watched}: "
-                "give each model a doctor(model, optimizer)"
-            )
-        return True
+            text = f"the model that another {kind} steps, which has no parameter of the watched {watched}"
+            self._say_of_strangers([f"{text}: give each model a doctor(model, optimizer)"])
+
+    def _say_of_strangers(self, texts: Collection[str]) -> None:
+        self._of_strangers.update(texts)
+        self.model.unseen.update(texts)
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         return self.model.engine is None and self._nesting.counts(optimizer)
@@ -499,8 +535,10 @@ class Watch:
     # Calls of torch's functions -------------------------------------------------------------
 
     @guarded
-    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
-        if not self._sees:
+    def on_norm(
+        self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
+    ) -> None:
+        if not self._sees or self._beside.has_some(parameters, but=self):
             return
         number = self._now.norms.add(function, value, max_norm, norm_type)
         if number is not None:
@@ -541,6 +579,8 @@ class Watch:
     @guarded
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
+        if self._before_destroy is not None:
+            self._before_destroy()
         self.end_step()
         self._nesting.are_destroyed = True
 

@@ -32,6 +32,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
     name: ClassVar[str]
     activity: ClassVar[str]
     passes: ClassVar[tuple[type[Exception], ...]] = (NotWatchable,)
+    _finds_more: ClassVar[bool] = False
     _watch: Watch
 
     def __init__(self, steps: Collection[int]) -> None:
@@ -86,12 +87,20 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             raise
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if module in self._inside or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or module in self._inside or not torch.is_grad_enabled():
             return
-        if self._watch.has_computed:
-            self._first.remove()
+        if self._finds_more and self._watch.model.roots and self._has_looked_at(module):
             return
-        if not any(one.requires_grad for one in module.parameters()) or not self._is_root(module):
+        if self._watch.has_computed and not self._finds_more:
+            self._stop_finding()
+            return
+        if self._watch.model.roots and any(is_compiled(one) for one in module.modules()):
+            self._stop_finding()  # a hook of all modules would change what is compiled
+        if not any(one.requires_grad for one in module.parameters()):
+            return
+        if self._watch.has_computed or not self._is_root(module):
+            if self._finds_more and self._watch.model.roots:
+                self._guarded(lambda: self._look_beside(module, args))
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             held = parameters_of_optimizers()
@@ -101,9 +110,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         # Until something is computed for a step it may be called for another reason, such as a parametrization when it
         # is registered. Hooks of all modules would change what is compiled.
         if any(is_compiled(one) for one in module.modules()):
-            self._first.remove()
+            self._stop_finding()
         if self._watch.model.roots:
-            self._watch.forget_roots()
+            self._forget_roots(module)
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
         if self._watch.is_attached:
@@ -118,9 +127,24 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         # After its forward a root of FSDP2 has gathered parameters, which no optimizer has.
         has_root = any(id(one) in held for _, one in self._watch.model.parameters())
         is_it = not has_root and any(id(one) in held for _, one in parameters_of(module))
-        if held and not is_it:
+        if held and not is_it and not self._finds_more:
             self._inside |= weakref.WeakSet(inside)
         return is_it
+
+    def _has_looked_at(self, module: nn.Module) -> bool:
+        """Whether a module was no root when it was called before in the step."""
+        return False
+
+    def _look_beside(self, module: nn.Module, args: Any) -> None:
+        """Look whether a module that is called is a root beside the first, and watch it then."""
+
+    def _forget_roots(self, root: nn.Module) -> None:
+        """Forget the roots: another module has them in it, or is what trains."""
+        self._watch.forget_roots()
+
+    def _stop_finding(self) -> None:
+        if self._first is not None:
+            self._first.remove()
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
@@ -159,6 +183,5 @@ class Watcher(contextlib.AbstractContextManager[Any]):
 
     def _detach(self) -> None:
         self._is_over = True
-        if self._first is not None:
-            self._first.remove()
+        self._stop_finding()
         self._watch.detach()
