@@ -122,7 +122,7 @@ class Doctor(Watcher):
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
             beside=beside,
         )  # fmt: skip
-        self._watch = self._watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
+        self._watch: Watch = self._watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
         self._ranks = Ranks(patience)
         self._examination = Examination(checks, waits=on_finding != "raise")
         self._others, self._roots = Mine(beside, self._steps), Roots(checks, waits=on_finding != "raise")
@@ -173,6 +173,8 @@ class Doctor(Watcher):
             raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
         self._ranks.rank = dist.get_rank() if dist.is_initialized() else 0
         self._watch.model.flat_places = places_of_flat(models)
+        for model in models if not self._models else ():
+            self._others.beside.note_values(model)
         self._mine = self._start(self._watch, models, "" if self._models else called_as())
         if self._models:
             self._join()
@@ -191,7 +193,7 @@ class Doctor(Watcher):
         if is_root or not own:
             self._inside |= weakref.WeakSet(module.modules())
         if is_root:
-            self._attach_beside(module, made_for).begin_forward(module, args)
+            self._begin_forward(self._attach_beside(module, made_for), module, args)
 
     def _attach_beside(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
         """Watch a root beside the first; ``made_for`` is the optimizer that was made for it, if it has none of it."""

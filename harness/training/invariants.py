@@ -723,7 +723,7 @@ def _had_gradient(records: Sequence[Evidence], name: str) -> bool:
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
     """Say how modules were called whose parameters get no gradient."""
     every = [record for one in seen for record in one.records]
-    if any(text.endswith("it is compiled") for record in every for text in record.unseen):
+    if any(record.modules.compiled or record.modules.unhooked for record in every):
         return
     detached = [name for name in names if all(name in (*one.modules.detached, *one.modules.idle) for one in every)]
     if detached:

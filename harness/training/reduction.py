@@ -314,8 +314,8 @@ def _why_unseen(evidence: Evidence, name: str) -> str:
     ties = next((names for names in record.modules.ties if name in names), ())
     if others := [one for one in ties if one != name and one in record.gradients.own]:
         return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
-    if any(text.endswith("it is compiled") for text in record.unseen):
-        return "not judged, as its own gradient is computed inside of a compiled module"
+    if record.modules.compiled or record.modules.unhooked:
+        return "not judged, as its own gradient is computed where it is compiled"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
 
 

@@ -28,6 +28,9 @@ from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementa
 
 _COLUMN = 10
 
+#: The modules of a line by name.
+_MOST_MODULES = 5
+
 _NEVER_SEEN = "whether the factor is right for this loss; mistakes that are the same on all ranks"
 
 
@@ -163,8 +166,19 @@ def _scaling(pairs: Sequence[tuple[float, float]]) -> str:
     return text
 
 
+#: What is not seen of modules: how they are found, and which checks it is kept from.
+_INSIDE = {
+    "compiled": "compiled, so D16 does not see their outputs, nor D14 what they compute with",
+    "unhooked": "called in a compiled function or not at all, so D14 and D16 do not see their forward",
+}
+
+
 def _unseen(one: Judged) -> Iterator[str]:
     reduced = one.reduced
+    modules = [record.modules for step in one.seen for record in step.records]
+    for field, text in _INSIDE.items():
+        if names := sorted({name for each in modules for name in getattr(each, field)}):
+            yield f"inside of {listed(names, _MOST_MODULES)}{f' of {one.root}' if one.root else ''}: {text}"
     yield from dict.fromkeys(text for record in one.seen[-1].records for text in record.unseen)
     reasons: dict[str, list[str]] = {}
     for name, reason in reduced[0].unseen.items():

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from shardproof.harness.judging import codes
-from shardproof.harness.training import invariants
+from shardproof.harness.training import invariants, reduction
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.findings import DoctorFinding, listed
@@ -262,8 +262,11 @@ class Roots:
     def unseen(self) -> Iterator[str]:
         """What is not watched of them, in words."""
         for root in self:
+            kind = root.starts[0].kind
             if not root.is_of_all:
-                yield f"the {root.starts[0].kind} that not all ranks train beside the watched model"
+                yield f"the {kind} that not all ranks train beside the watched model"
+            elif any(one.title == reduction.PARTS for one in root.examination.findings):
+                yield f"whether ranks have parts of the {kind} that differs between them from the start, or replicas of it"
 
     def labels(self, first: Sequence[Start]) -> list[str]:
         """Return how messages name the first root, and those beside it."""
@@ -279,9 +282,10 @@ def most_steps(last: int) -> int:
 def is_told(finding: DoctorFinding, told: Sequence[DoctorFinding]) -> bool:
     """Whether a finding of a root beside the first is of the process, and told, or no finding of one root.
 
-    A root may be given the same on all ranks by design, as positions or a prompt are: then its gradients differ.
+    A root may be given the same on all ranks by design, as positions or a prompt are: then its gradients differ. One
+    that differs between ranks from the start is a part of a model that user code divides, or else not seen.
     """
-    if codes.DATA in finding.checks and finding.is_note:
+    if finding.is_note and (codes.DATA in finding.checks or finding.title == reduction.PARTS):
         return True
     is_of_process = {codes.DATA, codes.FINITE} & set(finding.checks)
     return bool(is_of_process) and any(one.title == finding.title for one in told)

@@ -62,6 +62,13 @@ class Observer(Protocol):
         """Before all process groups are destroyed."""
 
 
+class Finder(Protocol):
+    """Is told where a module is compiled in place, whose graph has no hooks of all modules."""
+
+    def on_compiled(self, module: nn.Module) -> None:
+        """After ``module.compile()``."""
+
+
 class Joiner(Protocol):
     """Is told where ``join()`` begins and ends, in which ranks have different numbers of batches."""
 
@@ -121,6 +128,26 @@ def observed(observer: Observer) -> contextlib.AbstractContextManager[None]:
 def joins(joiner: Joiner) -> contextlib.AbstractContextManager[None]:
     """Tell of each ``join()`` in this context, which may begin before a model is observed, and end after it."""
     return _joiners.including(joiner)
+
+
+def compilations(finder: Finder) -> contextlib.AbstractContextManager[None]:
+    """Tell of each ``module.compile()`` in this context."""
+    return _finders.including(finder)
+
+
+def _of_compilations() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "torch.nn.Module.compile", _after_compile(nn.Module.compile)
+
+
+def _after_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = function(self, *args, **kwargs)
+        for one in _finders:
+            one.on_compiled(self)
+        return value
+
+    return compile
 
 
 def _of_joins() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -320,4 +347,5 @@ def _replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 
 _observers: _Observers[Observer] = _Observers(_functions)
+_finders: _Observers[Finder] = _Observers(_of_compilations)
 _joiners: _Observers[Joiner] = _Observers(_of_joins)

@@ -11,9 +11,21 @@ from shardproof.harness.tensors.fingerprints import Box, bits_of_all, bits_on_ho
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
-from shardproof.harness.watching.names import buffers_of, is_compiled, modules_of, parameters_of, tied_in, without_turn
+from shardproof.harness.watching.names import (
+    buffers_of,
+    compiles,
+    is_called,
+    is_compiled,
+    modules_of,
+    parameters_of,
+    tied_in,
+    without_turn,
+)
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.records import ModuleRecord
+
+#: How messages name a root itself.
+THE_MODEL = "the model"
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
@@ -41,6 +53,7 @@ class Model:
         self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
         self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
+        self._compiled: set[str] = set()  # the names of the outermost of them
         self._shapes: dict[str, torch.Size] = {}
 
     def add(self, root: nn.Module, others: Collection[int] = ()) -> list[tuple[str, nn.Module]]:
@@ -57,7 +70,7 @@ class Model:
         compiled: set[int] = set()
         for name, module in modules_of(root):
             if is_compiled(module):
-                self.unseen.add(f"inside of {name or 'the model'}: it is compiled")
+                self._compiled |= {name or THE_MODEL} if id(module) not in compiled else set()
                 compiled |= {id(inner) for inner in module.modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, module in modules_of(root):
@@ -70,7 +83,7 @@ class Model:
 
     def forget(self) -> None:
         """Forget the roots, and what was seen of them; others take their place."""
-        for seen in (self.roots, self._names, self._uncertain, self._shapes, self.unseen):
+        for seen in (self.roots, self._names, self._uncertain, self._compiled, self._shapes, self.unseen):
             seen.clear()
         self.engine, self._without = None, frozenset()
 
@@ -135,7 +148,11 @@ class Model:
         return tied_in(self.roots)
 
     def record(
-        self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor]
+        self,
+        called: Mapping[int, bool],
+        gathered: Gathered,
+        buffers: Mapping[str, torch.Tensor],
+        with_gradient: Collection[str],
     ) -> ModuleRecord:
         """Return what a record has of the modules.
 
@@ -143,11 +160,25 @@ class Model:
             called: by module that was called in the step, whether it was with gradients enabled.
             gathered: what forwards have found gathered.
             buffers: the bits of buffers when the step began, by name.
+            with_gradient: the names of parameters that have one.
         """
         idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
+        unhooked = {self._outermost(one, called) for one in idle if one in with_gradient} if compiles() else set()
         dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         return ModuleRecord(
             idle, detached, gathered.names, gathered.take_outdated(), self.tied(),
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
-            buffers=bits_on_host(buffers),
+            buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
+            unhooked=sorted(unhooked),
         )  # fmt: skip
+
+    def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
+        """Return the name of the outermost module that was not called, of those in which a parameter is."""
+        modules = {name: module for root in self.roots for name, module in modules_of(root)}
+        name = found = parameter.rpartition(".")[0]
+        while name:
+            name = name.rpartition(".")[0]
+            if (module := modules.get(name)) is None or id(module) in called:
+                break
+            found = name if is_called(module) else found
+        return found or THE_MODEL

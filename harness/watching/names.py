@@ -1,6 +1,8 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
 import functools
+import gc
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -147,6 +149,18 @@ def _units_of(root: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the forward of a module runs compiled; its hooks would be traced, and would change what is compiled."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiled_in_place() -> list[nn.Module]:
+    """Return the modules of the process that were compiled by ``module.compile()``."""
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return [one for one in modules if vars(one).get("_compiled_call_impl") is not None]
+
+
+def compiles() -> bool:
+    """Whether this process has compiled something: a function that is compiled runs no hooks of modules in it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs"))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,11 +1,12 @@
 """What the optimizers of a process have: parameters of the model, of other models, and dead ones."""
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
@@ -16,6 +17,58 @@ AGE = "step"
 
 #: Entries of a group that do not decide what an update is, and the learning rate, which is kept by itself.
 _NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+
+
+class StepHooks:
+    """Calls before and after the step of each optimizer, through one pair of torch's hooks for all that are added.
+
+    One of them may be removed in a step: torch's own hooks must not, while others of them are still to run.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[_Around] = []
+        self._handles: list[Any] = []
+
+    def add(self, before: Callable[..., Any], after: Callable[..., Any]) -> "_Around":
+        """Call these, until the handle that is returned is removed."""
+        if not self._all:
+            self._handles += [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+        self._all.append(_Around(self, before, after))
+        return self._all[-1]
+
+    def remove(self, one: "_Around") -> None:
+        """Call one no more."""
+        if one in self._all:
+            self._all.remove(one)
+            for handle in self._handles if not self._all else ():
+                handle.remove()
+            self._handles = self._handles if self._all else []
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        found = None
+        for one in list(self._all):
+            if one in self._all and (new := one.before(optimizer, args, kwargs)) is not None:
+                found = args, kwargs = new
+        return found
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for one in list(self._all):
+            if one in self._all:
+                one.after(optimizer, args, kwargs)
+
+
+class _Around:
+    def __init__(self, hooks: StepHooks, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._hooks, self.before, self.after = hooks, before, after
+
+    def remove(self) -> None:
+        self._hooks.remove(self)
+
+
+STEPS = StepHooks()
 
 
 def optimizers_of_process() -> list[torch.optim.Optimizer]:

@@ -198,6 +198,9 @@ class ModuleRecord:
     has_dropout: bool = False  # whether one drops elements at random in this step
     # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
+    # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
+    unhooked: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass

@@ -26,6 +26,7 @@ from shardproof.harness.watching.names import (
     unwrapped,
 )
 from shardproof.harness.watching.optimizers import have_shapes, optimizers_of_process, parameters_of_optimizers
+from shardproof.harness.watching.pending import few_values
 
 if TYPE_CHECKING:
     from shardproof.harness.watching.watch import Watch
@@ -44,7 +45,8 @@ class Beside:
     def __init__(self) -> None:
         self.steps = 0
         self._looked_at: tuple[int, Collection[int], weakref.WeakSet[nn.Module]] = (-1, (), weakref.WeakSet())
-        self._idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # wrapped ones that are in no optimizer
+        #: Of wrapped modules what stands for their values when they were first called.
+        self._values: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
         self._watches: list[Watch] = []
         self._made_for: list[tuple[weakref.ref[torch.optim.Optimizer], Watch]] = []
 
@@ -107,8 +109,7 @@ class Beside:
         made_for = self._find_made_for(own)
         if made_for is None:
             self._looked_at[2].add(module)
-            if is_wrapped(module):
-                self._idle.add(module)
+            self.note_values(module)
         return made_for is not None, made_for
 
     def _find_made_for(self, own: Sequence[nn.Parameter]) -> torch.optim.Optimizer | None:
@@ -125,15 +126,25 @@ class Beside:
                 return optimizer
         return None
 
+    def note_values(self, module: nn.Module) -> None:
+        """Note what a module that is called has, if its gradients are reduced, and may be in no optimizer."""
+        if module not in self._values and is_wrapped(module):
+            self._values[module] = few_values(parameters_of(module))
+
     def idle(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the classes and the parameters of wrapped modules that have gradients, and are in no optimizer."""
-        roots = [root for watch in self._watches for root in watch.model.roots if is_wrapped(root)]
-        if not self._idle and len(self) < 2:
-            return []
-        held, found = parameters_of_optimizers(), []
-        for module in (*self._idle, *roots):
+        """Return the classes and the parameters of wrapped modules that have gradients, and that nothing moves.
+
+        User code may move those that are in no optimizer, or an optimizer copies of them.
+        """
+        held, found = parameters_of_optimizers() if self._values else {}, []
+        stepped = {id(root) for watch in self._watches if watch.is_stepped for root in watch.model.roots}
+        for module, before in self._values.items():
             mine = {name: one for name, one in parameters_of(module) if one.requires_grad}
-            if mine and all(one.grad is not None and id(one) not in held for one in mine.values()):
+            are_left = all(one.grad is not None and id(one) not in held for one in mine.values())
+            if id(module) in stepped or not mine or not are_left:
+                continue
+            now = few_values(parameters_of(module))
+            if len(now) == len(before) and all(map(torch.equal, now, before)):
                 found.append((kind_of(unwrapped(module)).__name__, tuple(mine)))
         return sorted(found)
 
@@ -152,6 +163,15 @@ class Beside:
             if id(one) not in known and one.requires_grad
         ]
         return bool(left) and _are_of_modules(left)
+
+
+def outermost_of_optimizers() -> list[str]:
+    """Return the classes of the modules of the process that are in no other, and have parameters of optimizers."""
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    inside = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    held = parameters_of_optimizers()
+    found = [one for one in modules if id(one) not in inside and any(id(p) in held for _, p in parameters_of(one))]
+    return list(dict.fromkeys(kind_of(unwrapped(one)).__name__ for one in found))
 
 
 def _are_of_modules(parameters: Sequence[torch.Tensor]) -> bool:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.judging.finding import Stage
@@ -31,7 +30,7 @@ from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.hooks import Hook, guarded
+from shardproof.harness.watching.hooks import Compiled, Hook, guarded
 from shardproof.harness.watching.model import LayoutOf, Model
 from shardproof.harness.watching.names import (
     device_of,
@@ -43,7 +42,7 @@ from shardproof.harness.watching.names import (
     unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
-from shardproof.harness.watching.optimizers import parameters_of_optimizers, seen_of
+from shardproof.harness.watching.optimizers import STEPS, parameters_of_optimizers, seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
 from shardproof.harness.watching.roots import Beside
 from shardproof.harness.watching.step import WatchedStep
@@ -87,8 +86,10 @@ class Watch:
 
     Attributes:
         model: what is watched.
+        beside: the watches of all roots of the loop.
         step: the number of the current step.
         last: the last event that was watched; empty if there is none.
+        is_stepped: whether an optimizer that has a parameter of it has stepped.
     """
 
     def __init__(
@@ -108,14 +109,15 @@ class Watch:
         on_destroy: Callable[[], None] | None = None,
     ) -> None:
         self._on_end, self._on_drop, self._before_destroy = on_end, on_drop, on_destroy
-        self._beside = Beside() if beside is None else beside
-        self._beside.add(self)
+        self.beside = Beside() if beside is None else beside
+        self.beside.add(self)
         self._on_error, self._passes = on_error, passes
         self._steps = frozenset(steps)
         self._takes = Takes(sink, modules and sink is not None, digests)
         self.model = Model(layout)
         self.step = 0
         self.last = ""
+        self.is_stepped = False
         self._now = WatchedStep(self.model, self._takes, [])
         self._forward = _Forward()
         self._nesting = Nesting(optimizers)
@@ -129,20 +131,20 @@ class Watch:
     def watch_optimizers(self) -> None:
         """See the steps of optimizers, also before there is a root: the first forward may be in a closure of one."""
         if not self._handles:
-            self._handles += [
-                register_optimizer_step_pre_hook(self._before_optimizer),
-                register_optimizer_step_post_hook(self._after_optimizer),
-            ]
+            self._handles.append(STEPS.add(self._before_optimizer, self._after_optimizer))
 
     def attach(self, root: nn.Module) -> None:
         """Add a root: hooks on all its modules; the first root's also begin steps."""
         if not self.model.roots:
             self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
-        for name, module in self.model.add(root, self._beside.parameters(but=self)):
+        for name, module in self.model.add(root, self.beside.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
             after = Hook(functools.partial(self._after_module, name, module is root))
+            if module._compiled_call_impl is not None:
+                self._handles.append(Compiled(module, before, after))
+                continue
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -205,6 +207,10 @@ class Watch:
         # What the root has itself is gathered by hooks that have not run yet.
         self._forward.is_late = True
         self._before_module("", True, root, args, {})
+
+    def end_forward(self, root: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End the forward of a root in which it was attached, where no hook of it runs."""
+        self._after_module("", True, root, args, kwargs, output)
 
     # A step ---------------------------------------------------------------------------------
 
@@ -410,7 +416,7 @@ class Watch:
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self._beside.steps += self._beside.is_first(self)
+        self.beside.steps += self.beside.is_first(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):
@@ -451,7 +457,7 @@ class Watch:
             return
         now = self._now
         if len(now.updates.stepped) == stepped_before:  # else others have stepped for it
-            others = self._beside.parameters(but=self)
+            others = self.beside.parameters(but=self)
             seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots, others)
             now.updates.stepped.append(seen)
             self._say_of_strangers(outside)
@@ -500,12 +506,11 @@ class Watch:
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(one) for _, one in self.model.parameters()}
         if any(id(one) in live for one in mine):
+            self.is_stepped = True
             return False
-        owner, has_gradient = self._beside.owner(optimizer), any(one.grad is not None for one in mine)
+        owner, has_gradient = self.beside.owner(optimizer), any(one.grad is not None for one in mine)
         # One of dead parameters is taken for the first root's, where no other has these, and it was made for no root.
-        if owner is self or (
-            owner is None and not has_gradient and self._beside.is_first(self) and not self._is_held()
-        ):
+        if owner is self or (owner is None and not has_gradient and self.beside.is_first(self) and not self._is_held()):
             return False
         if has_gradient:
             self._now.drops.for_others = self._now.backwards.count
@@ -538,7 +543,7 @@ class Watch:
     def on_norm(
         self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
     ) -> None:
-        if not self._sees or self._beside.has_some(parameters, but=self):
+        if not self._sees or self.beside.has_some(parameters, but=self):
             return
         number = self._now.norms.add(function, value, max_norm, norm_type)
         if number is not None:

@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.watching import script
-from shardproof.harness.watching.names import is_compiled, parameters_of, unwrapped
+from shardproof.harness.watching import calls, script
+from shardproof.harness.watching.hooks import Compiled
+from shardproof.harness.watching.names import compiled_in_place, compiles, is_compiled, parameters_of, unwrapped
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
+from shardproof.harness.watching.roots import outermost_of_optimizers
 from shardproof.harness.watching.watch import Watch
+
+#: The classes of modules that a message names.
+_MOST_KINDS = 5
 
 
 class Watcher(contextlib.AbstractContextManager[Any]):
@@ -40,6 +45,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
         self._steps = sorted(set(steps))
         self._first: Any = None
+        self._finding = contextlib.ExitStack()
+        #: The root whose first forward has begun.
+        self._begun: tuple[Watch, nn.Module] | None = None
         #: The modules of the root, and those that are no part of it.
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._world: Any = None
@@ -72,6 +80,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         """Attach to models or, without any, to the first root module of which something trains."""
         if not models:
             self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._finding.enter_context(calls.compilations(self))
+            for one in compiled_in_place():
+                self.on_compiled(one)
             self._watch.watch_optimizers()
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -116,7 +127,18 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
         if self._watch.is_attached:
-            self._watch.begin_forward(module, args)
+            self._begin_forward(self._watch, module, args)
+
+    def _begin_forward(self, watch: Watch, module: nn.Module, args: Any) -> None:
+        """Begin the forward of a root in which it was attached."""
+        self._begun = watch, module
+        watch.begin_forward(module, args)
+
+    def _after_compiled(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End the first forward of a root that is compiled in place: it has begun without hooks of its own."""
+        if self._begun is not None and self._begun[1] is module:
+            self._begun[0].end_forward(module, args, kwargs, output)
+            self._begun = None
 
     def _is_root(self, module: nn.Module) -> bool:
         """Whether a module is what trains, rather than the root: it has the root in it, or optimizers have it alone."""
@@ -142,9 +164,15 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         """Forget the roots: another module has them in it, or is what trains."""
         self._watch.forget_roots()
 
+    def on_compiled(self, module: nn.Module) -> None:
+        """See the calls of a module that is compiled in place."""
+        found = Compiled(module, lambda one, args, _: self._on_first_forward(one, args), self._after_compiled)
+        self._finding.callback(found.remove)
+
     def _stop_finding(self) -> None:
         if self._first is not None:
             self._first.remove()
+        self._finding.close()
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
@@ -172,6 +200,12 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 f"nothing was watched ({counts} of its parameters): {kinds} stepped, and has none of the parameters of "
                 f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "
                 "judged; else make it of the model's own, or name the model in doctor(model)"
+            )
+        if not forwards and self._watch.beside.steps and compiles():
+            kinds = " and ".join(outermost_of_optimizers()[:_MOST_KINDS]) or "the model"
+            return (
+                f"nothing was watched: optimizers stepped, and no forward of {kinds} was seen, as inside of a compiled "
+                "function: compile the module instead, by torch.compile(model) or model.compile()"
             )
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
