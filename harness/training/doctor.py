@@ -24,7 +24,16 @@ from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.ranks import Ranks
-from shardproof.harness.training.roots import MOST, Mine, Root, Roots, Telling, is_told, most_steps, without_seeds
+from shardproof.harness.training.roots import (
+    MOST,
+    Mine,
+    Roots,
+    Telling,
+    is_told,
+    most_steps,
+    without_consequences,
+    without_seeds,
+)
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,
@@ -310,10 +319,10 @@ class Doctor(Watcher):
     def _judge_beside(self) -> list[DoctorFinding]:
         """Judge what ranks have told of the roots beside the first, and return what is an error."""
         errors = []
-        for root in self._roots:
+        for number, root in enumerate(self._roots, 1):
             is_reduced = self._roots.are_reduced(but=root) or any(one.wrappers for one in self._ranks.starts)
             found = list(root.judge(self._steps[-1], self._ties, are_others_reduced=is_reduced))
-            errors += self._tell_beside(root, self._with_samplers(found))
+            errors += self._tell(self._with_samplers(found), number)
         return errors
 
     def _with_samplers(self, found: list[DoctorFinding]) -> list[DoctorFinding]:
@@ -371,31 +380,32 @@ class Doctor(Watcher):
 
     def _add(self, found: Sequence[DoctorFinding], *, may_raise: bool = True) -> list[DoctorFinding]:
         """Add findings of the first root, tell those that are new, and return the errors among them."""
-        more = next_lines(len(self._ranks.starts))
-        new = self._examination.add(
-            dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in found
-        )
-        return self._tell(new, 0, may_raise=may_raise)
+        return self._tell(self._examination.add(found), 0, may_raise=may_raise)
 
-    def _tell_beside(self, root: Root, new: Sequence[DoctorFinding]) -> list[DoctorFinding]:
-        """Tell new findings of a root beside the first, but for those that are told, and return the errors."""
-        number = 1 + list(self._roots).index(root)
-        kept = [without_seeds(one, self._found) for one in new if not is_told(one, self._found)]
-        return self._tell(kept, number, may_raise=False)
-
-    def _tell(self, new: Sequence[DoctorFinding], number: int, *, may_raise: bool) -> list[DoctorFinding]:
-        """Tell findings of the root of this number; those of none have names of their own."""
-        names = self._roots.labels(self._ranks.starts) if self._ranks.starts else [""]
-        if number >= 0 and (len(names) > 1 or any(one.has_more for one in self._ranks.starts)):
-            new = [dataclasses.replace(one, root=names[number]) for one in new]
-        self._found += new
-        for one in new:
+    def _tell(self, found: Sequence[DoctorFinding], number: int, *, may_raise: bool = False) -> list[DoctorFinding]:
+        """Tell new findings of the root of this number, but for those that another root has told; return the errors."""
+        names, more = self._names, next_lines(len(self._ranks.starts))
+        errors = []
+        for one in found:
+            if number and is_told(one, self._found):
+                continue
+            new = without_seeds(one, self._found) if number else one
+            new = dataclasses.replace(new, lines=(*new.lines, *more)) if new.is_open else new
+            new = dataclasses.replace(new, root=new.root or names[number])
+            self._found.append(new)
+            errors += [] if new.is_note else [new]
             if self._on_finding != "collect":
-                self._say(one.render())
-        errors = [one for one in new if not one.is_note]
+                self._say(new.render())
         if may_raise:
             self._raise(errors)
         return errors
+
+    @property
+    def _names(self) -> list[str]:
+        """How messages name the roots; empty texts where there is one alone."""
+        names = self._roots.labels(self._ranks.starts)
+        has_more = len(names) > 1 or any(one.has_more for one in self._ranks.starts)
+        return names if has_more else [""]
 
     def _raise(self, errors: Sequence[DoctorFinding]) -> None:
         if errors and self._on_finding == "raise":
@@ -412,19 +422,24 @@ class Doctor(Watcher):
                 self._say(why)
             self._write_report(why)
         else:
-            errors = []
-            for found in self._examination.at_the_end() if self._examination.seen else ():
-                errors += self._add(found, may_raise=False)
-            for root in self._roots.seen:
-                errors += self._tell_beside(root, list(root.end()))
-            of_optimizers = {one.root for one in self._found if codes.OPTIMIZED in one.checks}
-            idle = [one for one in self._roots.idle(self._steps[-1]) if one.root not in of_optimizers]
-            errors += self._tell(idle, -1, may_raise=False)
+            errors = self._end_all()
             self._raise(errors)
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
         self._detach()
+
+    def _end_all(self) -> list[DoctorFinding]:
+        """Tell what all steps together show, and return the errors."""
+        new: list[tuple[int, DoctorFinding]] = []
+        for number, examination in enumerate(self._examinations()):
+            for found in examination.at_the_end() if examination.seen else ():
+                new += [(number, one) for one in examination.add(found)]
+        errors = [error for number, one in without_consequences(new) for error in self._tell([one], number)]
+        told = [one.root or self._ranks.starts[0].kind for one in self._found if codes.OPTIMIZED in one.checks]
+        # A name begins with the class.
+        idle = [one for one in self._roots.idle(self._steps[-1]) if one.root not in [of.split()[0] for of in told]]
+        return errors + self._tell(idle, 0)
 
     def _say_if_not_watched(self) -> None:
         """Say why steps that should be watched were not, where the loop has gone on with another model."""
@@ -440,8 +455,8 @@ class Doctor(Watcher):
 
     def _add_waiting(self) -> None:
         self._add(self._examination.take_waiting(), may_raise=False)
-        for root in self._roots:
-            self._tell_beside(root, root.examination.add(root.examination.take_waiting()))
+        for number, root in enumerate(self._roots, 1):
+            self._tell(root.examination.add(root.examination.take_waiting()), number)
 
     def _abandon(self, error: BaseException) -> None:
         self._add_waiting()
@@ -468,10 +483,10 @@ class Doctor(Watcher):
 
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
-        names = self._roots.labels(self._ranks.starts)
+        names = self._names
         every = [(self._ranks.starts, self._examination), *((one.starts, one.examination) for one in self._roots)]
         judged = [
-            report.Judged(name if len(names) > 1 else "", starts, one.seen, one.reduced)
+            report.Judged(name, starts, one.seen, one.reduced)
             for name, (starts, one) in zip(names, every, strict=True)
             if one.seen
         ]

@@ -56,7 +56,7 @@ class Judged(NamedTuple):
         return f"steps {seen[0].step}-{seen[-1].step}" if len(seen) > 1 else f"step {seen[0].step}"
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """The number of its parameters."""
         return len(self.seen[0].records[0].parameters)
 
@@ -79,7 +79,7 @@ def summary(judged: Sequence[Judged], findings: Sequence[DoctorFinding], unseen:
     """
     lines = [_title(judged, findings)]
     facts = [fact for one in judged for fact in _facts(one, has_more=len(judged) > 1)]
-    texts = dict.fromkeys(text for one in judged for text in _unseen(one))
+    texts = dict.fromkeys(text for one in judged for text in _unseen(one, has_more=len(judged) > 1))
     facts += [("not seen", text) for text in (*texts, *unseen, _NEVER_SEEN)]
     lines += [f"  {name:<{_COLUMN}}{text}" for name, text in facts]
     return "\n".join(map(printable, lines))
@@ -93,16 +93,20 @@ def _title(judged: Sequence[Judged], findings: Sequence[DoctorFinding]) -> str:
     said = f"{errors} finding{'s' * (errors != 1)}" if errors else "no finding"
     said += f", {notes} note{'s' * (notes != 1)}" if notes else ""
     return (
-        f"{first.steps} of {rank_count(len(first.starts))}, {what}, {sum(one.count for one in judged)} parameters "
-        f"({sum(one.elements for one in judged):,} elements), {optimizers}; {said}"
+        f"{first.steps} of {rank_count(len(first.starts))}, {what}, "
+        f"{_parameters(sum(one.size for one in judged), sum(one.elements for one in judged))}, {optimizers}; {said}"
     )
+
+
+def _parameters(count: int, elements: int) -> str:
+    return f"{count_of(count, 'parameter', 'parameters')} ({elements:,} elements)"
 
 
 def _facts(one: Judged, *, has_more: bool) -> Iterator[tuple[str, str]]:
     starts, seen, reduced = one.starts, one.seen, one.reduced
     if has_more:
         optimizers = ", ".join(one.optimizers) or "no optimizer"
-        yield "root", f"{one.root}, {one.steps}: {one.count} parameters ({one.elements:,} elements), {optimizers}"
+        yield "root", f"{one.root}, {one.steps}: {_parameters(one.size, one.elements)}, {optimizers}"
     groups = starts[0].groups
     named = [f"{name} {_range(members)}" for name, members in groups.named.items()]
     text = f"{', '.join(named)} (from {groups.source})" if named else "none known"
@@ -173,17 +177,17 @@ _INSIDE = {
 }
 
 
-def _unseen(one: Judged) -> Iterator[str]:
+def _unseen(one: Judged, *, has_more: bool) -> Iterator[str]:
     reduced = one.reduced
     modules = [record.modules for step in one.seen for record in step.records]
     for field, text in _INSIDE.items():
         if names := sorted({name for each in modules for name in getattr(each, field)}):
-            yield f"inside of {listed(names, _MOST_MODULES)}{f' of {one.root}' if one.root else ''}: {text}"
+            yield f"inside of {listed(names, _MOST_MODULES)}{f' of {one.root}' if has_more else ''}: {text}"
     yield from dict.fromkeys(text for record in one.seen[-1].records for text in record.unseen)
     reasons: dict[str, list[str]] = {}
     for name, reason in reduced[0].unseen.items():
         reasons.setdefault(reason, []).append(name)
-    of = f" of {one.root}" if one.root else ""
+    of = f" of {one.root}" if has_more else ""
     for reason, names in reasons.items():
         yield f"the reduction of {listed(names)}{of}: {reason}"
     if not reduced[0].sums and not reasons and not reduced[0].is_skipped:

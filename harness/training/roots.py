@@ -27,6 +27,9 @@ _FURTHER = 16
 #: What is of the whole process, and told of the first root.
 _OF_ALL = frozenset({codes.COLLECTIVES, codes.MEMORY, codes.TOKENS})
 
+#: Findings of these may follow in one root from gradients of another.
+_OF_REPLICAS = frozenset({codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.EQUAL_STATES, codes.NORM})
+
 Key = tuple[str, tuple[str, ...], int]
 """The same root on all ranks: its class, the names of its parameters, and its number among the roots with the same."""
 
@@ -202,12 +205,6 @@ class Root:
         yield from self.examination.add(self.examination.judge(evidence, ties))
         yield from self.examination.add(self.examination.settle())
 
-    def end(self) -> Iterator[DoctorFinding]:
-        """Judge what all steps together show."""
-        if self.examination.seen:
-            for found in self.examination.at_the_end():
-                yield from self.examination.add(found)
-
 
 class Roots:
     """All roots beside the first, equal on all ranks.
@@ -266,7 +263,7 @@ class Roots:
             if not root.is_of_all:
                 yield f"the {kind} that not all ranks train beside the watched model"
             elif any(one.title == reduction.PARTS for one in root.examination.findings):
-                yield f"whether ranks have parts of the {kind} that differs between them from the start, or replicas of it"
+                yield f"whether ranks have parts or replicas of the {kind}, which differs between them from the start"
 
     def labels(self, first: Sequence[Start]) -> list[str]:
         """Return how messages name the first root, and those beside it."""
@@ -285,10 +282,21 @@ def is_told(finding: DoctorFinding, told: Sequence[DoctorFinding]) -> bool:
     A root may be given the same on all ranks by design, as positions or a prompt are: then its gradients differ. One
     that differs between ranks from the start is a part of a model that user code divides, or else not seen.
     """
-    if finding.is_note and (codes.DATA in finding.checks or finding.title == reduction.PARTS):
+    if finding.is_note and ({codes.DATA, codes.FINITE} & set(finding.checks) or finding.title == reduction.PARTS):
         return True
     is_of_process = {codes.DATA, codes.FINITE} & set(finding.checks)
     return bool(is_of_process) and any(one.title == finding.title for one in told)
+
+
+def without_consequences(found: Sequence[tuple[int, DoctorFinding]]) -> Iterator[tuple[int, DoctorFinding]]:
+    """Yield findings with the numbers of their roots, but those that follow from another root that is not reduced.
+
+    As of gradients that are clipped by the norm of both.
+    """
+    causes = {number for number, one in found if one.title == reduction.NOT_REDUCED and not one.is_note}
+    for number, one in found:
+        if not causes or number in causes or not set(one.checks) <= _OF_REPLICAS:
+            yield number, one
 
 
 def without_seeds(finding: DoctorFinding, told: Sequence[DoctorFinding]) -> DoctorFinding:

@@ -92,7 +92,7 @@ class Compiled:
                     after(own, args, kwargs, output)
             return output
 
-        self._seen = module._compiled_call_impl = seen  # type: ignore[method-assign]
+        self._seen = module._compiled_call_impl = seen
 
     def remove(self) -> None:
         """Call it as before."""

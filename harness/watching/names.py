@@ -54,7 +54,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return the class that user code has given a module: what ``fully_shard`` makes of it is a class of torch."""
-    return next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
+    kinds: list[type[nn.Module]] = [one for one in type(module).__mro__ if issubclass(one, nn.Module)]
+    return next(one for one in kinds if not issubclass(one, FSDPModule))
 
 
 def is_wrapped(module: nn.Module) -> bool:
