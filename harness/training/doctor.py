@@ -193,7 +193,8 @@ class Doctor(Watcher):
 
     def _look_beside(self, module: nn.Module, args: Any) -> None:
         beside = self._others.beside
-        if self._watch.model.engine is not None or len(self._others) == MOST or beside.steps > self._most_steps:
+        is_full = len(self._others) == MOST or beside.steps > self._most_steps
+        if is_full or self._watch.model.engine is not None or not self._are_groups_there:
             self._stop_finding()
             return
         is_root, made_for = False, None

@@ -315,7 +315,7 @@ def _why_unseen(evidence: Evidence, name: str) -> str:
     if others := [one for one in ties if one != name and one in record.gradients.own]:
         return f"not judged, as it is tied to {listed(others)}, under whose name its own gradient was seen"
     if record.modules.compiled or record.modules.unhooked:
-        return "not judged, as its own gradient is computed where it is compiled"
+        return "not judged, as its own gradient is computed inside of a compiled module or function"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
 
 

@@ -40,10 +40,12 @@ class Beside:
 
     Attributes:
         steps: how many steps of optimizers there were.
+        kinds: the classes of the models that the first of them stepped, if no root had been found before it.
     """
 
     def __init__(self) -> None:
         self.steps = 0
+        self.kinds: list[str] = []
         self._looked_at: tuple[int, Collection[int], weakref.WeakSet[nn.Module]] = (-1, (), weakref.WeakSet())
         #: Of wrapped modules what stands for their values when they were first called.
         self._values: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()
@@ -75,6 +77,12 @@ class Beside:
             return False
         others = self.parameters(but=but)
         return any(id(one) in others for one in as_list(parameters))
+
+    def note_step(self, watch: Watch) -> None:
+        """Note that an optimizer steps, if a watch is of the first root; where none was found yet, of which models."""
+        if self.is_first(watch):
+            self.steps += 1
+            self.kinds = outermost_of_optimizers() if self.steps == 1 and not watch.model.roots else self.kinds
 
     def owner(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """Return the first watch whose optimizer it is; None where it has no parameter of a root."""

@@ -416,7 +416,7 @@ class Watch:
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self.beside.steps += self.beside.is_first(self)
+        self.beside.note_step(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):

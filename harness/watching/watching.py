@@ -18,7 +18,6 @@ from shardproof.harness.watching.hooks import Compiled
 from shardproof.harness.watching.names import compiled_in_place, compiles, is_compiled, parameters_of, unwrapped
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
-from shardproof.harness.watching.roots import outermost_of_optimizers
 from shardproof.harness.watching.watch import Watch
 
 #: The classes of modules that a message names.
@@ -202,7 +201,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 "judged; else make it of the model's own, or name the model in doctor(model)"
             )
         if not forwards and self._watch.beside.steps and compiles():
-            kinds = " and ".join(outermost_of_optimizers()[:_MOST_KINDS]) or "the model"
+            kinds = " and ".join(self._watch.beside.kinds[:_MOST_KINDS]) or "the model"
             return (
                 f"nothing was watched: optimizers stepped, and no forward of {kinds} was seen, as inside of a compiled "
                 "function: compile the module instead, by torch.compile(model) or model.compile()"
