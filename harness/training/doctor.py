@@ -47,7 +47,7 @@ from shardproof.harness.watching.groups import (
 from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, kind_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
-from shardproof.harness.watching.roots import Beside, called_as
+from shardproof.harness.watching.roots import Family, called_as
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
@@ -126,15 +126,15 @@ class Doctor(Watcher):
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
         self._ties, self._registered = [tuple(names) for names in ties], registered
         self._on_finding, self._report = on_finding, report
-        beside = Beside()
+        family = Family()
         self._watch_by = functools.partial(
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
-            beside=beside,
+            family=family,
         )  # fmt: skip
         self._watch: Watch = self._watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
         self._ranks = Ranks(patience)
         self._examination = Examination(checks, waits=on_finding != "raise")
-        self._others, self._roots = Mine(beside, self._steps), Roots(checks, waits=on_finding != "raise")
+        self._others, self._roots = Mine(family, self._steps), Roots(checks, waits=on_finding != "raise")
         self._found: list[DoctorFinding] = []
         self._most_steps = most_steps(self._steps[-1])
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
@@ -183,38 +183,38 @@ class Doctor(Watcher):
         self._ranks.rank = dist.get_rank() if dist.is_initialized() else 0
         self._watch.model.flat_places = places_of_flat(models)
         for model in models if not self._models else ():
-            self._others.beside.note_values(model)
+            self._others.family.note_values(model)
         self._mine = self._start(self._watch, models, "" if self._models else called_as())
         if self._models:
             self._join()
 
     def _has_looked_at(self, module: nn.Module) -> bool:
-        return self._others.beside.has_looked_at(module)
+        return self._others.family.has_looked_at(module)
 
     def _look_beside(self, module: nn.Module, args: Any) -> None:
-        beside = self._others.beside
-        is_full = len(self._others) == MOST or beside.steps > self._most_steps
+        family = self._others.family
+        is_full = len(self._others) == MOST or family.steps > self._most_steps
         if is_full or self._watch.model.engine is not None or not self._are_groups_there:
             self._stop_finding()
             return
         is_root, made_for = False, None
-        if own := beside.own(module):
-            is_root, made_for = beside.look_at(module, own)
+        if own := family.own(module):
+            is_root, made_for = family.look_at(module, own)
         if is_root or not own:
             self._inside |= weakref.WeakSet(module.modules())
         if is_root:
             self._begin_forward(self._attach_beside(module, made_for), module, args)
 
     def _attach_beside(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
-        """Watch a root beside the first; ``made_for`` is the optimizer that was made for it, if it has none of it."""
+        """Watch a further root; ``made_for`` is the optimizer that was made for it, if it has none of it."""
         seen: list[StepRecord | int] = []
         watch = self._watch_by(seen.append, on_drop=seen.append)
         watch.attach(module)
         watch.model.flat_places = places_of_flat([module])
         self._others.add(module, watch, self._start(watch, [module], called_as()), seen)
         if made_for is not None:
-            self._others.beside.take_made_for(made_for, watch)
-        for one in self._others.beside:
+            self._others.family.take_made_for(made_for, watch)
+        for one in self._others.family:
             one.forget_strangers()
         return watch
 
@@ -255,7 +255,7 @@ class Doctor(Watcher):
             sends_buffers=wrappers.sends_buffers,
             thawed=() if self._registered is None else self._registered.thawed(models),
             kind=kind_of(unwrapped(models[0])).__name__, call=call,
-            has_more=not self._models and self._others.beside.others_to_come(),
+            has_more=not self._models and self._others.family.others_to_come(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class Doctor(Watcher):
 
     def _judge(self, record: StepRecord) -> None:
         if not self._models:
-            record.beside = self._telling(record.step)
+            record.family = self._telling(record.step)
         if self._joining is not None:
             self._joining.append(record)
         elif records := self._meet(record):
@@ -302,7 +302,7 @@ class Doctor(Watcher):
 
     def _judge_all(self, records: list[StepRecord]) -> None:
         if not self._models:
-            self._roots.hear([one.beside for one in records])
+            self._roots.hear([one.family for one in records])
         step, last = records[0].step, self._steps[-1]
         evidence = Evidence(records, self._ranks.starts, self._ranks.holders, self._roots.are_reduced())
         errors = []
@@ -313,12 +313,12 @@ class Doctor(Watcher):
         errors += self._judge_beside()
         self._raise(errors)
         if step >= last and self._roots.waits:
-            self._watch.extend()  # for the roots beside it, of which ranks tell each other when it has stepped
+            self._watch.extend()  # for further roots, of which ranks tell each other when it has stepped
         elif step >= last:
             self._finish()
 
     def _judge_beside(self) -> list[DoctorFinding]:
-        """Judge what ranks have told of the roots beside the first, and return what is an error."""
+        """Judge the steps of further roots that ranks have sent, and return the errors."""
         errors = []
         for number, root in enumerate(self._roots, 1):
             is_reduced = self._roots.are_reduced(but=root) or any(one.wrappers for one in self._ranks.starts)
@@ -334,11 +334,11 @@ class Doctor(Watcher):
         return [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
 
     def _telling(self, step: int) -> Telling:
-        """Return what this rank tells of the roots beside the first."""
+        """Return the message of this rank about further roots."""
         return self._others.tell(step, dist.get_rank() if dist.is_initialized() else 0, self._ties_of)
 
     def _meet_last(self) -> None:
-        """Tell what is left of the roots beside the first, before the process groups or the loop end."""
+        """Exchange the rest of the steps of further roots before the process groups or the loop end."""
         self._others.end_steps()
         self._watch.end_step()
         if not len(self._others) or self._is_over or self._joining is not None or not self._are_groups_there:

@@ -75,7 +75,7 @@ class Judged(NamedTuple):
 def summary(judged: Sequence[Judged], findings: Sequence[DoctorFinding], unseen: Sequence[str]) -> str:
     """Return what was seen: a line of what was watched, and one each of groups, gradients, norms and memory.
 
-    Of several roots each has its own lines, in one block; ``unseen`` is what is not watched besides.
+    Each of several roots has its own lines, in one block; ``unseen`` is what is not watched.
     """
     lines = [_title(judged, findings)]
     facts = [fact for one in judged for fact in _facts(one, has_more=len(judged) > 1)]

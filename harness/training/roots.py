@@ -1,6 +1,6 @@
-"""The roots that a loop trains beside the first: what ranks tell each other of them, and the judgement of each.
+"""Further roots of a loop than the first: the exchange about them between ranks, and the judgement of each.
 
-No rank waits for another because of them: what a rank sees of them it tells where ranks meet for the first root.
+No rank waits for another because of them: ranks exchange what they see of them where they meet for the first root.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.watching.records import StepRecord
-from shardproof.harness.watching.roots import Beside, labels
+from shardproof.harness.watching.roots import Family, labels
 from shardproof.harness.watching.watch import Watch
 
-#: How many roots are watched beside the first.
+#: The number of further roots that are watched.
 MOST = 7
 
 #: For how many steps more ranks meet where a root that has begun has steps to come.
@@ -35,11 +35,11 @@ Key = tuple[str, tuple[str, ...], int]
 
 
 class Told(NamedTuple):
-    """What a rank tells of one root.
+    """The message of a rank about one root.
 
     Attributes:
         start: what the rank is for it.
-        seen: the steps that have ended since it was told before, or how many backward passes a step has dropped.
+        seen: the steps that have ended since the message before, or how many backward passes a step has dropped.
         ties: the names of what was one parameter.
     """
 
@@ -50,7 +50,7 @@ class Told(NamedTuple):
 
 
 class Telling(NamedTuple):
-    """What a rank tells of all roots beside the first.
+    """The message of a rank about all further roots.
 
     Attributes:
         waits: whether some of them have steps to come.
@@ -82,15 +82,15 @@ class _Mine:
 
 
 class Mine:
-    """The roots beside the first on this rank.
+    """The further roots of this rank.
 
     Args:
-        beside: has the watches of all roots.
+        family: all watches of the loop.
         steps: those to watch.
     """
 
-    def __init__(self, beside: Beside, steps: Sequence[int]) -> None:
-        self.beside = beside
+    def __init__(self, family: Family, steps: Sequence[int]) -> None:
+        self.family = family
         self._last = steps[-1]
         self._all: list[_Mine] = []
 
@@ -108,7 +108,7 @@ class Mine:
         inside = set(root.modules())
         for one in [one for one in self._all if one.module in inside]:
             one.watch.detach()
-            self.beside.remove(one.watch)
+            self.family.remove(one.watch)
             self._all.remove(one)
 
     def end_steps(self) -> None:
@@ -124,12 +124,12 @@ class Mine:
     def tell(self, step: int, rank: int, ties: Callable[[Watch], list[tuple[str, ...]]]) -> Telling:
         """Return what is new of them when a step of the first root ends."""
         told = [one.told(ties(one.watch), rank) for one in self._all]
-        return Telling(told, self._wait(step), self.beside.idle())
+        return Telling(told, self._wait(step), self.family.idle())
 
     def _wait(self, step: int) -> bool:
         if any(one.watch.step <= self._last for one in self._all):
             return step < self._last + _FURTHER
-        return self._last <= step < 2 * self._last + 1 and self.beside.others_to_come()
+        return self._last <= step < 2 * self._last + 1 and self.family.others_to_come()
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -138,10 +138,10 @@ class Mine:
 
 
 class Root:
-    """A root beside the first, judged alike on all ranks.
+    """A further root, judged alike on all ranks.
 
     Attributes:
-        starts: what each rank is for it, in the order of ranks; not complete while ranks have not told of it.
+        starts: what each rank is for it, in the order of ranks; incomplete while messages of ranks are missing.
         examination: of its steps.
     """
 
@@ -155,12 +155,12 @@ class Root:
 
     @property
     def starts(self) -> list[Start]:
-        """What each rank is for it, of those that have told."""
+        """The start of each rank that has sent one, in the order of ranks."""
         return [self._starts[rank] for rank in sorted(self._starts)]
 
     @property
     def is_of_all(self) -> bool:
-        """Whether all ranks have told of it."""
+        """Whether all ranks have sent their start."""
         return len(self._starts) == len(self._queues)
 
     def hear(self, rank: int, told: Told) -> None:
@@ -170,7 +170,7 @@ class Root:
         self._ties = told.ties
 
     def judge(self, last: int, ties: Sequence[tuple[str, ...]], *, are_others_reduced: bool) -> Iterator[DoctorFinding]:
-        """Judge the steps that all ranks have told.
+        """Judge the steps of which all ranks have sent records.
 
         Args:
             last: the last step to watch.
@@ -207,11 +207,11 @@ class Root:
 
 
 class Roots:
-    """All roots beside the first, equal on all ranks.
+    """All further roots, equal on all ranks.
 
     Args:
         checks: those whose findings count.
-        waits: whether a finding that a later step may clear is told after that step only.
+        waits: whether findings wait for a later step that may clear them.
 
     Attributes:
         waits: whether a rank has steps of them to come.
@@ -252,21 +252,21 @@ class Roots:
 
     @property
     def seen(self) -> list[Root]:
-        """Those of which a step was judged."""
+        """The roots of which a step was judged."""
         return [one for one in self if one.examination.seen]
 
     @property
     def unseen(self) -> Iterator[str]:
-        """What is not watched of them, in words."""
+        """Lines of the summary about roots that are not watched."""
         for root in self:
             kind = root.starts[0].kind
             if not root.is_of_all:
-                yield f"the {kind} that not all ranks train beside the watched model"
+                yield f"the {kind} that not all ranks train"
             elif any(one.title == reduction.PARTS for one in root.examination.findings):
                 yield f"whether ranks have parts or replicas of the {kind}, which differs between them from the start"
 
     def labels(self, first: Sequence[Start]) -> list[str]:
-        """Return how messages name the first root, and those beside it."""
+        """Return how messages name the first root, and further ones."""
         every = [*first[:1], *(root.starts[0] for root in self)]
         return labels((one.kind, one.call) for one in every)
 
@@ -277,10 +277,10 @@ def most_steps(last: int) -> int:
 
 
 def is_told(finding: DoctorFinding, told: Sequence[DoctorFinding]) -> bool:
-    """Whether a finding of a root beside the first is of the process, and told, or no finding of one root.
+    """Whether a finding of a further root is a known one of the whole process, or no finding of one root.
 
-    A root may be given the same on all ranks by design, as positions or a prompt are: then its gradients differ. One
-    that differs between ranks from the start is a part of a model that user code divides, or else not seen.
+    A root may be given the same on all ranks by design, as positions or a prompt are: then its gradients differ.
+    Parameters that differ between ranks from the start may be parts of a model that user code divides.
     """
     if finding.is_note and ({codes.DATA, codes.FINITE} & set(finding.checks) or finding.title == reduction.PARTS):
         return True

@@ -63,7 +63,7 @@ class Observer(Protocol):
 
 
 class Finder(Protocol):
-    """Is told where a module is compiled in place, whose graph has no hooks of all modules."""
+    """Sees where a module is compiled in place, whose graph has no hooks of all modules."""
 
     def on_compiled(self, module: nn.Module) -> None:
         """After ``module.compile()``."""

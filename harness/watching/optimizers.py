@@ -22,7 +22,7 @@ _NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "dif
 class StepHooks:
     """Calls before and after the step of each optimizer, through one pair of torch's hooks for all that are added.
 
-    One of them may be removed in a step: torch's own hooks must not, while others of them are still to run.
+    A call may be removed in a step: torch's own hooks must not, while others are still to run.
     """
 
     def __init__(self) -> None:

@@ -240,7 +240,7 @@ class StepRecord:
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     seconds: float = 0.0
-    beside: Any = None  # of the first root that a loop trains: what the rank tells of the others
+    family: Any = None  # of the first root that a loop trains: what the rank tells of the others
 
     def since(self, backwards: int) -> "StepRecord":
         """Return the same without the first ``backwards`` backward passes, whose gradients were dropped."""

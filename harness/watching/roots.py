@@ -1,4 +1,4 @@
-"""The roots that one loop trains beside each other: which module is one, whose an optimizer is, and their names."""
+"""All roots of a loop: which module is one, whose an optimizer is, and their names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from shardproof.harness.watching.watch import Watch
 
 
-class Beside:
+class Family:
     """The watches of the roots that one loop trains, the first root's first.
 
     Each parameter is of one root, the first that has it. An optimizer is of each root of which it has a parameter; one
@@ -108,7 +108,7 @@ class Beside:
     def look_at(self, module: nn.Module, own: Sequence[nn.Parameter]) -> tuple[bool, torch.optim.Optimizer | None]:
         """Return whether a module is a root that trains, and the optimizer made for it that has none of it, if any.
 
-        One that is none may be one in a later step, as its optimizer may be made later.
+        A module that is none may be one in a later step, as its optimizer may be made later.
         """
         if self._looked_at[0] != self.steps:
             self._looked_at = self.steps, frozenset(parameters_of_optimizers()), weakref.WeakSet()

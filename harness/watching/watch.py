@@ -44,7 +44,7 @@ from shardproof.harness.watching.names import (
 from shardproof.harness.watching.observation import Sink, Takes
 from shardproof.harness.watching.optimizers import STEPS, parameters_of_optimizers, seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
-from shardproof.harness.watching.roots import Beside
+from shardproof.harness.watching.roots import Family
 from shardproof.harness.watching.step import WatchedStep
 from shardproof.harness.watching.tensors import TensorHooks
 from shardproof.harness.watching.updates import Nesting
@@ -81,12 +81,12 @@ class Watch:
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
         on_drop: is called where a rank goes on without the gradients of backward passes, of which no optimizer has
             stepped, with their number: before a forward or a backward, or where a scaler skips the optimizer's step.
-        beside: the watches of all roots of a loop; of one alone where it is left out.
+        family: all watches of a loop; this one alone where it is left out.
         on_destroy: is called before all process groups are destroyed.
 
     Attributes:
         model: what is watched.
-        beside: the watches of all roots of the loop.
+        family: all watches of the loop.
         step: the number of the current step.
         last: the last event that was watched; empty if there is none.
         is_stepped: whether an optimizer that has a parameter of it has stepped.
@@ -105,12 +105,12 @@ class Watch:
         modules: bool = False,
         digests: bool = True,
         on_drop: Callable[[int], None] | None = None,
-        beside: Beside | None = None,
+        family: Family | None = None,
         on_destroy: Callable[[], None] | None = None,
     ) -> None:
         self._on_end, self._on_drop, self._before_destroy = on_end, on_drop, on_destroy
-        self.beside = Beside() if beside is None else beside
-        self.beside.add(self)
+        self.family = Family() if family is None else family
+        self.family.add(self)
         self._on_error, self._passes = on_error, passes
         self._steps = frozenset(steps)
         self._takes = Takes(sink, modules and sink is not None, digests)
@@ -138,7 +138,7 @@ class Watch:
         if not self.model.roots:
             self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
-        for name, module in self.model.add(root, self.beside.parameters(but=self)):
+        for name, module in self.model.add(root, self.family.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
             after = Hook(functools.partial(self._after_module, name, module is root))
@@ -165,7 +165,7 @@ class Watch:
         self._begin(self._now.zeroed)
 
     def extend(self) -> None:
-        """Watch one step more than those that were asked for."""
+        """Watch one step more."""
         self._steps |= {self.step}
 
     def forget_strangers(self) -> None:
@@ -416,7 +416,7 @@ class Watch:
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        self.beside.note_step(self)
+        self.family.note_step(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):
@@ -457,7 +457,7 @@ class Watch:
             return
         now = self._now
         if len(now.updates.stepped) == stepped_before:  # else others have stepped for it
-            others = self.beside.parameters(but=self)
+            others = self.family.parameters(but=self)
             seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots, others)
             now.updates.stepped.append(seen)
             self._say_of_strangers(outside)
@@ -508,9 +508,9 @@ class Watch:
         if any(id(one) in live for one in mine):
             self.is_stepped = True
             return False
-        owner, has_gradient = self.beside.owner(optimizer), any(one.grad is not None for one in mine)
+        owner, has_gradient = self.family.owner(optimizer), any(one.grad is not None for one in mine)
         # One of dead parameters is taken for the first root's, where no other has these, and it was made for no root.
-        if owner is self or (owner is None and not has_gradient and self.beside.is_first(self) and not self._is_held()):
+        if owner is self or (owner is None and not has_gradient and self.family.is_first(self) and not self._is_held()):
             return False
         if has_gradient:
             self._now.drops.for_others = self._now.backwards.count
@@ -543,7 +543,7 @@ class Watch:
     def on_norm(
         self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
     ) -> None:
-        if not self._sees or self.beside.has_some(parameters, but=self):
+        if not self._sees or self.family.has_some(parameters, but=self):
             return
         number = self._now.norms.add(function, value, max_norm, norm_type)
         if number is not None:

@@ -157,7 +157,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         return False
 
     def _look_beside(self, module: nn.Module, args: Any) -> None:
-        """Look whether a module that is called is a root beside the first, and watch it then."""
+        """Look whether a module that is called is a further root, and watch it then."""
 
     def _forget_roots(self, root: nn.Module) -> None:
         """Forget the roots: another module has them in it, or is what trains."""
@@ -200,8 +200,8 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "
                 "judged; else make it of the model's own, or name the model in doctor(model)"
             )
-        if not forwards and self._watch.beside.steps and compiles():
-            kinds = " and ".join(self._watch.beside.kinds[:_MOST_KINDS]) or "the model"
+        if not forwards and self._watch.family.steps and compiles():
+            kinds = " and ".join(self._watch.family.kinds[:_MOST_KINDS]) or "the model"
             return (
                 f"nothing was watched: optimizers stepped, and no forward of {kinds} was seen, as inside of a compiled "
                 "function: compile the module instead, by torch.compile(model) or model.compile()"

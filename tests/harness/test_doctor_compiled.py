@@ -117,7 +117,7 @@ def traces():
 )
 @pytest.mark.parametrize("name", COMPILES)
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_what_is_compiled_is_named_and_stays_as_it_is(name, backend, is_full, traces):
+def test_compiled_modules_are_named_and_keep_their_graphs(name, backend, is_full, traces):
     """Of a function, whose modules have hooks for three steps, there is one graph more."""
     compiles, said = COMPILES[name]
     options = {"backend": backend, "fullgraph": is_full}

@@ -293,7 +293,7 @@ def test_in_healthy_roots_nothing_is_found(rank: Rank, name):
 @pytest.mark.sampled
 @world(2)
 @pytest.mark.parametrize("name", rows(BROKEN))
-def test_a_mistake_in_one_root_is_told_of_it(rank: Rank, name):
+def test_a_mistake_in_one_root_has_its_name(rank: Rank, name):
     loop, told = BROKEN[name]
     with doctor(on_finding="collect", patience=20) as watching:
         loop(Data(rank.index))
@@ -310,7 +310,7 @@ def test_a_finding_of_any_root_is_one_exception(rank: Rank):
     assert str(raised.value).startswith("step 0: Critic: replicas differ after the step [D1, S9]")
 
 
-def test_roots_of_one_class_are_told_apart():
+def test_roots_of_one_class_have_names_of_their_own():
     given = [("A", "a"), ("B", "b"), ("B", "c"), ("C", "d"), ("C", "d"), ("D", ""), ("D", "e")]
     assert labels(given) == ["A", "B 'b'", "B 'c'", "C 1", "C 2", "D 1", "D 'e'"]
 
