@@ -10,13 +10,14 @@ import os
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.harness.watching import script
+from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import (
     as_list,
     is_wrapped,
@@ -28,8 +29,15 @@ from shardproof.harness.watching.names import (
 from shardproof.harness.watching.optimizers import have_shapes, optimizers_of_process, parameters_of_optimizers
 from shardproof.harness.watching.pending import few_values
 
-if TYPE_CHECKING:
-    from shardproof.harness.watching.watch import Watch
+
+class Watch(Protocol):
+    """The watch of one root, as others of the loop see it."""
+
+    model: Model
+    is_stepped: bool
+
+    def forget_strangers(self) -> None:
+        """Forget which optimizers were none of a root."""
 
 
 class Family:
