@@ -177,12 +177,16 @@ _INSIDE = {
 }
 
 
-def _unseen(one: Judged, *, has_more: bool) -> Iterator[str]:
-    reduced = one.reduced
+def _unseen_modules(one: Judged, *, has_more: bool) -> Iterator[str]:
     modules = [record.modules for step in one.seen for record in step.records]
     for field, text in _INSIDE.items():
         if names := sorted({name for each in modules for name in getattr(each, field)}):
             yield f"inside of {listed(names, _MOST_MODULES)}{f' of {one.root}' if has_more else ''}: {text}"
+
+
+def _unseen(one: Judged, *, has_more: bool) -> Iterator[str]:
+    reduced = one.reduced
+    yield from _unseen_modules(one, has_more=has_more)
     yield from dict.fromkeys(text for record in one.seen[-1].records for text in record.unseen)
     reasons: dict[str, list[str]] = {}
     for name, reason in reduced[0].unseen.items():
