@@ -81,6 +81,13 @@ TWINS = {
     "muon_hooks": ("owners do not send what they step", "dist.broadcast(p.detach(), owner)", "pass", "D1"),
     "join_few": ("nothing is reduced", "model(x)", "model.module(x)", "D11"),
     "gan_dcgan": ("the discriminator is never zeroed", "    netD.zero_grad()\n", "", "D11"),
+    "fsdp2_gan": (
+        "the generator's learning rate differs between ranks",
+        "Adam(generator.parameters(), lr=1e-3", "Adam(generator.parameters(), lr=1e-3 * (1 + rank)", "D18",
+    ),
+    "two_towers": (
+        "the second tower is not wrapped", "DistributedDataParallel(encoder())\n", "encoder()\n", "D11",
+    ),
 }  # fmt: skip
 
 

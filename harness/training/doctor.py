@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,16 @@ from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.ranks import Ranks
+from shardproof.harness.training.roots import (
+    MOST,
+    Mine,
+    Roots,
+    Telling,
+    is_told,
+    most_steps,
+    without_consequences,
+    without_seeds,
+)
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.groups import (
     DATA,
@@ -33,8 +45,9 @@ from shardproof.harness.watching.groups import (
     wrappers_of,
 )
 from shardproof.harness.watching.model import LayoutOf
-from shardproof.harness.watching.names import as_list, name_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, kind_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
+from shardproof.harness.watching.roots import Family, called_as
 from shardproof.harness.watching.ties import Built, Ties
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
@@ -58,8 +71,8 @@ class Doctor(Watcher):
     they have seen through a gloo group of their own, at the end of a watched step only.
 
     Args:
-        model: as the loop calls it; several for the stages of a pipeline. None: the first root module of which
-            something trains.
+        model: as the loop calls it; several for the stages of a pipeline. None: each root module that trains, such as
+            the generator and the discriminator of a GAN.
         optimizer: those whose steps count. None: each optimizer that steps.
         mesh: names the groups of ranks; by default the meshes of the model's DTensors do.
         groups: further process groups by name.
@@ -84,6 +97,7 @@ class Doctor(Watcher):
     """
 
     name, activity, passes = "doctor", "watching", (NotWatchable, Unhealthy)
+    _finds_more = True
 
     def __init__(
         self,
@@ -112,12 +126,17 @@ class Doctor(Watcher):
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
         self._ties, self._registered = [tuple(names) for names in ties], registered
         self._on_finding, self._report = on_finding, report
-        self._watch = Watch(
-            self._judge, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error,
-            passes=self.passes, on_drop=self._skip,
+        family = Family()
+        self._watch_by = functools.partial(
+            Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
+            family=family,
         )  # fmt: skip
+        self._watch: Watch = self._watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
         self._ranks = Ranks(patience)
         self._examination = Examination(checks, waits=on_finding != "raise")
+        self._others, self._roots = Mine(family, self._steps), Roots(checks, waits=on_finding != "raise")
+        self._found: list[DoctorFinding] = []
+        self._most_steps = most_steps(self._steps[-1])
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
@@ -125,7 +144,7 @@ class Doctor(Watcher):
     @property
     def findings(self) -> list[DoctorFinding]:
         """What was found, in the order of steps; equal on all ranks."""
-        return self._examination.findings
+        return self._found
 
     # The context ----------------------------------------------------------------------------
 
@@ -138,6 +157,7 @@ class Doctor(Watcher):
         """End the last step, report, and remove all hooks. Every rank must call it, or leave the context."""
         if self._is_over:
             return
+        self._guarded(self._meet_last)
         self._guarded(self._watch.end_step)
         if self._examination.seen and not self._is_over:
             self._say_if_not_watched()
@@ -145,6 +165,7 @@ class Doctor(Watcher):
 
     def step_end(self) -> None:
         """End a step, where an engine hides the optimizer's step from torch."""
+        self._guarded(self._others.end_steps)
         self._guarded(self._watch.end_step)
 
     def norm(self, value: torch.Tensor | float, *, max_norm: float | None = None) -> None:
@@ -161,9 +182,46 @@ class Doctor(Watcher):
             raise NotWatchable(f"doctor: {twice[0]!r} names two parameters: give the models one by one")
         self._ranks.rank = dist.get_rank() if dist.is_initialized() else 0
         self._watch.model.flat_places = places_of_flat(models)
-        self._mine = self._start(models)
+        for model in models if not self._models else ():
+            self._others.family.note_values(model)
+        self._mine = self._start(self._watch, models, "" if self._models else called_as())
         if self._models:
             self._join()
+
+    def _has_looked_at(self, module: nn.Module) -> bool:
+        return self._others.family.has_looked_at(module)
+
+    def _look_beside(self, module: nn.Module, args: Any) -> None:
+        family = self._others.family
+        is_full = len(self._others) == MOST or family.steps > self._most_steps
+        if is_full or self._watch.model.engine is not None or not self._are_groups_there:
+            self._stop_finding()
+            return
+        is_root, made_for = False, None
+        if own := family.own(module):
+            is_root, made_for = family.look_at(module, own)
+        if is_root or not own:
+            self._inside |= weakref.WeakSet(module.modules())
+        if is_root:
+            self._begin_forward(self._attach_beside(module, made_for), module, args)
+
+    def _attach_beside(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
+        """Watch a further root; ``made_for`` is the optimizer that was made for it, if it has none of it."""
+        seen: list[StepRecord | int] = []
+        watch = self._watch_by(seen.append, on_drop=seen.append)
+        watch.attach(module)
+        watch.model.flat_places = places_of_flat([module])
+        self._others.add(module, watch, self._start(watch, [module], called_as()), seen)
+        if made_for is not None:
+            self._others.family.take_made_for(made_for, watch)
+        for one in self._others.family:
+            one.forget_strangers()
+        return watch
+
+    def _forget_roots(self, root: nn.Module) -> None:
+        super()._forget_roots(root)
+        self._others.drop_inside(root)
+        self._inside |= weakref.WeakSet(self._others.modules())
 
     def _join(self) -> None:
         try:
@@ -176,14 +234,15 @@ class Doctor(Watcher):
         self._watch.model.flat_places = flat_places([one.flat for one in self._ranks.starts], self._ranks.rank)
         self._add(found)
 
-    def _start(self, models: Sequence[nn.Module]) -> Start:
+    def _start(self, watch: Watch, models: Sequence[nn.Module], call: str) -> Start:
+        """Return what this rank is for a watch of models; ``call`` is how user code names them, where that is known."""
         wrappers = wrappers_of(models)
         groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
-        parameters = list(self._watch.model.parameters())
+        parameters = list(watch.model.parameters())
         bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
         found = {}
         for (name, parameter), own in zip(parameters, bits, strict=True):
-            place = self._watch.model.place(name, parameter)
+            place = watch.model.place(name, parameter)
             box, mesh = (None, ()) if place is None else (place.box, place.mesh)
             found[name] = (box, mesh, tuple(own))
         return Start(
@@ -192,16 +251,18 @@ class Doctor(Watcher):
             shapes={name: tuple(parameter.shape) for name, parameter in parameters},
             flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
             bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
-            buffers=bits_on_host(self._watch.model.bits_of_buffers()),
+            buffers=bits_on_host(watch.model.bits_of_buffers()),
             sends_buffers=wrappers.sends_buffers,
             ties=tuple(self._watch.model.tied()),
             built=Built() if self._registered is None else self._registered.built(models),
+            kind=kind_of(unwrapped(models[0])).__name__, call=call,
+            has_more=not self._models and self._others.family.others_to_come(),
         )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
 
     def _on_error(self, error: Exception) -> None:
-        self._add(self._examination.take_waiting(), may_raise=False)
+        self._add_waiting()
         if not isinstance(error, Absent):
             super()._on_error(error)
             return
@@ -209,6 +270,8 @@ class Doctor(Watcher):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
+        if not self._models:
+            record.family = self._telling(record.step)
         if self._joining is not None:
             self._joining.append(record)
         elif records := self._meet(record):
@@ -239,16 +302,52 @@ class Doctor(Watcher):
             self._finish()
 
     def _judge_all(self, records: list[StepRecord]) -> None:
-        evidence = Evidence(records, self._ranks.starts, self._ranks.holders)
-        found = self._examination.judge(evidence, self._expected_ties())
-        if any(one.title == invariants.SAME for one in found):
-            # All ranks have the same findings, so all come here.
-            seen = self._ranks.all(samplers())
-            found = [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
-        self._add(found)
-        self._add(self._examination.settle())
-        if evidence.step >= self._steps[-1]:
+        if not self._models:
+            self._roots.hear([one.family for one in records])
+        step, last = records[0].step, self._steps[-1]
+        evidence = Evidence(records, self._ranks.starts, self._ranks.holders, self._roots.are_reduced())
+        errors = []
+        if step <= last:
+            found = self._with_samplers(self._examination.judge(evidence, self._ties_of(self._watch)))
+            errors += self._add(found, may_raise=False)
+            errors += self._add(self._examination.settle(), may_raise=False)
+        errors += self._judge_beside()
+        self._raise(errors)
+        if step >= last and self._roots.waits:
+            self._watch.extend()  # for further roots, of which ranks tell each other when it has stepped
+        elif step >= last:
             self._finish()
+
+    def _judge_beside(self) -> list[DoctorFinding]:
+        """Judge the steps of further roots that ranks have sent, and return the errors."""
+        errors = []
+        for number, root in enumerate(self._roots, 1):
+            is_reduced = self._roots.are_reduced(but=root) or any(one.wrappers for one in self._ranks.starts)
+            found = list(root.judge(self._steps[-1], self._ties, are_others_reduced=is_reduced))
+            errors += self._tell(self._with_samplers(found), number)
+        return errors
+
+    def _with_samplers(self, found: list[DoctorFinding]) -> list[DoctorFinding]:
+        if not any(one.title == invariants.SAME for one in found):
+            return found
+        # All ranks have the same findings, so all come here.
+        seen = self._ranks.all(samplers())
+        return [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
+
+    def _telling(self, step: int) -> Telling:
+        """Return the message of this rank about further roots."""
+        return self._others.tell(step, dist.get_rank() if dist.is_initialized() else 0, self._ties_of)
+
+    def _meet_last(self) -> None:
+        """Exchange the rest of the steps of further roots before the process groups or the loop end."""
+        self._others.end_steps()
+        self._watch.end_step()
+        if not len(self._others) or self._is_over or self._joining is not None or not self._are_groups_there:
+            return
+        if self._ranks.is_there is None:
+            self._join()
+        self._roots.hear(self._ranks.all(self._telling(self._watch.step)))
+        self._raise(self._judge_beside())
 
     def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
         """Exchange the records of a step and return them: none of one that all skip, or that ends the watching."""
@@ -278,19 +377,40 @@ class Doctor(Watcher):
         else:
             self._meet(backwards)
 
-    def _expected_ties(self) -> list[tuple[str, ...]]:
-        return [*self._ties, *(self._registered.names(self._watch.model.roots) if self._registered is not None else [])]
+    def _ties_of(self, watch: Watch) -> list[tuple[str, ...]]:
+        return [*self._ties, *(self._registered.names(watch.model.roots) if self._registered is not None else [])]
 
-    def _add(self, found: Sequence[DoctorFinding], *, may_raise: bool = True) -> None:
-        more = next_lines(len(self._ranks.starts))
-        new = self._examination.add(
-            dataclasses.replace(one, lines=(*one.lines, *more)) if one.is_open else one for one in found
-        )
-        for one in new:
+    def _add(self, found: Sequence[DoctorFinding], *, may_raise: bool = True) -> list[DoctorFinding]:
+        """Add findings of the first root, tell those that are new, and return the errors among them."""
+        return self._tell(self._examination.add(found), 0, may_raise=may_raise)
+
+    def _tell(self, found: Sequence[DoctorFinding], number: int, *, may_raise: bool = False) -> list[DoctorFinding]:
+        """Tell new findings of the root of this number, but for those that another root has told; return the errors."""
+        names, more = self._names, next_lines(len(self._ranks.starts))
+        errors = []
+        for one in found:
+            if number and is_told(one, self._found):
+                continue
+            new = without_seeds(one, self._found) if number else one
+            new = dataclasses.replace(new, lines=(*new.lines, *more)) if new.is_open else new
+            new = dataclasses.replace(new, root=new.root or names[number])
+            self._found.append(new)
+            errors += [] if new.is_note else [new]
             if self._on_finding != "collect":
-                self._say(one.render())
-        errors = [one for one in new if not one.is_note]
-        if errors and may_raise and self._on_finding == "raise":
+                self._say(new.render())
+        if may_raise:
+            self._raise(errors)
+        return errors
+
+    @property
+    def _names(self) -> list[str]:
+        """How messages name the roots; empty texts where there is one alone."""
+        names = self._roots.labels(self._ranks.starts)
+        has_more = len(names) > 1 or any(one.has_more for one in self._ranks.starts)
+        return names if has_more else [""]
+
+    def _raise(self, errors: Sequence[DoctorFinding]) -> None:
+        if errors and self._on_finding == "raise":
             self._detach()
             raise Unhealthy("\n".join(one.render() for one in errors))
 
@@ -298,18 +418,30 @@ class Doctor(Watcher):
         if self._is_over:
             return
         self._is_over = True
-        if not self._examination.seen:
+        if not self._examination.seen and not self._roots.seen:
             why = self._nothing_seen()
             if not self.findings:
                 self._say(why)
             self._write_report(why)
         else:
-            for found in self._examination.at_the_end():
-                self._add(found)
+            errors = self._end_all()
+            self._raise(errors)
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
         self._detach()
+
+    def _end_all(self) -> list[DoctorFinding]:
+        """Tell what all steps together show, and return the errors."""
+        new: list[tuple[int, DoctorFinding]] = []
+        for number, examination in enumerate(self._examinations()):
+            for found in examination.at_the_end() if examination.seen else ():
+                new += [(number, one) for one in examination.add(found)]
+        errors = [error for number, one in without_consequences(new) for error in self._tell([one], number)]
+        told = [one.root or self._ranks.starts[0].kind for one in self._found if codes.OPTIMIZED in one.checks]
+        # A name begins with the class.
+        idle = [one for one in self._roots.idle(self._steps[-1]) if one.root not in [of.split()[0] for of in told]]
+        return errors + self._tell(idle, 0)
 
     def _say_if_not_watched(self) -> None:
         """Say why steps that should be watched were not, where the loop has gone on with another model."""
@@ -323,8 +455,13 @@ class Doctor(Watcher):
             self._say(f"steps after {last} are not watched: {kinds} stepped, and has none of the parameters of the "
                       f"{model} that was watched")  # fmt: skip
 
-    def _abandon(self, error: BaseException) -> None:
+    def _add_waiting(self) -> None:
         self._add(self._examination.take_waiting(), may_raise=False)
+        for number, root in enumerate(self._roots, 1):
+            self._tell(root.examination.add(root.examination.take_waiting()), number)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._add_waiting()
         self._write_report(f"the training ended with {type(error).__name__}")
 
     def _write_report(self, incomplete: str = "") -> None:
@@ -335,19 +472,27 @@ class Doctor(Watcher):
         # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
         path = os.fspath(self._report) + (PARTIAL if incomplete else "")
         try:
-            report.write(path, self.findings, self._examination.seen, self._examination.checks, incomplete=incomplete)
+            seen = next((one.seen for one in self._examinations() if one.seen), [])
+            report.write(path, self.findings, seen, self._examination.checks, incomplete=incomplete)
         except folders.NotWritten as error:
             self._say_here(f"the report is not written: {error}")
         else:
             if incomplete:
                 self._say_here(f"the report is incomplete ({incomplete}): {path}")
 
+    def _examinations(self) -> list[Examination]:
+        return [self._examination, *(root.examination for root in self._roots)]
+
     def summary(self) -> str:
         """Return what was seen: groups, factors, norms, memory; and what was not."""
-        judged = self._examination
-        if not judged.seen:
-            return "no step was seen"
-        return report.summary(self._ranks.starts, judged.seen, judged.reduced, judged.findings)
+        names = self._names
+        every = [(self._ranks.starts, self._examination), *((one.starts, one.examination) for one in self._roots)]
+        judged = [
+            report.Judged(name, starts, one.seen, one.reduced)
+            for name, (starts, one) in zip(names, every, strict=True)
+            if one.seen
+        ]
+        return report.summary(judged, self.findings, [*self._roots.unseen]) if judged else "no step was seen"
 
     def _say(self, text: str) -> None:
         if not self._ranks.rank:
@@ -355,6 +500,7 @@ class Doctor(Watcher):
 
     def _detach(self) -> None:
         super()._detach()
+        self._others.detach()
         self._patches.close()
         if self._registered is not None:
             self._registered.close()

@@ -37,6 +37,9 @@ class Start:
         sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
         ties: the sets of names of one parameter.
         built: what has happened to parameters since the model was built, as far as it was seen.
+        kind: the name of the class that user code has given the model.
+        call: the expression by which user code calls it; empty where it is not known.
+        has_more: whether optimizers have parameters of other models.
     """
 
     groups: Groups
@@ -54,6 +57,9 @@ class Start:
     sends_buffers: bool = False
     ties: tuple[tuple[str, ...], ...] = ()
     built: Built = dataclasses.field(default_factory=Built)
+    kind: str = ""
+    call: str = ""
+    has_more: bool = False
 
 
 @dataclasses.dataclass
@@ -63,11 +69,13 @@ class Evidence:
     Attributes:
         starts: what each rank was when watching began.
         holders: by parameter, the sets of ranks that hold the same elements; see :func:`holders_of`.
+        are_others_reduced: whether something reduces the gradients of another root of the loop.
     """
 
     records: Sequence[StepRecord]
     starts: Sequence[Start]
     holders: Mapping[str, Sequence[tuple[int, ...]]]
+    are_others_reduced: bool = False
     _known: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -144,7 +152,7 @@ class Evidence:
     def after_drops(self) -> "Evidence":
         """The same without the backward passes whose gradients were dropped."""
         kept = [one.since(drops[-1].backwards) if (drops := one.gradients.drops) else one for one in self.records]
-        return Evidence(kept, self.starts, self.holders)
+        return Evidence(kept, self.starts, self.holders, self.are_others_reduced)
 
     @functools.cached_property
     def hooks(self) -> tuple[str, ...]:
@@ -155,7 +163,7 @@ class Evidence:
     def reduces_nothing(self) -> bool:
         """Whether no wrapper and no mesh reduces gradients, and ranks are not seen to sum anything themselves."""
         phases = ("backward", "between", "step")
-        is_named = any(start.groups.named or start.replicated for start in self.starts)
+        is_named = self.are_others_reduced or any(start.groups.named or start.replicated for start in self.starts)
         return not is_named and not any(_reduced_bytes(record, phases) for record in self.records)
 
     @functools.cached_property

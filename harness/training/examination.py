@@ -43,11 +43,16 @@ class Examination:
         """Add findings and return the new ones among them."""
         new: list[DoctorFinding] = []
         for one in found:
-            is_known = any(one.key == other.key for other in (*self.findings, *new))
+            is_known = any(one.key == other.key and not self._is_sure(one, other) for other in (*self.findings, *new))
             if set(one.checks) & self.checks and not is_known:
                 new.append(one)
         self.findings += new
         return new
+
+    def _is_sure(self, finding: DoctorFinding, before: DoctorFinding) -> bool:
+        """Whether another root that is reduced shows by now that ranks, of which it was noted, train no copies."""
+        is_mended = before.title == reduction.NOT_REDUCED and before.is_note and not finding.is_note
+        return is_mended and self.seen[-1].are_others_reduced
 
     def judge(self, evidence: Evidence, ties: Sequence[tuple[str, ...]]) -> list[DoctorFinding]:
         """Return what is wrong in a step; ``ties`` are the names of parameters that should be one."""

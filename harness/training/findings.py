@@ -20,6 +20,7 @@ class DoctorFinding:
         lines: what was seen, one line each.
         is_note: whether it may be meant; notes are no failure.
         is_open: whether its cause is not known: then a comparison with one rank shows where it begins.
+        root: of several roots that a loop trains the one that it is of, as messages name it; empty for one alone.
     """
 
     checks: tuple[str, ...]
@@ -29,6 +30,7 @@ class DoctorFinding:
     lines: tuple[str, ...]
     is_note: bool = False
     is_open: bool = False
+    root: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -39,7 +41,8 @@ class DoctorFinding:
         """Return the text, whose first line ends with the numbers of checks and signature."""
         numbers = ", ".join(filter(None, [*self.checks, self.signature]))
         kind = "note: " if self.is_note else ""
-        lines = [f"{kind}step {self.step}: {self.title} [{numbers}]", *(f"  {line}" for line in self.lines)]
+        of = f"{self.root}: " if self.root else ""
+        lines = [f"{kind}step {self.step}: {of}{self.title} [{numbers}]", *(f"  {line}" for line in self.lines)]
         return "\n".join(map(printable, lines))
 
 

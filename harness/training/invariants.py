@@ -22,6 +22,9 @@ NOT_FINITE = "a tensor is not finite"
 #: The title of the finding that replicas differ before the first step.
 APART_AT_THE_START = "replicas differ when training begins"
 
+#: How the line begins that tells of the seeds of ranks.
+SEEDS = "seen: the seeds of these ranks differ"
+
 #: The title of the finding that ranks of one data-parallel rank read different data.
 APART = "model-parallel ranks read different data"
 
@@ -47,7 +50,7 @@ def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int
         lines = [f"{listed(names)}: {ranks_of(members)} hold the same elements and have different values"]
         seeds = dict.fromkeys(starts[rank].seed for rank in members)
         if len(seeds) > 1:
-            lines.append(f"seen: the seeds of these ranks differ ({', '.join(map(str, list(seeds)[:4]))})")
+            lines.append(f"{SEEDS} ({', '.join(map(str, list(seeds)[:4]))})")
         lines.append("give each the values of one rank: broadcast them, or build and load the model alike on each")
         yield DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, 0, APART_AT_THE_START, tuple(lines))
 
@@ -710,7 +713,7 @@ def _had_gradient(records: Sequence[Evidence], name: str) -> bool:
 def _why_never(seen: Sequence[Evidence], names: Sequence[str]) -> Iterator[str]:
     """Say how modules were called whose parameters get no gradient."""
     every = [record for one in seen for record in one.records]
-    if any(text.endswith("it is compiled") for record in every for text in record.unseen):
+    if any(record.modules.compiled or record.modules.unhooked for record in every):
         return
     detached = [name for name in names if all(name in (*one.modules.detached, *one.modules.idle) for one in every)]
     if detached:

@@ -311,8 +311,8 @@ def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
-    if any(text.endswith("it is compiled") for text in record.unseen):
-        return "not judged, as its own gradient is computed inside of a compiled module"
+    if record.modules.compiled or record.modules.unhooked:
+        return "not judged, as its own gradient is computed inside of a compiled module or function"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
 
 
@@ -530,7 +530,17 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
     """Say what was seen to keep gradients from their reduction, and what mends it: the first that was seen."""
     if found := [*_seen_in_groups(evidence), *_seen_under_no_sync(evidence.records[0])]:
         return found
-    for seen in (_seen_zeroed, _seen_replaced, _seen_in_no_unit, _seen_bypassed, _seen_of_copies, _seen_no_wrapper):
+    # The optimizer of another root zeroes gradients at any time.
+    first = (_seen_no_wrapper,) if evidence.are_others_reduced else ()
+    for seen in (
+        *first,
+        _seen_zeroed,
+        _seen_replaced,
+        _seen_in_no_unit,
+        _seen_bypassed,
+        _seen_of_copies,
+        _seen_no_wrapper,
+    ):
         if found := list(seen(evidence, names)):
             return found
     return [

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -27,33 +28,85 @@ from shardproof.runfile import CaseRecord, End, Environment, Failure, Implementa
 
 _COLUMN = 10
 
+#: The modules of a line by name.
+_MOST_MODULES = 5
 
-def summary(
-    starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced], findings: Sequence[DoctorFinding]
-) -> str:
-    """Return what was seen: one line of what was watched, and one each of groups, gradients, norms and memory."""
-    lines = [_title(starts, seen, findings)]
-    lines += [f"  {name:<{_COLUMN}}{text}" for name, text in _facts(starts, seen, reduced)]
+_NEVER_SEEN = "whether the factor is right for this loss; mistakes that are the same on all ranks"
+
+
+class Judged(NamedTuple):
+    """A root of which steps were judged.
+
+    Attributes:
+        root: how messages name it; empty of one alone.
+        starts: what each rank is for it.
+        seen: its steps.
+        reduced: how gradients were reduced in each of them, the latest first.
+    """
+
+    root: str
+    starts: Sequence[Start]
+    seen: Sequence[Evidence]
+    reduced: Sequence[Reduced]
+
+    @property
+    def steps(self) -> str:
+        """Its steps in words."""
+        seen = self.seen
+        return f"steps {seen[0].step}-{seen[-1].step}" if len(seen) > 1 else f"step {seen[0].step}"
+
+    @property
+    def size(self) -> int:
+        """The number of its parameters."""
+        return len(self.seen[0].records[0].parameters)
+
+    @property
+    def elements(self) -> int:
+        """The number of their elements."""
+        boxes = (one.box for one in self.seen[0].records[0].parameters.values())
+        return sum(math.prod(box.shape) for box in boxes if box is not None)
+
+    @property
+    def optimizers(self) -> list[str]:
+        """The classes of the optimizers that step it."""
+        return list(dict.fromkeys(one.kind for one in self.seen[0].records[0].optimizers))
+
+
+def summary(judged: Sequence[Judged], findings: Sequence[DoctorFinding], unseen: Sequence[str]) -> str:
+    """Return what was seen: a line of what was watched, and one each of groups, gradients, norms and memory.
+
+    Each of several roots has its own lines, in one block; ``unseen`` is what is not watched.
+    """
+    lines = [_title(judged, findings)]
+    facts = [fact for one in judged for fact in _facts(one, has_more=len(judged) > 1)]
+    texts = dict.fromkeys(text for one in judged for text in _unseen(one, has_more=len(judged) > 1))
+    facts += [("not seen", text) for text in (*texts, *unseen, _NEVER_SEEN)]
+    lines += [f"  {name:<{_COLUMN}}{text}" for name, text in facts]
     return "\n".join(map(printable, lines))
 
 
-def _title(starts: Sequence[Start], seen: Sequence[Evidence], findings: Sequence[DoctorFinding]) -> str:
-    record = seen[0].records[0]
-    steps = f"steps {seen[0].step}-{seen[-1].step}" if len(seen) > 1 else f"step {seen[0].step}"
-    boxes = [one.box for one in record.parameters.values() if one.box is not None]
-    elements = sum(math.prod(box.shape) for box in boxes)
-    optimizers = ", ".join(dict.fromkeys(one.kind for one in record.optimizers)) or "no optimizer"
+def _title(judged: Sequence[Judged], findings: Sequence[DoctorFinding]) -> str:
+    first = judged[0]
+    what = f"{len(judged)} roots" if len(judged) > 1 else first.starts[0].model
+    optimizers = ", ".join(dict.fromkeys(kind for one in judged for kind in one.optimizers)) or "no optimizer"
     errors, notes = sum(not one.is_note for one in findings), sum(one.is_note for one in findings)
     said = f"{errors} finding{'s' * (errors != 1)}" if errors else "no finding"
     said += f", {notes} note{'s' * (notes != 1)}" if notes else ""
-    count = len(record.parameters)
     return (
-        f"{steps} of {rank_count(len(starts))}, {starts[0].model}, {count} parameters "
-        f"({elements:,} elements), {optimizers}; {said}"
+        f"{first.steps} of {rank_count(len(first.starts))}, {what}, "
+        f"{_parameters(sum(one.size for one in judged), sum(one.elements for one in judged))}, {optimizers}; {said}"
     )
 
 
-def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[tuple[str, str]]:
+def _parameters(count: int, elements: int) -> str:
+    return f"{count_of(count, 'parameter', 'parameters')} ({elements:,} elements)"
+
+
+def _facts(one: Judged, *, has_more: bool) -> Iterator[tuple[str, str]]:
+    starts, seen, reduced = one.starts, one.seen, one.reduced
+    if has_more:
+        optimizers = ", ".join(one.optimizers) or "no optimizer"
+        yield "root", f"{one.root}, {one.steps}: {_parameters(one.size, one.elements)}, {optimizers}"
     groups = starts[0].groups
     named = [f"{name} {_range(members)}" for name, members in groups.named.items()]
     text = f"{', '.join(named)} (from {groups.source})" if named else "none known"
@@ -63,11 +116,9 @@ def _facts(starts: Sequence[Start], seen: Sequence[Evidence], reduced: Sequence[
         share = "every gradient is" if are_all else _share(factors[0].names, seen[-1])
         yield "reduced", f"{share} {factors[0].render()}"
     yield "norm", _norms(seen)
-    memory = [record.memory for one in (seen[1:] or seen) for record in one.records[:1]]
+    memory = [record.memory for step in (seen[1:] or seen) for record in step.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
         yield "memory", f"{memory[-1] - memory[0]:+,} B from step {seen[1].step} to step {seen[-1].step}"
-    for text in _unseen(seen, reduced):
-        yield "not seen", text
 
 
 def _data(last: Evidence) -> str:
@@ -119,16 +170,32 @@ def _scaling(pairs: Sequence[tuple[float, float]]) -> str:
     return text
 
 
-def _unseen(seen: Sequence[Evidence], reduced: Sequence[Reduced]) -> Iterator[str]:
-    yield from dict.fromkeys(text for one in seen for record in one.records for text in record.unseen)
+#: What is not seen of modules: how they are found, and which checks it is kept from.
+_INSIDE = {
+    "compiled": "compiled, so D16 does not see their outputs, nor D14 what they compute with",
+    "unhooked": "called in a compiled function or not at all, so D14 and D16 do not see their forward",
+}
+
+
+def _unseen_modules(one: Judged, *, has_more: bool) -> Iterator[str]:
+    modules = [record.modules for step in one.seen for record in step.records]
+    for field, text in _INSIDE.items():
+        if names := sorted({name for each in modules for name in getattr(each, field)}):
+            yield f"inside of {listed(names, _MOST_MODULES)}{f' of {one.root}' if has_more else ''}: {text}"
+
+
+def _unseen(one: Judged, *, has_more: bool) -> Iterator[str]:
+    reduced = one.reduced
+    yield from _unseen_modules(one, has_more=has_more)
+    yield from dict.fromkeys(text for record in one.seen[-1].records for text in record.unseen)
     reasons: dict[str, list[str]] = {}
     for name, reason in reduced[0].unseen.items():
         reasons.setdefault(reason, []).append(name)
+    of = f" of {one.root}" if has_more else ""
     for reason, names in reasons.items():
-        yield f"the reduction of {listed(names)}: {reason}"
+        yield f"the reduction of {listed(names)}{of}: {reason}"
     if not reduced[0].sums and not reasons and not reduced[0].is_skipped:
-        yield "gradients and their reduction, as where the optimizer steps in backward"
-    yield "whether the factor is right for this loss; mistakes that are the same on all ranks"
+        yield f"gradients{of} and their reduction, as where the optimizer steps in backward"
 
 
 def _range(ranks: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ never gathers, waits for a stream or changes what it sees.
 - ``step``: what is seen of one step, and its record; ``updates``, what its optimizers find and leave; ``pending``,
   gradients whose digests are read when it has ended; ``left``, those that are gone before an optimizer steps by them.
 - ``samples``: elements of narrow parameters before and after a step.
+- ``roots``: all roots of a loop, and which optimizer is of which.
 - ``watching``: ``Watcher``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or

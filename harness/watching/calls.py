@@ -29,8 +29,10 @@ from shardproof.harness.watching import engines
 class Observer(Protocol):
     """Is told of calls. None of its methods may raise."""
 
-    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
-        """After a total norm was computed, or before gradients are clipped to ``max_norm`` by it."""
+    def on_norm(
+        self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
+    ) -> None:
+        """After a total norm was computed, or before gradients of parameters are clipped to ``max_norm`` by it."""
 
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a backward pass begins on these tensors; not before one within another, as of recomputation."""
@@ -58,6 +60,13 @@ class Observer(Protocol):
 
     def on_destroy(self) -> None:
         """Before all process groups are destroyed."""
+
+
+class Finder(Protocol):
+    """Sees where a module is compiled in place, whose graph has no hooks of all modules."""
+
+    def on_compiled(self, module: nn.Module) -> None:
+        """After ``module.compile()``."""
 
 
 class Joiner(Protocol):
@@ -119,6 +128,26 @@ def observed(observer: Observer) -> contextlib.AbstractContextManager[None]:
 def joins(joiner: Joiner) -> contextlib.AbstractContextManager[None]:
     """Tell of each ``join()`` in this context, which may begin before a model is observed, and end after it."""
     return _joiners.including(joiner)
+
+
+def compilations(finder: Finder) -> contextlib.AbstractContextManager[None]:
+    """Tell of each ``module.compile()`` in this context."""
+    return _finders.including(finder)
+
+
+def _of_compilations() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "torch.nn.Module.compile", _after_compile(nn.Module.compile)
+
+
+def _after_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = function(self, *args, **kwargs)
+        for one in _finders:
+            one.on_compiled(self)
+        return value
+
+    return compile
 
 
 def _of_joins() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -190,7 +219,7 @@ def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         for one in _observers:
-            one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0)
+            one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0, parameters)
         return function(parameters, max_norm, total_norm, *args, **kwargs)
 
     return clip_grads_with_norm_
@@ -319,4 +348,5 @@ def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 
 _observers: _Observers[Observer] = _Observers(_functions)
+_finders: _Observers[Finder] = _Observers(_of_compilations)
 _joiners: _Observers[Joiner] = _Observers(_of_joins)

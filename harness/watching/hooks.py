@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardproof.harness.tensors import private
 
@@ -54,10 +56,49 @@ class Hook:
         self._hook = hook
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In what is compiled it is nothing: a call would break the graph, which fullgraph=True refuses.
+        if torch.compiler.is_compiling():
+            return None
         return self._hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[Callable[..., Any]]]:
         return Hook, (_nothing,)
+
+
+class Compiled:
+    """A call of a module that is compiled in place, by ``module.compile()``, where hooks run that its graph has not.
+
+    Args:
+        before: is called with the module, its arguments and those by keyword.
+        after: the same, with the output last.
+    """
+
+    def __init__(self, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any] | None = None) -> None:
+        self._module = weakref.ref(module)
+        self._call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
+        call, ref = self._call, self._module
+
+        @functools.wraps(call)
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            own = None if torch.compiler.is_compiling() else ref()
+            if own is None:
+                return call(*args, **kwargs)
+            before(own, args, kwargs)
+            output = None
+            try:
+                output = call(*args, **kwargs)
+            finally:
+                if after is not None:
+                    after(own, args, kwargs, output)
+            return output
+
+        self._seen = module._compiled_call_impl = seen
+
+    def remove(self) -> None:
+        """Call it as before."""
+        module = self._module()
+        if module is not None and module._compiled_call_impl is self._seen:
+            module._compiled_call_impl = self._call
 
 
 def before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> list[Any]:

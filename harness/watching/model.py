@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.names import (
     buffers_of,
+    compiles,
+    is_called,
     is_compiled,
     modules_of,
     parameters_of,
@@ -22,6 +24,9 @@ from shardproof.harness.watching.names import (
 )
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.records import ModuleRecord
+
+#: How messages name a root itself.
+THE_MODEL = "the model"
 
 LayoutOf = Callable[[str, torch.Tensor], Layout | None]
 """Tells where the elements of a parameter or a gradient belong, from its name and the tensor, or returns None."""
@@ -46,20 +51,27 @@ class Model:
         self.engine: Engine | None = None
         self.unseen: set[str] = set()
         self._layout = layout
+        self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
         self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
+        self._compiled: set[str] = set()  # the names of the outermost of them
         self._shapes: dict[str, torch.Size] = {}
 
-    def add(self, root: nn.Module) -> list[tuple[str, nn.Module]]:
-        """Add a root, and return the modules of which hooks see the forward, each once, by canonical name."""
+    def add(self, root: nn.Module, others: Collection[int] = ()) -> list[tuple[str, nn.Module]]:
+        """Add a root, and return the modules of which hooks see the forward, each once, by canonical name.
+
+        Args:
+            others: the ids of parameters that are of other roots.
+        """
         self.roots.append(root)
+        self._without |= {name for name, one in parameters_of(root) if id(one) in others}
         if is_engine(root):
             self.engine = Engine(root)
             self.unseen.add(f"what {type(root).__name__} does to gradients in its step, where it clips them")
         compiled: set[int] = set()
         for name, module in modules_of(root):
             if is_compiled(module):
-                self.unseen.add(f"inside of {name or 'the model'}: it is compiled")
+                self._compiled |= {name or THE_MODEL} if id(module) not in compiled else set()
                 compiled |= {id(inner) for inner in module.modules()}
         found: dict[int, tuple[str, nn.Module]] = {}
         for name, module in modules_of(root):
@@ -72,9 +84,9 @@ class Model:
 
     def forget(self) -> None:
         """Forget the roots, and what was seen of them; others take their place."""
-        for seen in (self.roots, self._names, self._uncertain, self._shapes, self.unseen):
+        for seen in (self.roots, self._names, self._uncertain, self._compiled, self._shapes, self.unseen):
             seen.clear()
-        self.engine = None
+        self.engine, self._without = None, frozenset()
 
     def know(self, shapes: Mapping[str, torch.Size], flat_places: dict[str, tuple[int, int]]) -> None:
         """Take the full shapes of parameters, and where the rank's parts of those in flat ones begin."""
@@ -90,9 +102,13 @@ class Model:
         once: set[int] = set()
         for root in self.roots:
             for name, parameter in parameters_of(root):
-                if id(parameter) not in once:
+                if id(parameter) not in once and name not in self._without:
                     once.add(id(parameter))
                     yield name, parameter
+
+    def has(self, name: str) -> bool:
+        """Whether a parameter of this name is of these roots, and of no other root."""
+        return name not in self._without
 
     def bits_of_buffers(self) -> dict[str, torch.Tensor]:
         """Return the bits of the buffers that the modules of user code have, on their devices, by canonical name."""
@@ -134,7 +150,7 @@ class Model:
 
     def record(
         self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor],
-        redrawn: dict[str, bool],
+        with_gradient: Collection[str], redrawn: dict[str, bool],
     ) -> ModuleRecord:  # fmt: skip
         """Return what a record has of the modules.
 
@@ -142,13 +158,27 @@ class Model:
             called: by module that was called in the step, whether it was with gradients enabled.
             gathered: what forwards have found gathered.
             buffers: the bits of buffers when the step began, by name.
+            with_gradient: the names of parameters that have one.
             redrawn: the modules whose recomputation draws other random numbers; see :meth:`recomputing.Draws.redrawn`.
         """
         idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
+        unhooked = {self._outermost(one, called) for one in idle if one in with_gradient} if compiles() else set()
         dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         return ModuleRecord(
             idle, detached, gathered.names, gathered.take_outdated(), self.tied(), *replaced_in(self.roots),
             redrawn,
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
-            buffers=bits_on_host(buffers),
+            buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
+            unhooked=sorted(unhooked),
         )  # fmt: skip
+
+    def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
+        """Return the name of the outermost module that was not called, of those in which a parameter is."""
+        modules = {name: module for root in self.roots for name, module in modules_of(root)}
+        name = found = parameter.rpartition(".")[0]
+        while name:
+            name = name.rpartition(".")[0]
+            if (module := modules.get(name)) is None or id(module) in called:
+                break
+            found = name if is_called(module) else found
+        return found or THE_MODEL

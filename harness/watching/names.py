@@ -1,6 +1,8 @@
 """The names of parameters in the model that user code built, whatever wraps its modules."""
 
 import functools
+import gc
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +52,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def kind_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class that user code has given a module: what ``fully_shard`` makes of it is a class of torch."""
+    kinds: list[type[nn.Module]] = [one for one in type(module).__mro__ if issubclass(one, nn.Module)]
+    return next(one for one in kinds if not issubclass(one, FSDPModule))
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether something reduces the gradients of a root: a wrapper that it is, or units of FSDP2 in it."""
+    kinds = ("DistributedDataParallel", "FullyShardedDataParallel")
+    return any(kind.__name__ in kinds for kind in type(module).__mro__) or any(True for _ in _units_of(module))
+
+
 def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module with its canonical name, and each place where it is used; a wrapper has its module's name."""
 
@@ -86,9 +100,7 @@ def buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     table or a cache, and takes time to read; a mask has no statistics.
     """
     for name, module in modules_of(root):
-        # What fully_shard makes of a class is a class of torch.
-        kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
-        if kind.__module__.startswith("torch.") or isinstance(module, _OF_RUNNING_STATISTICS):
+        if kind_of(module).__module__.startswith("torch.") or isinstance(module, _OF_RUNNING_STATISTICS):
             continue
         for last, buffer in module._buffers.items():
             if type(buffer) is torch.Tensor and buffer.dtype != torch.bool and 0 < buffer.numel() <= _LARGEST_BUFFER:
@@ -138,6 +150,18 @@ def _units_of(root: nn.Module) -> Iterator[Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether the forward of a module runs compiled; its hooks would be traced, and would change what is compiled."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def compiled_in_place() -> list[nn.Module]:
+    """Return the modules of the process that were compiled by ``module.compile()``."""
+    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
+    return [one for one in modules if vars(one).get("_compiled_call_impl") is not None]
+
+
+def compiles() -> bool:
+    """Whether this process has compiled something: a function that is compiled runs no hooks of modules in it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(getattr(dynamo, "counters", {}).get("stats", {}).get("unique_graphs"))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,11 +1,12 @@
 """What the optimizers of a process have: parameters of the model, of other models, and dead ones."""
 
 import gc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
@@ -18,12 +19,68 @@ AGE = "step"
 _NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
+class StepHooks:
+    """Calls before and after the step of each optimizer, through one pair of torch's hooks for all that are added.
+
+    A call may be removed in a step: torch's own hooks must not, while others are still to run.
+    """
+
+    def __init__(self) -> None:
+        self._all: list[_Around] = []
+        self._handles: list[Any] = []
+
+    def add(self, before: Callable[..., Any], after: Callable[..., Any]) -> "_Around":
+        """Call these, until the handle that is returned is removed."""
+        if not self._all:
+            self._handles += [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+        self._all.append(_Around(self, before, after))
+        return self._all[-1]
+
+    def remove(self, one: "_Around") -> None:
+        """Call one no more."""
+        if one in self._all:
+            self._all.remove(one)
+            for handle in self._handles if not self._all else ():
+                handle.remove()
+            self._handles = self._handles if self._all else []
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        found = None
+        for one in list(self._all):
+            if one in self._all and (new := one.before(optimizer, args, kwargs)) is not None:
+                found = args, kwargs = new
+        return found
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for one in list(self._all):
+            if one in self._all:
+                one.after(optimizer, args, kwargs)
+
+
+class _Around:
+    def __init__(self, hooks: StepHooks, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        self._hooks, self.before, self.after = hooks, before, after
+
+    def remove(self) -> None:
+        self._hooks.remove(self)
+
+
+STEPS = StepHooks()
+
+
+def optimizers_of_process() -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+
+
 def parameters_of_optimizers() -> dict[int, str]:
     """Return the ids of what the optimizers of this process have, each with the name of a class that has it."""
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
     return {
         id(one): type(optimizer).__name__
-        for optimizer in optimizers
+        for optimizer in optimizers_of_process()
         for group in getattr(optimizer, "param_groups", ())  # one that is being made has none yet
         for one in group["params"]
     }
@@ -69,16 +126,22 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen_of(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], roots: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    roots: Sequence[nn.Module],
+    beside: Collection[int] = (),
 ) -> tuple[Optimizer, set[str]]:
-    """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words."""
-    mine = [one for group in optimizer.param_groups for one in group["params"]]
+    """Return what an optimizer has of the parameters of the watched roots, and what is not seen of it, in words.
+
+    ``beside`` are the ids of those of other roots, which have watches of their own.
+    """
+    mine = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in beside]
     live = {id(one) for one in parameters.values()}
     others = [one for one in mine if id(one) not in live]
     dead = [one for one in others if one.grad is None]
     seen = Optimizer(
         kind=type(optimizer).__name__, size=len(mine), live=len(mine) - len(others),
-        shapes_agree=_have_shapes(dead, parameters.values()), outside=len(others) - len(dead),
+        shapes_agree=have_shapes(dead, parameters.values()), outside=len(others) - len(dead),
         gathered=_count_gathered(dead, roots),
     )  # fmt: skip
     unseen = set[str]()
@@ -89,7 +152,7 @@ def seen_of(
     return seen, unseen
 
 
-def _have_shapes(dead: Sequence[torch.Tensor], parameters: Collection[nn.Parameter]) -> bool:
+def have_shapes(dead: Sequence[torch.Tensor], parameters: Collection[nn.Parameter]) -> bool:
     """Whether there are dead parameters, and each has the shape of a full or a local parameter of the model."""
     shapes = {tuple(each.shape) for one in parameters for each in (one, local_of(one))}
     return bool(dead) and all(tuple(one.shape) in shapes for one in dead)

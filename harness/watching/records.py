@@ -204,6 +204,9 @@ class ModuleRecord:
     has_dropout: bool = False  # whether one drops elements at random in this step
     # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
+    # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
+    unhooked: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -243,6 +246,7 @@ class StepRecord:
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     seconds: float = 0.0
+    family: Any = None  # of the first root that a loop trains: what the rank tells of the others
 
     def since(self, backwards: int) -> "StepRecord":
         """Return the same without the first ``backwards`` backward passes, whose gradients were dropped."""

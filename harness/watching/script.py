@@ -13,7 +13,7 @@ from typing import Any
 from shardproof.harness.watching.records import NotWatchable
 
 #: The folders of this package, under the names by which its files are imported.
-_OWN = tuple({str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(__file__).resolve().parents[1])})
+OWN = tuple({str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(__file__).resolve().parents[1])})
 
 
 def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -21,7 +21,7 @@ def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType
     if trace is None:
         return None
     rest, file = without_own_frames(trace.tb_next), trace.tb_frame.f_code.co_filename
-    if file.startswith(_OWN) or file in ("<frozen runpy>", runpy.__file__):
+    if file.startswith(OWN) or file in ("<frozen runpy>", runpy.__file__):
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 

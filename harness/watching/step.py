@@ -36,6 +36,7 @@ from shardproof.harness.watching.records import (
     GradientRecord,
     Inputs,
     LossRecord,
+    ModuleRecord,
     NormCall,
     NormRecord,
     NotFinite,
@@ -393,14 +394,17 @@ class WatchedStep:
         record = StepRecord(
             rank=0, step=number, backwards=self.backwards.count, forwards=self.forwards.record(),
             gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
-            modules=self._model.record(self.forwards.called, gathered, self._buffers, self.draws.redrawn()),
-            optimizers=self.updates.stepped,
+            modules=self._modules(gathered), optimizers=self.updates.stepped,
             norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
             collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
         )  # fmt: skip
         if torch.accelerator.is_available():
             record.memory = torch.accelerator.memory_allocated()
         return record
+
+    def _modules(self, gathered: Gathered) -> ModuleRecord:
+        with_gradient = {*self.backwards.after, *self.updates.at_step}
+        return self._model.record(self.forwards.called, gathered, self._buffers, with_gradient, self.draws.redrawn())
 
     def _gradients(self, *, is_skipped: bool) -> GradientRecord:
         own, after, at_step = self.backwards.own, self.backwards.after, self.updates.at_step

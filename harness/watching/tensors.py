@@ -50,6 +50,8 @@ class TensorHooks:
             if value is None or not value.requires_grad:
                 continue
             full = f"{name}.{last}" if name else last
+            if not model.has(full):
+                continue
             if value.is_leaf:  # a view may be invalid, even to ask, once what it is a view of has changed
                 self.gathered.find(full, value)
             known = self._hooked.get(id(value))

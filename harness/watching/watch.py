@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.judging.finding import Stage
@@ -31,7 +30,7 @@ from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.hooks import Hook, guarded
+from shardproof.harness.watching.hooks import Compiled, Hook, guarded
 from shardproof.harness.watching.model import LayoutOf, Model
 from shardproof.harness.watching.names import (
     device_of,
@@ -43,8 +42,9 @@ from shardproof.harness.watching.names import (
     unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
-from shardproof.harness.watching.optimizers import seen_of
+from shardproof.harness.watching.optimizers import STEPS, parameters_of_optimizers, seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
+from shardproof.harness.watching.roots import Family
 from shardproof.harness.watching.step import WatchedStep
 from shardproof.harness.watching.tensors import TensorHooks
 from shardproof.harness.watching.updates import Nesting
@@ -81,11 +81,15 @@ class Watch:
         digests: whether records have digests of gradients and bits of parameters and states, which cost time.
         on_drop: is called where a rank goes on without the gradients of backward passes, of which no optimizer has
             stepped, with their number: before a forward or a backward, or where a scaler skips the optimizer's step.
+        family: all watches of a loop; this one alone where it is left out.
+        on_destroy: is called before all process groups are destroyed.
 
     Attributes:
         model: what is watched.
+        family: all watches of the loop.
         step: the number of the current step.
         last: the last event that was watched; empty if there is none.
+        is_stepped: whether an optimizer that has a parameter of it has stepped.
     """
 
     def __init__(
@@ -101,40 +105,46 @@ class Watch:
         modules: bool = False,
         digests: bool = True,
         on_drop: Callable[[int], None] | None = None,
+        family: Family | None = None,
+        on_destroy: Callable[[], None] | None = None,
     ) -> None:
-        self._on_end, self._on_drop = on_end, on_drop
+        self._on_end, self._on_drop, self._before_destroy = on_end, on_drop, on_destroy
+        self.family = Family() if family is None else family
+        self.family.add(self)
         self._on_error, self._passes = on_error, passes
         self._steps = frozenset(steps)
         self._takes = Takes(sink, modules and sink is not None, digests)
         self.model = Model(layout)
         self.step = 0
         self.last = ""
+        self.is_stepped = False
         self._now = WatchedStep(self.model, self._takes, [])
         self._forward = _Forward()
         self._nesting = Nesting(optimizers)
         self._tensors = TensorHooks(self._on_gradient, self._on_accumulated)
         self._handles: list[Any] = []
         self._patches = contextlib.ExitStack()
+        self._of_strangers: set[str] = set()  # what is said of optimizers that have parameters of no root
 
     # Attaching ------------------------------------------------------------------------------
 
     def watch_optimizers(self) -> None:
         """See the steps of optimizers, also before there is a root: the first forward may be in a closure of one."""
         if not self._handles:
-            self._handles += [
-                register_optimizer_step_pre_hook(self._before_optimizer),
-                register_optimizer_step_post_hook(self._after_optimizer),
-            ]
+            self._handles.append(STEPS.add(self._before_optimizer, self._after_optimizer))
 
     def attach(self, root: nn.Module) -> None:
         """Add a root: hooks on all its modules; the first root's also begin steps."""
         if not self.model.roots:
             self.watch_optimizers()
             self._patches.enter_context(calls.observed(self))
-        for name, module in self.model.add(root):
+        for name, module in self.model.add(root, self.family.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
             after = Hook(functools.partial(self._after_module, name, module is root))
+            if module._compiled_call_impl is not None:
+                self._handles.append(Compiled(module, before, after))
+                continue
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -153,6 +163,15 @@ class Watch:
         self.model.forget()
         self._forward.depth, self._forward.is_late = 0, False
         self._begin(self._now.zeroed)
+
+    def extend(self) -> None:
+        """Watch one step more."""
+        self._steps |= {self.step}
+
+    def forget_strangers(self) -> None:
+        """Forget which optimizers were none of a root: another root has come, whose some may be."""
+        self._nesting.strangers.clear()
+        self.model.unseen -= self._of_strangers
 
     @property
     def has_computed(self) -> bool:
@@ -188,6 +207,10 @@ class Watch:
         # What the root has itself is gathered by hooks that have not run yet.
         self._forward.is_late = True
         self._before_module("", True, root, args, {})
+
+    def end_forward(self, root: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End the forward of a root in which it was attached, where no hook of it runs."""
+        self._after_module("", True, root, args, kwargs, output)
 
     # A step ---------------------------------------------------------------------------------
 
@@ -396,6 +419,7 @@ class Watch:
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self.family.note_step(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
         if not callable(closure) and self._is_of_others(optimizer):
@@ -436,9 +460,10 @@ class Watch:
             return
         now = self._now
         if len(now.updates.stepped) == stepped_before:  # else others have stepped for it
-            seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots)
+            others = self.family.parameters(but=self)
+            seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots, others)
             now.updates.stepped.append(seen)
-            self.model.unseen |= outside
+            self._say_of_strangers(outside)
         ended = self._nesting.take_ended(optimizer)
         if ended and self.is_watching:
             now.updates.release_all(ended)
@@ -483,18 +508,34 @@ class Watch:
         """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
         mine = [one for group in optimizer.param_groups for one in group["params"]]
         live = {id(one) for _, one in self.model.parameters()}
-        if any(id(one) in live for one in mine) or all(one.grad is None for one in mine):
+        if any(id(one) in live for one in mine):
+            self.is_stepped = True
             return False
-        self._now.drops.for_others = self._now.backwards.count
-        kind = type(optimizer).__name__
+        owner, has_gradient = self.family.owner(optimizer), any(one.grad is not None for one in mine)
+        # One of dead parameters is taken for the first root's, where no other has these, and it was made for no root.
+        if owner is self or (owner is None and not has_gradient and self.family.is_first(self) and not self._is_held()):
+            return False
+        if has_gradient:
+            self._now.drops.for_others = self._now.backwards.count
+        if owner is None and has_gradient:
+            self._note_stranger(type(optimizer).__name__)
+        return True
+
+    def _is_held(self) -> bool:
+        """Whether an optimizer of the process has parameters of the roots."""
+        held = parameters_of_optimizers()
+        return any(id(one) in held for _, one in self.model.parameters())
+
+    def _note_stranger(self, kind: str) -> None:
         self._nesting.strangers[kind] = self.step, self._nesting.are_destroyed
         if self.model.roots:
             watched = type(unwrapped(self.model.roots[0])).__name__
-            self.model.unseen.add(
-                f"the model that another {kind} steps, which has no parameter of the watched {watched}: "
-                "give each model a doctor(model, optimizer)"
-            )
-        return True
+            text = f"the model that another {kind} steps, which has no parameter of the watched {watched}"
+            self._say_of_strangers([f"{text}: give each model a doctor(model, optimizer)"])
+
+    def _say_of_strangers(self, texts: Collection[str]) -> None:
+        self._of_strangers.update(texts)
+        self.model.unseen.update(texts)
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         return self.model.engine is None and self._nesting.counts(optimizer)
@@ -502,8 +543,10 @@ class Watch:
     # Calls of torch's functions -------------------------------------------------------------
 
     @guarded
-    def on_norm(self, function: str, value: Any, max_norm: float | None, norm_type: float) -> None:
-        if not self._sees:
+    def on_norm(
+        self, function: str, value: Any, max_norm: float | None, norm_type: float, parameters: Any = None
+    ) -> None:
+        if not self._sees or self.family.has_some(parameters, but=self):
             return
         number = self._now.norms.add(function, value, max_norm, norm_type)
         if number is not None:
@@ -544,6 +587,8 @@ class Watch:
     @guarded
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
+        if self._before_destroy is not None:
+            self._before_destroy()
         self.end_step()
         self._nesting.are_destroyed = True
 

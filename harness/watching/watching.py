@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardproof.harness.watching import script
-from shardproof.harness.watching.names import is_compiled, parameters_of, unwrapped
+from shardproof.harness.watching import calls, script
+from shardproof.harness.watching.hooks import Compiled
+from shardproof.harness.watching.names import compiled_in_place, compiles, is_compiled, parameters_of, unwrapped
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
 from shardproof.harness.watching.watch import Watch
+
+#: The classes of modules that a message names.
+_MOST_KINDS = 5
 
 
 class Watcher(contextlib.AbstractContextManager[Any]):
@@ -32,6 +36,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
     name: ClassVar[str]
     activity: ClassVar[str]
     passes: ClassVar[tuple[type[Exception], ...]] = (NotWatchable,)
+    _finds_more: ClassVar[bool] = False
     _watch: Watch
 
     def __init__(self, steps: Collection[int]) -> None:
@@ -39,6 +44,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             raise NotWatchable(f"{self.name}: steps={sorted(steps)}: expected steps counted from 0")
         self._steps = sorted(set(steps))
         self._first: Any = None
+        self._finding = contextlib.ExitStack()
+        #: The root whose first forward has begun.
+        self._begun: tuple[Watch, nn.Module] | None = None
         #: The modules of the root, and those that are no part of it.
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._world: Any = None
@@ -71,6 +79,9 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         """Attach to models or, without any, to the first root module of which something trains."""
         if not models:
             self._first = nn.modules.module.register_module_forward_pre_hook(self._on_first_forward)
+            self._finding.enter_context(calls.compilations(self))
+            for one in compiled_in_place():
+                self.on_compiled(one)
             self._watch.watch_optimizers()
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -86,12 +97,20 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             raise
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if module in self._inside or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or module in self._inside or not torch.is_grad_enabled():
             return
-        if self._watch.has_computed:
-            self._first.remove()
+        if self._finds_more and self._watch.model.roots and self._has_looked_at(module):
             return
-        if not any(one.requires_grad for one in module.parameters()) or not self._is_root(module):
+        if self._watch.has_computed and not self._finds_more:
+            self._stop_finding()
+            return
+        if self._watch.model.roots and any(is_compiled(one) for one in module.modules()):
+            self._stop_finding()  # a hook of all modules would change what is compiled
+        if not any(one.requires_grad for one in module.parameters()):
+            return
+        if self._watch.has_computed or not self._is_root(module):
+            if self._finds_more and self._watch.model.roots:
+                self._guarded(lambda: self._look_beside(module, args))
             return
         if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             held = parameters_of_optimizers()
@@ -101,13 +120,24 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         # Until something is computed for a step it may be called for another reason, such as a parametrization when it
         # is registered. Hooks of all modules would change what is compiled.
         if any(is_compiled(one) for one in module.modules()):
-            self._first.remove()
+            self._stop_finding()
         if self._watch.model.roots:
-            self._watch.forget_roots()
+            self._forget_roots(module)
         self._guarded(lambda: self._attach([module]))
         # Hooks that are added while those of a forward run do not run in it.
         if self._watch.is_attached:
-            self._watch.begin_forward(module, args)
+            self._begin_forward(self._watch, module, args)
+
+    def _begin_forward(self, watch: Watch, module: nn.Module, args: Any) -> None:
+        """Begin the forward of a root in which it was attached."""
+        self._begun = watch, module
+        watch.begin_forward(module, args)
+
+    def _after_compiled(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """End the first forward of a root that is compiled in place: it has begun without hooks of its own."""
+        if self._begun is not None and self._begun[1] is module:
+            self._begun[0].end_forward(module, args, kwargs, output)
+            self._begun = None
 
     def _is_root(self, module: nn.Module) -> bool:
         """Whether a module is what trains, rather than the root: it has the root in it, or optimizers have it alone."""
@@ -118,9 +148,30 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         # After its forward a root of FSDP2 has gathered parameters, which no optimizer has.
         has_root = any(id(one) in held for _, one in self._watch.model.parameters())
         is_it = not has_root and any(id(one) in held for _, one in parameters_of(module))
-        if held and not is_it:
+        if held and not is_it and not self._finds_more:
             self._inside |= weakref.WeakSet(inside)
         return is_it
+
+    def _has_looked_at(self, module: nn.Module) -> bool:
+        """Whether a module was no root when it was called before in the step."""
+        return False
+
+    def _look_beside(self, module: nn.Module, args: Any) -> None:
+        """Look whether a module that is called is a further root, and watch it then."""
+
+    def _forget_roots(self, root: nn.Module) -> None:
+        """Forget the roots: another module has them in it, or is what trains."""
+        self._watch.forget_roots()
+
+    def on_compiled(self, module: nn.Module) -> None:
+        """See the calls of a module that is compiled in place."""
+        found = Compiled(module, lambda one, args, _: self._on_first_forward(one, args), self._after_compiled)
+        self._finding.callback(found.remove)
+
+    def _stop_finding(self) -> None:
+        if self._first is not None:
+            self._first.remove()
+        self._finding.close()
 
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
@@ -149,6 +200,12 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 f"{model}; where it has copies of them (master weights, flat shards) gradients and updates are not "
                 "judged; else make it of the model's own, or name the model in doctor(model)"
             )
+        if not forwards and self._watch.family.steps and compiles():
+            kinds = " and ".join(self._watch.family.kinds[:_MOST_KINDS]) or "the model"
+            return (
+                f"nothing was watched: optimizers stepped, and no forward of {kinds} was seen, as inside of a compiled "
+                "function: compile the module instead, by torch.compile(model) or model.compile()"
+            )
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:
@@ -159,6 +216,5 @@ class Watcher(contextlib.AbstractContextManager[Any]):
 
     def _detach(self) -> None:
         self._is_over = True
-        if self._first is not None:
-            self._first.remove()
+        self._stop_finding()
         self._watch.detach()

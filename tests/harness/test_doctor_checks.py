@@ -287,7 +287,7 @@ FOUND = {
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
         "step|seen: the forward of their modules runs with gradients disabled: under no_grad(), or in a reentrant "
         "checkpoint of inputs that require none"),
-    "D5-compiled": ("ever", lambda m: (m.lose("b"), m.put_all(unseen=["it is compiled"])),
+    "D5-compiled": ("ever", lambda m: (m.lose("b"), put(m.modules, compiled=["b"])),
         "step 0: parameters get no gradient [D5, S10]|'b' gets no gradient on any rank in the "
         "step"),
     "D5-idle": ("ever", lambda m: (m.lose("b"), put(m.modules, idle=["b"])),

@@ -446,7 +446,7 @@ def adversaries(data, watch, *, zeroes=True):
 @world(2)
 @pytest.mark.parametrize("zeroes", [True, False])
 def test_each_of_two_models_has_a_doctor_of_its_own(rank: Rank, zeroes):
-    """One for both watches the first, and says that it does not see the other."""
+    """One for both watches both, and tells which root a finding is of."""
     make = functools.partial(doctor, on_finding="collect", patience=20)
     both = adversaries(Data(rank.index), lambda *models: [make(*one) for one in models], zeroes=zeroes)
     found = [[one.render().splitlines()[0] for one in watching.findings] for watching in both]
@@ -456,8 +456,14 @@ def test_each_of_two_models_has_a_doctor_of_its_own(rank: Rank, zeroes):
         "72 elements", "65 elements"
     ]  # fmt: skip
     (first,) = adversaries(Data(rank.index), lambda *models: [make()], zeroes=zeroes)
-    assert "72 elements" in first.summary() and not first.findings
-    assert "the model that another AdamW steps, which has no parameter of the watched" in first.summary()
+    assert [one.render().splitlines()[0] for one in first.findings if not one.is_note] == [
+        one.replace("step 1: ", "step 1: Sequential 'critic': ") for one in found[1]
+    ]
+    title, *roots = [line for line in first.summary().splitlines() if "elements)" in line]
+    assert "2 roots, 8 parameters (137 elements), AdamW" in title
+    assert [line.split("steps 0-2")[0].split() for line in roots] == [
+        ["root", "Sequential", "'generator',"], ["root", "Sequential", "'critic',"]
+    ]  # fmt: skip
 
 
 @pytest.mark.sampled
