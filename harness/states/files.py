@@ -1,8 +1,8 @@
 """Reads the state that a file or folder of a checkpoint has; loads no tensor and executes nothing.
 
-Formats, by content: files of ``torch.save`` (``archives.py``), safetensors (``headers.py``), folders of Hugging Face with
-one or several files of these, of ``torch.distributed.checkpoint`` (``checkpoints.py``), and with a file of each rank
-(``ranks.py``). No file outside of the folder is read that an index names; links are followed.
+Formats, by content: files of ``torch.save`` (``archives.py``), safetensors (``headers.py``), folders of Hugging Face
+with one or several files of these, of ``torch.distributed.checkpoint`` (``checkpoints.py``), and with a file of each
+rank (``ranks.py``). No file outside of the folder is read that an index names; links are followed.
 
 A pickle has at most 64 MiB and 4,194,304 objects (``pickles.py``), a header or an index is JSON within the bounds of
 ``door.py``, a state has at most 1,048,576 entries, 64 levels deep; so a hostile file takes less than 3 GB. The values

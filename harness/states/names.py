@@ -283,7 +283,8 @@ def _nested_class(owner: Any, name: Any) -> Any:
 #: Kinds of numpy's numbers that torch has, by kind and bytes.
 _OF_NUMPY = {
     "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "i1": torch.int8, "i2": torch.int16,
-    "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "u2": torch.uint16, "u4": torch.uint32, "u8": torch.uint64, "b1": torch.bool,
+    "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "u2": torch.uint16,
+    "u4": torch.uint32, "u8": torch.uint64, "b1": torch.bool,
     "c8": torch.complex64, "c16": torch.complex128,
 }  # fmt: skip
 _NUMBERS = {
