@@ -11,7 +11,7 @@ of a part are mapped when they are read: they take memory for as long as they ar
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from shardproof import door
@@ -81,7 +81,7 @@ def _folder(folder: Path) -> list[Entry]:
     chosen = chosen or [path for name, path in files.items() if name.endswith(_SAFE + _INDEX)]
     chosen = chosen or [path for name, path in files.items() if name.endswith(_SAFE)]
     if chosen:
-        found = _together(folder, [one for path in chosen for one in _model(folder, path)])
+        found = _together(folder, (one for path in chosen for one in _model(folder, path)))
         for name, path in files.items():
             if _OF_TRAINERS.fullmatch(name):
                 found += _file(path, path.stem)
@@ -89,24 +89,25 @@ def _folder(folder: Path) -> list[Entry]:
     return _of_ranks(folder, [path for name, path in files.items() if name.endswith(_TORCH)])
 
 
-def _model(folder: Path, path: Path) -> list[tuple[str, Entry]]:
-    """Return the entries of a file, or of those that an index names, each with the name of its file."""
+def _model(folder: Path, path: Path) -> Iterator[tuple[str, Entry]]:
+    """Yield the entries of a file, or of those that an index names, each with the name of its file."""
     if not path.name.endswith(_INDEX):
-        return [(path.name, entry) for entry in _file(path)]
+        yield from ((path.name, entry) for entry in _file(path))
+        return
     places = door.load(path, _places)
     names = dict.fromkeys(places.values())
     if len(names) > folders.MOST_FILES:
         raise BadFile(f"{path}: it names more than {folders.MOST_FILES} files")
-    found: list[tuple[str, Entry]] = []
+    there: set[tuple[str, str]] = set()
     for name in names:
         file = folders.inside(folder, name, path.name)
         if not file.exists():
             raise BadFile(f"{path}: it names the file {name}, which is missing")
-        found += [(name, entry) for entry in _file(file)]
-    there = {(name, entry.name) for name, entry in found}
-    if missing := [entry for entry, name in places.items() if (name, entry) not in there]:
+        for entry in _file(file):
+            there.add((name, entry.name))
+            yield name, entry
+    if missing := [name for name, file in places.items() if (file, name) not in there]:
         raise BadFile(f"{path}: it names {missing[0][:200]}, which {places[missing[0]]} does not have")
-    return found
 
 
 def _places(data: object) -> Mapping[str, str]:
@@ -122,6 +123,8 @@ def _together(folder: Path, found: Iterable[tuple[str, Entry]]) -> list[Entry]:
     for file, entry in found:
         if entry.name in files:
             raise BadFile(f"{folder}: {entry.name[:200]} is in {files[entry.name]} and in {file}")
+        if len(kept) == entries.MOST_ENTRIES:
+            raise BadFile(f"{folder}: it has more than {entries.MOST_ENTRIES} entries")
         files[entry.name] = file
         kept.append(entry)
     return kept
@@ -138,5 +141,10 @@ def _of_ranks(folder: Path, paths: list[Path]) -> list[Entry]:
             found += _file(next(iter(files.values())), prefix)
             continue
         ranks.check(folder, files)
-        found += ranks.joined(folder, files, {number: _file(path, prefix) for number, path in files.items()})
+        states: dict[int, list[Entry]] = {}
+        for number, path in files.items():
+            states[number] = _file(path, prefix)
+            if sum(map(len, states.values())) > 4 * entries.MOST_ENTRIES:
+                raise BadFile(f"{folder}: it has more than {4 * entries.MOST_ENTRIES} entries")
+        found += ranks.joined(folder, files, states)
     return found

@@ -9,7 +9,7 @@ from shardproof.door import BadFile
 MOST_FILES = 1 << 16
 """Files of a folder."""
 
-_RANK = re.compile(r"(?<![A-Za-z])rank[-_.]?(\d+)(?!\d)", re.IGNORECASE)
+_RANK = re.compile(r"(?<=rank)[-_.]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+")
 
 
@@ -43,43 +43,24 @@ def listed(folder: Path) -> list[Path]:
 
 
 def by_rank(paths: Sequence[Path]) -> Mapping[str, dict[int, Path]]:
-    """Return files by their names without the number of a rank, and each by this number.
+    """Return files by their names without the number in which they differ, and each by this number, that of its rank.
 
-    The number is that which follows "rank"; in files without such a name, the one in which they differ.
+    Names with "rank" may differ in the numbers that follow it, and others in any; those that differ in no number or in
+    several are by themselves.
     """
-    found: dict[str, dict[int, Path]] = {}
-    plain = []
+    alike: dict[tuple[re.Pattern[str], str], list[Path]] = {}
     for path in paths:
-        if ranks := [*_RANK.finditer(path.name)]:
-            at = ranks[-1]
-            family = path.name[: at.start(1)] + "*" + path.name[at.end(1) :]
-            _put(found.setdefault(family, {}), int(at[1]), path)
+        pattern = _RANK if _RANK.search(path.name) else _NUMBER
+        alike.setdefault((pattern, pattern.sub("*", path.name)), []).append(path)
+    found: dict[str, dict[int, Path]] = {}
+    for (pattern, stem), group in alike.items():
+        numbers = [[int(one) for one in pattern.findall(path.name)] for path in group]
+        differing = [values for values in zip(*numbers, strict=True) if len(set(values)) > 1]
+        if len(differing) == 1 and len(set(differing[0])) == len(group):
+            found[stem] = dict(sorted(zip(differing[0], group, strict=True)))
         else:
-            plain.append(path)
-    for family, number, path in _numbered(plain) or [(path.name, 0, path) for path in plain]:
-        _put(found.setdefault(family, {}), number, path)
+            found |= {path.name: {0: path} for path in group}
     return found
-
-
-def _numbered(paths: Sequence[Path]) -> list[tuple[str, int, Path]]:
-    """Return the name without the number in which files differ, the number and the file; nothing of other files."""
-    stems = {_NUMBER.sub("*", path.name) for path in paths}
-    if len(paths) < 2 or len(stems) > 1:
-        return []
-    numbers = [_NUMBER.findall(path.name) for path in paths]
-    places = [place for place, values in enumerate(zip(*numbers, strict=True)) if len(set(values)) > 1]
-    stem = stems.pop()
-    return (
-        [(stem, int(one[places[0]]), path) for one, path in zip(numbers, paths, strict=True)]
-        if len(places) == 1
-        else []
-    )
-
-
-def _put(family: dict[int, Path], number: int, path: Path) -> None:
-    if number in family:
-        raise BadFile(f"{path}: {family[number].name} is of the same rank, {number}")
-    family[number] = path
 
 
 def names_a_rank(path: Path) -> bool:
@@ -90,4 +71,4 @@ def names_a_rank(path: Path) -> bool:
 def stem_of(family: str) -> str:
     """Return what tells the files of one family from those of others: a short name without ranks."""
     stem = PurePosixPath(family).stem
-    return re.sub(r"[-_.]*(world[-_]?size[-_]?\d+[-_.]*)?(rank[-_.]?)?\*", "", stem, flags=re.IGNORECASE) or stem
+    return re.sub(r"[-_.]*(world[-_]?size[-_]?\d+[-_.]*)?(rank)?\*", "", stem, flags=re.IGNORECASE) or stem

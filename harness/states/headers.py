@@ -13,8 +13,10 @@ import torch
 
 from shardproof import door
 from shardproof.door import BadFile
+from shardproof.harness.states import names
 from shardproof.harness.states.archives import tensor_of
 from shardproof.harness.states.entries import MOST_ENTRIES, Entry, StoredPart
+from shardproof.harness.states.pickles import PickleError
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.jsonfiles import RecordError, kind_of
 
@@ -77,12 +79,15 @@ def _described(name: str, told: Any) -> tuple[int, int, torch.dtype, tuple[int, 
     kind = kind_of(fields.get("dtype"), str, f"{where}: dtype")
     if kind not in _DTYPES:
         raise RecordError(f"{where}: the dtype {kind[:20]} is not supported")
-    shape, offsets = (
-        tuple(kind_of(one, int, f"{where}: {field}") for one in kind_of(fields.get(field), list, f"{where}: {field}"))
-        for field in ("shape", "data_offsets")
-    )
-    if len(offsets) != 2 or min((*shape, *offsets), default=0) < 0 or len(shape) > 64:
-        raise RecordError(f"{where}: the shape or the offsets are not possible")
+    try:
+        shape, offsets = (
+            names.positions(fields.get("shape"), "shape"),
+            names.positions(fields.get("data_offsets"), "offset"),
+        )
+    except PickleError as error:
+        raise RecordError(f"{where}: {error}") from error
+    if len(offsets) != 2:
+        raise RecordError(f"{where}: the offsets are not two")
     if offsets[1] - offsets[0] != (size := math.prod(shape) * _DTYPES[kind].itemsize):
         raise RecordError(f"{where}: {offsets[1] - offsets[0]} bytes, and a tensor of this shape and dtype has {size}")
     return offsets[0], offsets[1], _DTYPES[kind], shape

@@ -117,6 +117,8 @@ def positions(values: Any, said: str) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not 0 <= value < _MOST_POSITION:
             raise PickleError(f"the {said} of a tensor has {str(value)[:20]}, which is not possible")
+    if said == "shape" and math.prod(max(value, 1) for value in values) > _MOST_POSITION:
+        raise PickleError(f"a tensor of shape {tuple(values)} is not possible")
     return tuple(values)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardproof.door import BadFile, printable
-from shardproof.harness.states.entries import MOST_ENTRIES, Entry
+from shardproof.harness.states.entries import Entry
 from shardproof.harness.states.folders import names_a_rank
 
 
@@ -28,14 +28,12 @@ def joined(folder: Path, files: Mapping[int, Path], states: Mapping[int, list[En
     with that of their file.
 
     Raises:
-        BadFile: there are too many, or nothing shows that the files are those of ranks.
+        BadFile: nothing shows that the files are those of ranks.
     """
     by_name: dict[str, dict[int, Entry]] = {}
     for number in sorted(states):
         for entry in states[number]:
             by_name.setdefault(entry.name, {})[number] = entry
-    if len(by_name) > MOST_ENTRIES:
-        raise BadFile(f"{folder}: it has more than {MOST_ENTRIES} entries")
     is_sharded = any(not part.box.is_full for entries in states.values() for entry in entries for part in entry.parts)
     if not is_sharded and not all(map(names_a_rank, files.values())):
         first, last = files[min(files)].name, files[max(files)].name
