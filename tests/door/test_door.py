@@ -29,7 +29,8 @@ READERS = {
     "json": {"load", "loads"}, "tomllib": {"load", "loads"}, "pickle": {"load", "loads", "Unpickler"},
     "marshal": {"load", "loads"}, "gzip": {"open", "decompress", "GzipFile"}, "bz2": {"open", "decompress"},
     "lzma": {"open", "decompress"}, "zlib": {"decompress", "decompressobj"}, "torch": {"load", "from_file"},
-    "numpy": {"load", "fromfile", "memmap"}, "os": {"open", "fdopen"}, "io": {"open"},
+    "numpy": {"load", "fromfile", "memmap"}, "mmap": {"mmap"}, "zipfile": {"ZipFile"},
+    "os": {"open", "fdopen"}, "io": {"open"},
     "": {"open", "read_text", "read_bytes", "safe_open", "load_file", "literal_eval"},
 }  # fmt: skip
 
