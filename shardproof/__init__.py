@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardproof.harness.states.snapshot import state as state
     from shardproof.harness.training.doctor import doctor as doctor
     from shardproof.harness.training.recording import record as record
-    from shardproof.harness.states.snapshot import state as state
     from shardproof.harness.training.starting import check as check
 
 

@@ -61,8 +61,8 @@ NEEDS = {
 }  # fmt: skip
 
 COMMANDS = (
-    "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare", "state",
-    "check", "reproduce", "plan", "implementations", "torch-names",
+    "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
+    "state", "check", "reproduce", "plan", "implementations", "torch-names",
 )  # fmt: skip
 
 #: Those that run a user's script in this process.

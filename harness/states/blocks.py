@@ -2,9 +2,9 @@
 
 A full tensor is divided along its first dimension into at most :data:`MOST` blocks of equally many rows. A block has a
 hash and the sum of its squares. The hash is a sum over the block's elements, modulo 2^64, of the bits of an element
-times a number that depends on its position in the block alone. So the hash of a block is the sum of those of its parts,
-exactly, whatever cuts it, and equal blocks have equal hashes wherever they stand. A tensor also has the sketch of
-``tensors.fingerprints``, by which distances are known between tensors that are not equal.
+times a number that depends on its position in the block alone. The hash of a block is therefore the sum of those of its
+parts, exactly, whatever cuts it, and equal blocks have equal hashes wherever they stand. A tensor also has the sketch
+of ``tensors.fingerprints``, by which distances are known between tensors that are not equal.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass
-class Block:
-    """What is held of one block of a tensor.
+class BlockSums:
+    """Sums over the elements of one block of a tensor, or over a part of them.
 
     Attributes:
         hash: of its elements at their positions in the block, modulo 2^64.
@@ -41,7 +41,7 @@ class Block:
     squares: float = 0.0
     numel: int = 0
 
-    def add(self, other: "Block") -> None:
+    def add(self, other: "BlockSums") -> None:
         """Add what another part of the tensor has of the block."""
         self.hash = (self.hash + other.hash) & _MASK
         self.squares += other.squares
@@ -49,9 +49,9 @@ class Block:
 
 
 class Sums(NamedTuple):
-    """What stands for a part of a tensor: its blocks by number, and the sketch of the part in the full tensor."""
+    """The digest of a part of a tensor: its blocks by number, and the sketch of the part in the full tensor."""
 
-    blocks: dict[int, Block]
+    blocks: dict[int, BlockSums]
     sketch: tuple[float, ...]
 
     @property
@@ -94,11 +94,11 @@ def sums(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Sums]:
     sketches = [one.numbers[:K] for one in digests([_countable(one) for one in parts], boxes)]
     found = []
     for mine, sketch in zip(places, _on_host(sketches), strict=True):
-        blocks: dict[int, Block] = {}
+        blocks: dict[int, BlockSums] = {}
         for block, numel in mine:
             hashed, squares = next(rows)
             value = torch.tensor(squares).view(torch.float64).item()
-            blocks.setdefault(block, Block()).add(Block(int(hashed) & _MASK, value, numel))
+            blocks.setdefault(block, BlockSums()).add(BlockSums(int(hashed) & _MASK, value, numel))
         found.append(Sums(blocks, tuple(sketch)))
     return found
 
@@ -226,10 +226,10 @@ def _squares(part: torch.Tensor) -> torch.Tensor:
 
 def total(parts: Iterable[Sums]) -> Sums:
     """Add the sums of parts that do not overlap."""
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, BlockSums] = {}
     sketch = [0.0] * K
     for part in parts:
         for number, block in part.blocks.items():
-            blocks.setdefault(number, Block()).add(block)
+            blocks.setdefault(number, BlockSums()).add(block)
         sketch = [one + other for one, other in zip(sketch, part.sketch, strict=True)]
     return Sums(blocks, tuple(sketch))

@@ -6,20 +6,20 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from shardproof import door
 from shardproof.door import BadFile
 from shardproof.harness.states import blocks, files
-from shardproof.harness.states.blocks import Block, Sums
+from shardproof.harness.states.blocks import BlockSums, Sums
 from shardproof.harness.states.snapshot import EXTRA, HOW, MODEL, OPTIMIZER, EntryLine, RankLine
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.jsonfiles import RecordError, decode
 
 
-class Key(NamedTuple):
+class EntryKey(NamedTuple):
     """The place of an entry in a state."""
 
     section: str
@@ -31,8 +31,8 @@ class Key(NamedTuple):
 
 
 @dataclasses.dataclass
-class Held:
-    """What one rank, or one file, holds of an entry."""
+class Holding:
+    """The part of an entry that one rank, or one file, holds."""
 
     source: str
     box: Box
@@ -49,11 +49,11 @@ class Entry:
         load: reads the full tensor, where the state is a file; None where only digests are known.
     """
 
-    key: Key
+    key: EntryKey
     kind: str = ""
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    held: list[Held] = dataclasses.field(default_factory=list)
+    held: list[Holding] = dataclasses.field(default_factory=list)
     values: dict[str, str] = dataclasses.field(default_factory=dict)
     trains: bool | None = None
     stepped_by: str = ""
@@ -67,8 +67,8 @@ class Entry:
         return bool(self.dtype)
 
     @property
-    def parts(self) -> list[Held]:
-        """One holder of each part of the tensor; the others are replicas."""
+    def parts(self) -> list[Holding]:
+        """A holder of each part of the tensor, without replicas."""
         return [*{one.box: one for one in reversed(self.held)}.values()]
 
     @property
@@ -98,7 +98,7 @@ class State:
     sources: tuple[str, ...]
     is_live: bool
     step: int | None = None
-    entries: dict[Key, Entry] = dataclasses.field(default_factory=dict)
+    entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
 
     @property
     def has_optimizer(self) -> bool:
@@ -147,7 +147,7 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
 
 
 def _add(state: State, line: EntryLine, source: str, file: Path) -> None:
-    key = Key(line.section, line.name, line.key)
+    key = EntryKey(line.section, line.name, line.key)
     entry = state.entries.setdefault(
         key,
         Entry(
@@ -162,9 +162,9 @@ def _add(state: State, line: EntryLine, source: str, file: Path) -> None:
             raise BadFile(f"{file}: {key}: another dtype or shape than on an earlier rank")
         dims = None if line.dims is None else tuple(tuple((one[0], one[1]) for one in spans) for spans in line.dims)
         flat = None if line.flat is None else (line.flat[0], line.flat[1])
-        held = {one.block: Block(one.hash, float(one.squares), one.numel) for one in line.blocks}
+        held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in line.blocks}
         sketch = tuple(map(float, line.sketch))
-        entry.held.append(Held(source, Box(tuple(line.shape), dims, flat), Sums(held, sketch)))
+        entry.held.append(Holding(source, Box(tuple(line.shape), dims, flat), Sums(held, sketch)))
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def _checkpoint(path: str) -> State:
                 # One at a time, and let go of: a checkpoint is larger than memory.
                 tensor = part.load()
                 (its,) = blocks.sums([tensor], [part.box])
-                entry.held.append(Held(part.source, part.box, its))
+                entry.held.append(Holding(part.source, part.box, its))
                 del tensor
             entry.load = _loader(one)
         state.entries[key] = entry
@@ -215,18 +215,18 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
 _OF_OPTIMIZER = re.compile(r"(?:^|.*\.)?(?:optim\w*|opt)\.(state|param_groups)\.(.*)$|^(state|param_groups)\.(.*)$")
 
 
-def _key_of(name: str) -> Key:
+def _key_of(name: str) -> EntryKey:
     """Return the place of an entry of a file, by its name there."""
     match = _OF_OPTIMIZER.match(name)
     if match is None:
-        return Key(MODEL, name)
+        return EntryKey(MODEL, name)
     what, rest = (match[1], match[2]) if match[1] else (match[3], match[4])
     if what == "state":
         parameter, _, last = rest.rpartition(".")
-        return Key(OPTIMIZER, parameter, last) if parameter else Key(EXTRA, name)
+        return EntryKey(OPTIMIZER, parameter, last) if parameter else EntryKey(EXTRA, name)
     # A list has its places behind its key: "0.params.3", "0.betas.1".
     group, _, last = rest.partition(".")
-    return Key(OPTIMIZER, f"group {group}", last.partition(".")[0])
+    return EntryKey(OPTIMIZER, f"group {group}", last.partition(".")[0])
 
 
 def prefixes(names: Iterable[str]) -> Iterator[str]:
@@ -241,8 +241,8 @@ def prefixes(names: Iterable[str]) -> Iterator[str]:
 def aligned(state: State, to: State) -> tuple[State, str]:
     """Return a state whose names are those of another, and what its own names began with before.
 
-    Wrappers and containers put words before the names of parameters. Of all beginnings that is taken with which most
-    names are the other's. States of an optimizer that have numbers get the names of the other's parameters.
+    Wrappers and containers put words before the names of parameters. The beginning is that with which most names are
+    the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
     wanted = {key.name for key in to.entries if key.section == MODEL}
     mine = [key.name for key in state.entries if key.section == MODEL]
@@ -255,9 +255,9 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     for key, entry in state.entries.items():
         if key.section == MODEL:
             inside = key.name.startswith(best)
-            key = Key(MODEL, key.name[len(best) :]) if inside else Key(EXTRA, key.name)
+            key = EntryKey(MODEL, key.name[len(best) :]) if inside else EntryKey(EXTRA, key.name)
         elif key.section == OPTIMIZER and not key.name.startswith("group "):
-            key = Key(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
+            key = EntryKey(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
         tied = entry.tied.removeprefix(best)
         changed.entries[key] = dataclasses.replace(entry, key=key, tied=tied)
     return changed, best

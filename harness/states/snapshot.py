@@ -1,12 +1,12 @@
 """Writes what a rank has of a training's state to a file: a digest of each tensor, and each plain value.
 
-A snapshot is a folder with a file for each rank, of JSON lines: what the rank is, and a line for each entry. It makes no
-full tensor, copies none and calls no collective, so a rank writes its file whatever the others do.
+A snapshot is a folder with a file for each rank, of JSON lines: what the rank is, and a line for each entry. No full
+tensor is made, none is copied, and no collective is called, so a rank writes its file whatever the others do.
 """
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -51,7 +51,7 @@ class RankLine:
 
 @described()
 class BlockLine:
-    """What the rank holds of a block of rows."""
+    """The part of a block of rows that the rank holds."""
 
     block: Count = says("the number of the block, from the first rows on")
     hash: Hash = says("the hash of its elements, which adds over ranks")
@@ -73,13 +73,17 @@ class EntryLine:
         "the ranges of each dimension that the rank holds; null for all", default=None
     )
     flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
-    blocks: Sequence[BlockLine] = says("what it holds", default=())
+    blocks: Sequence[BlockLine] = says("its blocks", default=())
     sketch: Sequence[Number] = says("the sketch of what it holds", default=())
     trains: bool | None = says("whether a parameter requires gradients", default=None)
     stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
     position: Count | None = says("of a parameter, its number in the optimizer", default=None)
     tied: Name = says("the first name of the same parameter", default="")
     value: str | None = says("a value, as JSON", default=None)
+
+
+ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
+"""Returns the parameters of another state that a tensor is made of, as views of it; None where it is one of them."""
 
 
 class Found(NamedTuple):
@@ -99,6 +103,7 @@ def state(
     extra: Mapping[str, Any] | None = None,
     step: int | None = None,
     layout: LayoutOf | None = None,
+    views: ViewsOf | None = None,
 ) -> None:
     """Write this rank's part of a training's state to a folder, for ``shardproof state``.
 
@@ -114,9 +119,12 @@ def state(
         step: the number of steps that were made.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
+        views: returns, from the name of a parameter and the tensor, the parameters that it is made of in the other
+            state, by their names there, as views: of a fused ``qkv_proj.weight`` the slices ``q_proj.weight``,
+            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Only of full tensors.
 
     Raises:
-        ValueError: the folder has a state of this rank, in one line.
+        ValueError: the folder has a state of this rank, or a sharded tensor has views; in one line.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
@@ -127,7 +135,7 @@ def state(
     head = RankLine(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
-    found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout)]
+    found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
     with_tensor = [one for one in found if one.tensor is not None and one.box is not None]
     made = iter(sums([one.tensor for one in with_tensor], [one.box for one in with_tensor]))  # type: ignore[misc]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +160,7 @@ def state(
 
 def entries(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, scheduler: Any,
-    extra: Mapping[str, Any], layout: LayoutOf | None,
+    extra: Mapping[str, Any], layout: LayoutOf | None, views: ViewsOf | None = None,
 ) -> Iterator[Found]:  # fmt: skip
     """Yield what this rank has of a training: parameters, buffers, optimizer states, settings, and other values."""
     watched = Model(layout)
@@ -178,7 +186,15 @@ def entries(
                 "stepped_by": kind and f"{kind}, group {group}", "position": position,
                 "tied": first if first != name else "",
             }  # fmt: skip
-            yield Found(fields) if first != name else Found(fields, local_of(parameter), box)
+            if first != name:
+                yield Found(fields)
+            elif views is not None and (its := views(name, local_of(parameter))):
+                if not box.is_full:
+                    raise ValueError(f"state: views of {name!r}, which is sharded: gather it, or leave views out")
+                for own, view in its.items():
+                    yield Found(fields | {"name": own}, view, Box(tuple(view.shape)))
+            else:
+                yield Found(fields, local_of(parameter), box)
         yield from _buffers(root)
     for one in optimizers:
         yield from _of_optimizer(one, names, boxes)

@@ -19,9 +19,9 @@ examples:
   shardproof state checkpoint/              what a file has
   shardproof state now file.pt --earlier step0 --earlier step5
 
-A state is a folder that shardproof.state(model, optimizer, out=...) or shardproof doctor --state wrote, or a checkpoint:
-a file of torch.save, safetensors, a folder of torch.distributed.checkpoint or of Hugging Face. A checkpoint is read
-tensor by tensor; no more than one tensor is in memory, and nothing in it is executed. docs/state.md has more.
+A state is a folder that shardproof.state(model, optimizer, out=...) wrote, or a checkpoint: a file of torch.save or
+safetensors, a folder of torch.distributed.checkpoint or of Hugging Face. A checkpoint is read tensor by tensor: no more
+than one is in memory, and nothing in it is executed. docs/state.md has more.
 
 exit codes: 0 nothing differs; 1 something does; 2 a state cannot be read"""
 

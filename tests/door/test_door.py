@@ -37,6 +37,7 @@ READERS = {
 #: How often files of the package read something else than a foreign file, by what they read.
 NOT_FOREIGN: dict[str, dict[str, int]] = {
     "this package, torch, a clone's findings and adapters, which are executed too, and the pages that it makes": {
+        "harness/adapters/capability.py": 1,
         "harness/adapters/registry.py": 1,
         "harness/plugin/changed.py": 2,
         "harness/plugin/origin.py": 4,
@@ -51,7 +52,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
     "what the processes of one run write for each other, in a directory of their own": {
         "harness/adapters/deepspeed_stages.py": 1,
         "harness/adapters/olmo_core.py": 1,
-        "harness/collectives/board.py": 1,
+        "harness/collectives/board.py": 2,
         "harness/parity/exchange.py": 2,
         "harness/parity/rank_state.py": 1,
         "harness/plugin/state.py": 3,

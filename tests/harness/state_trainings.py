@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.harness.state_trainings FOLDER KIND ...
 
-Every rank has the same data, so that all trainings have the same bits whatever shards them. FOLDER/KIND is the state,
-FOLDER/KIND.pt the checkpoint that rank 0 saves, and FOLDER/KIND-2 the state after two of three steps.
+Every rank has the same data, so that all trainings have the same bits whatever shards them, except where tensor
+parallelism sums in another order. FOLDER/KIND is the state after three steps, FOLDER/KIND-2 that after two. Of some
+kinds rank 0 saves the state after three steps as KIND.pt and KIND.safetensors too, and all ranks as KIND.dcp.
 """
 
 import pathlib
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -86,6 +89,11 @@ def main(folder: pathlib.Path, kinds: list[str]) -> None:
             }
             if dist.get_rank() == 0:
                 torch.save(saved, folder / f"{kind}.pt")
+                save_file({name: one.clone() for name, one in saved["model"].items()}, folder / f"{kind}.safetensors")
+            sharded = {
+                "model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer),
+            }  # fmt: skip
+            dcp.save(sharded, checkpoint_id=folder / f"{kind}.dcp")
         dist.barrier()
     dist.destroy_process_group()
 
