@@ -98,8 +98,9 @@ def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if is_kind(layout, "_MeshLayout"):
         axes = layout.get("axes")
         if axes is None:  # one of numbers, or of tuples where dimensions were flattened
-            axes = layout.get("shape") if layout.fields else layout.args[0]
-        sizes = [axis.get("shape") if isinstance(axis, Record) else axis for axis in sequence(axes)]
+            axes = layout.get("shape") if layout.fields else sequence(layout.args)[0]
+        axes = (axes,) if type(axes) is int else sequence(axes)
+        sizes = [axis.get("shape") if isinstance(axis, Record) else axis for axis in axes]
     elif isinstance(ranks, View):
         sizes = list(ranks.shape)
     else:

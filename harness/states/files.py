@@ -119,7 +119,7 @@ def _places(data: object) -> Mapping[str, str]:
 def _together(folder: Path, found: Iterable[tuple[str, Entry]]) -> list[Entry]:
     """Return the entries of several files, of which no two may have one name."""
     files: dict[str, str] = {}
-    kept = []
+    kept: list[Entry] = []
     for file, entry in found:
         if entry.name in files:
             raise BadFile(f"{folder}: {entry.name[:200]} is in {files[entry.name]} and in {file}")

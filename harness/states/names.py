@@ -344,9 +344,9 @@ _RECORDS = (
     "torch.device", "builtins.slice", "argparse.Namespace", "torch.distributed.device_mesh.DeviceMesh",
     "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
     *(f"{_SPECS}.{name}" for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
+    *(f"{_PLACES}.{name}" for name in ("Shard", "_StridedShard", "Replicate", "Partial")),
     *(
-        f"{module}.{name}"
-        for module in (_PLACES, "torch.distributed._tensor.placement_types")
+        f"torch.distributed._tensor.placement_types.{name}"  # before torch 2.5
         for name in ("Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "DTensorSpec", "TensorMeta")
     ),
     f"{_SHARDED}.metadata.ShardMetadata", f"{_SHARDED}.sharded_tensor.shard.Shard",

@@ -655,7 +655,8 @@ def test_damage_anywhere_is_one_line_or_is_read(tmp_path, written, kind):
 
 #: Names of other versions of torch, numpy and Python.
 OTHER_VERSIONS = {
-    "builtins.long", "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "pathlib._local.PosixPath",
+    "builtins.long", "pathlib._local.PosixPath", "torch.storage._TypedStorage", "torch.storage._UntypedStorage",
+    *(f"torch.distributed._tensor.placement_types.{name}" for name in ("_Partial", "_StridedShard")),
 }  # fmt: skip
 
 
