@@ -97,7 +97,7 @@ def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     at, sizes = mesh.get("_coordinate_on_dim"), _sizes(mesh)
     if at is None or not sizes:
         raise PickleError("the mesh of a DTensor does not say where the rank is that has written it")
-    shape = tuple(math.prod(positions(one, "mesh") if isinstance(one, tuple) else [one]) for one in sizes)
+    shape = tuple(math.prod(positions(one if isinstance(one, tuple) else [one], "mesh")) for one in sizes)
     own = positions(at, "coordinate")
     if any(size < 1 or place >= size for size, place in zip(positions(shape, "mesh"), own, strict=False)):
         raise PickleError(f"a rank at {own} is not in a mesh of shape {shape}")

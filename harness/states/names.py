@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from shardproof.harness.states.pickles import Known, Ordered, PickleError, Record
+from shardproof.harness.states.pickles import Known, Ordered, PickleError, Record, UnknownName
 
 _MOST_DIMS = 64
 _MOST_POSITION = 1 << 62
@@ -100,7 +100,7 @@ def find(full: str) -> Any:
         return DTYPES[name]
     found = _table().get(full)
     if found is None:
-        raise PickleError(
+        raise UnknownName(
             f"it asks for {full[:_MOST_SHOWN]}, which is not a name of torch's state: refused, nothing was executed"
         )
     return found

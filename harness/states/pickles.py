@@ -24,6 +24,10 @@ class PickleError(ValueError):
     """A pickle cannot be read or is not allowed. The message is one line, which does not name the file."""
 
 
+class UnknownName(PickleError):
+    """A pickle asks for a name that the table does not have, as that of a user's class."""
+
+
 class Known:
     """A name of the table: the class or function of torch for which it stands is never imported.
 
