@@ -61,8 +61,9 @@ def main(folder):
         own[name] = distribute_tensor(values, init_device_mesh("cpu", shape), placements)
     strided = [_StridedShard(0, split_factor=2), Shard(1)]  # as rows 0 and 2 of four, and 1 and 3
     grid = torch.arange(12.0).view(4, 3)
-    own["strided"] = DTensor.from_local(grid[rank::2].clone(), init_device_mesh("cpu", (2, 1)), strided, run_check=False,
-                                        shape=grid.shape, stride=grid.stride())  # fmt: skip
+    size = {"shape": grid.shape, "stride": grid.stride()}
+    two = init_device_mesh("cpu", (2, 1))
+    own["strided"] = DTensor.from_local(grid[rank::2].clone(), two, strided, run_check=False, **size)
     own["tied"] = own["both"]
     torch.save({"model": sharded.state_dict(), "own": own}, folder / f"fsdp2/rank_{rank}.pt")
     torch.save(sharded.state_dict(), folder / f"verl/model_world_size_2_rank_{rank}.pt")

@@ -248,7 +248,11 @@ def test_a_damaged_distributed_checkpoint_is_one_line(written, tmp_path):
     assert re.fullmatch(r"__0_0.distcp: it is cut off: .* lies at bytes \d+ to \d+, and it has \d+", refused(folder))
     first.write_bytes(content.replace(b"data.pkl", b"data.plk"))
     assert "one data.pkl of torch.save" in error_of(found.parts[0].load, kind=BadFile)
+    second = folder / "__1_0.distcp"
+    sound = second.read_bytes()
+    second.write_bytes(sound.replace(b"data.pkl", b"data.plk"))
     assert "one data.pkl of torch.save" in refused(folder), "an entry of bytes"
+    second.write_bytes(sound)
     first.unlink()
     assert refused(folder) == "__0_0.distcp: No such file or directory"
     metadata = (folder / ".metadata").read_bytes()
