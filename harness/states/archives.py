@@ -62,7 +62,7 @@ class Archive:
         return BadFile(f"{self.path}{where}: {message}")
 
     def state(self) -> Any:
-        """Return what the archive has: plain values, containers, records, and views instead of tensors.
+        """Return what the archive has: plain values, containers, records, and views, which stand for tensors.
 
         Raises:
             BadFile: the archive is damaged, beyond a bound, or asks for what is not allowed.

@@ -91,26 +91,27 @@ def _of_dtensor(wrapper: Wrapper) -> tuple[Box, View]:
 
 
 def _mesh(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of a device mesh and the coordinate of the rank that has written it, of any version of torch."""
+    """Return the shape of a device mesh and the coordinate of the rank that has written it."""
     if not is_kind(mesh, "DeviceMesh"):
         raise PickleError("a DTensor has no mesh")
-    at, layout, ranks = mesh.get("_coordinate_on_dim"), mesh.get("_layout"), mesh.get("mesh")
-    if is_kind(layout, "_MeshLayout"):
-        axes = layout.get("axes")
-        if axes is None:  # one of numbers, or of tuples where dimensions were flattened
-            axes = layout.get("shape") if layout.fields else layout.args[0]
-        sizes = [axis.get("shape") if isinstance(axis, Record) else axis for axis in sequence(axes)]
-    elif isinstance(ranks, View):
-        sizes = list(ranks.shape)
-    else:
-        sizes = []
+    at, sizes = mesh.get("_coordinate_on_dim"), _sizes(mesh)
     if at is None or not sizes:
         raise PickleError("the mesh of a DTensor does not say where the rank is that has written it")
-    shape = tuple(math.prod(positions(one, "mesh") if isinstance(one, tuple) else [one]) for one in sizes)
+    shape = tuple(math.prod(positions(one if isinstance(one, tuple) else [one], "mesh")) for one in sizes)
     own = positions(at, "coordinate")
     if any(size < 1 or place >= size for size, place in zip(positions(shape, "mesh"), own, strict=False)):
         raise PickleError(f"a rank at {own} is not in a mesh of shape {shape}")
     return shape, own
+
+
+def _sizes(mesh: Record) -> list[Any]:
+    """Return the sizes of a mesh's dimensions, or those of which each is a product, as versions of torch write them."""
+    layout, ranks = mesh.get("_layout"), mesh.get("mesh")
+    if not is_kind(layout, "_MeshLayout"):
+        return list(ranks.shape) if isinstance(ranks, View) else []
+    axes = layout.get("axes") if "axes" in layout.fields else layout.get("shape")
+    axes = (axes,) if type(axes) is int else sequence(axes)
+    return [axis.get("shape") if isinstance(axis, Record) else axis for axis in axes]
 
 
 def _chunk(spans: Spans, count: int, own: int, placement: Record) -> Spans:

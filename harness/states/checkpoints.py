@@ -17,7 +17,7 @@ from shardproof.harness.states.archives import Archive
 from shardproof.harness.states.entries import MOST_ENTRIES, Entry, StoredPart, entries_of
 from shardproof.harness.states.folders import inside
 from shardproof.harness.states.names import View, is_kind, positions
-from shardproof.harness.states.pickles import PickleError, Record
+from shardproof.harness.states.pickles import PickleError, Record, UnknownName
 
 METADATA = ".metadata"
 
@@ -106,6 +106,8 @@ class _Reader:
         try:
             found = [*entries_of(archive.state(), archive, door.printable(archive.path.name), name)]
         except BadFile as error:
+            if not isinstance(error.__cause__, UnknownName):
+                raise
             found = [Entry(name, None, None, unread=str(error))]
         yield from found
 

@@ -165,7 +165,7 @@ def _dtypes(entry: Entry, other: Entry, mine: Sums, its: Sums) -> Difference:
 
 
 def _shapes(entry: Entry, other: Entry) -> tuple[str, str]:
-    """Tell what a tensor of another shape is."""
+    """Tell what a tensor of another shape is: a shard, a transpose, or the values with padding."""
     said = f"has the shape {list(other.shape)} for {list(entry.shape)}"
     if other.numel == 0:
         return "empty", f"is an empty entry: {said}"
@@ -174,18 +174,31 @@ def _shapes(entry: Entry, other: Entry) -> tuple[str, str]:
     tensor = other.load()
     if len(entry.shape) == 2 and other.shape == entry.shape[::-1] and _is(entry, tensor.t()):
         return "transposed", f"is transposed: {said}"
+    if (source := _owner_of(entry, tensor)) is not None:
+        return "a shard", f"has the shard of {source} alone: {said}"
+    return _padded(entry, other, tensor, said)
+
+
+def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
+    """Return the rank whose shard a tensor of a file is."""
     for one in entry.held:
         if not one.box.is_full and tensor.numel() == one.box.numel:
-            (its,) = blocks.sums([tensor.reshape(-1) if one.box.flat else tensor.reshape(_local(one.box))], [one.box])
+            shard = tensor.reshape(-1) if one.box.flat else tensor.reshape(_local(one.box))
+            (its,) = blocks.sums([shard], [one.box])
             if hashes_of(its) == hashes_of(one.sums):
-                return "a shard", f"has the shard of {one.source} alone: {said}"
-    if tensor.numel() > entry.numel and entry.numel:
-        if other.shape[1:] == entry.shape[1:] and _is(entry, tensor[: entry.shape[0]]):
-            return "padding", f"has {other.shape[0] - entry.shape[0]} rows of padding: {said}"
-        if _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
-            return "padding", f"is flat, with {tensor.numel() - entry.numel} elements of padding: {said}"
-    elif tensor.numel() == entry.numel and _is(entry, tensor.reshape(entry.shape)):
-        return "shape", f"{said}, with the same values"
+                return one.source
+    return None
+
+
+def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tuple[str, str]:
+    more = tensor.numel() - entry.numel
+    if not entry.numel or more < 0:
+        return "shape", said
+    if other.shape[1:] == entry.shape[1:] and more and _is(entry, tensor[: entry.shape[0]]):
+        return "padding", f"has {other.shape[0] - entry.shape[0]} rows of padding: {said}"
+    if _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
+        is_flat = f"is flat, with {more} elements of padding: {said}"
+        return ("padding", is_flat) if more else ("shape", f"{said}, with the same values")
     return "shape", said
 
 

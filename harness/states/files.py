@@ -76,17 +76,21 @@ def _folder(folder: Path) -> list[Entry]:
     files = {path.name: path for path in folders.listed(folder)}
     if checkpoints.METADATA in files:
         return list(checkpoints.read(folder))
-    models = [next((files[name] for name in names if name in files), None) for names in _MODELS]
-    chosen = [path for path in models if path is not None]
-    chosen = chosen or [path for name, path in files.items() if name.endswith(_SAFE + _INDEX)]
-    chosen = chosen or [path for name, path in files.items() if name.endswith(_SAFE)]
-    if chosen:
+    if chosen := _chosen(files):
         found = _together(folder, (one for path in chosen for one in _model(folder, path)))
-        for name, path in files.items():
-            if _OF_TRAINERS.fullmatch(name):
-                found += _file(path, path.stem)
-        return found
+        trainers = (path for name, path in files.items() if _OF_TRAINERS.fullmatch(name))
+        return found + [entry for path in trainers for entry in _file(path, path.stem)]
     return _of_ranks(folder, [path for name, path in files.items() if name.endswith(_TORCH)])
+
+
+def _chosen(files: Mapping[str, Path]) -> list[Path]:
+    """Return the files of Hugging Face's models; of a folder without them all indexes, or all files, of safetensors."""
+    models = [[files[name] for name in names if name in files][:1] for names in _MODELS]
+    return (
+        [path for one in models for path in one]
+        or [path for name, path in files.items() if name.endswith(_SAFE + _INDEX)]
+        or [path for name, path in files.items() if name.endswith(_SAFE)]
+    )
 
 
 def _model(folder: Path, path: Path) -> Iterator[tuple[str, Entry]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
-from shardproof.harness.states.pickles import Known, Ordered, PickleError, Record
+from shardproof.harness.states.pickles import Known, Ordered, PickleError, Record, UnknownName
 
 _MOST_DIMS = 64
 _MOST_POSITION = 1 << 62
@@ -100,7 +100,7 @@ def find(full: str) -> Any:
         return DTYPES[name]
     found = _table().get(full)
     if found is None:
-        raise PickleError(
+        raise UnknownName(
             f"it asks for {full[:_MOST_SHOWN]}, which is not a name of torch's state: refused, nothing was executed"
         )
     return found
@@ -344,9 +344,9 @@ _RECORDS = (
     "torch.device", "builtins.slice", "argparse.Namespace", "torch.distributed.device_mesh.DeviceMesh",
     "torch.distributed._mesh_layout._MeshLayout", "torch.distributed._mesh_layout._FlatLayout",
     *(f"{_SPECS}.{name}" for name in ("DTensorSpec", "TensorMeta", "ShardOrderEntry")),
+    *(f"{_PLACES}.{name}" for name in ("Shard", "_StridedShard", "Replicate", "Partial")),
     *(
-        f"{module}.{name}"
-        for module in (_PLACES, "torch.distributed._tensor.placement_types")
+        f"torch.distributed._tensor.placement_types.{name}"  # before torch 2.5
         for name in ("Shard", "_StridedShard", "Replicate", "Partial", "_Partial", "DTensorSpec", "TensorMeta")
     ),
     f"{_SHARDED}.metadata.ShardMetadata", f"{_SHARDED}.sharded_tensor.shard.Shard",

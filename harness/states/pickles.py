@@ -24,6 +24,10 @@ class PickleError(ValueError):
     """A pickle cannot be read or is not allowed. The message is one line, which does not name the file."""
 
 
+class UnknownName(PickleError):
+    """A pickle asks for a name that the table does not have, as that of a user's class."""
+
+
 class Known:
     """A name of the table: the class or function of torch for which it stands is never imported.
 
@@ -115,16 +119,26 @@ class _Machine:
         self._made = 0
 
     def run(self) -> Any:
-        data = self._data
+        data, stack, memo, steps = self._data, self._stack, self._memo, _STEPS
         while True:
-            code = data[self._at]
-            self._at += 1
-            if code == 0x2E:  # STOP
+            at = self._at
+            code = data[at]
+            if code == 0x6A:  # LONG_BINGET, GET and BININT1: half of all
+                self._at = at + 5
+                stack.append(memo[int.from_bytes(data[at + 1 : at + 5], "little")])
+            elif code == 0x68:
+                self._at = at + 2
+                stack.append(memo[data[at + 1]])
+            elif code == 0x4B:
+                self._at = at + 2
+                stack.append(data[at + 1])
+            elif code == 0x2E:  # STOP
                 break
-            step = _STEPS.get(code)
-            if step is None:
+            elif code in steps:
+                self._at = at + 1
+                steps[code](self)
+            else:
                 raise PickleError(f"its pickle has the opcode {code:#04x}, which torch does not write: refused")
-            step(self)
         if len(self._stack) != 1 or self._marks:
             raise PickleError("its pickle is damaged")
         return self._stack.pop()
@@ -166,8 +180,8 @@ class _Machine:
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def unsigned(self, size: int) -> None:
-        self._stack.append(self._number(size))
+    def unsigned(self) -> None:
+        self._stack.append(self._number(2))
 
     def signed(self) -> None:
         self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
@@ -245,9 +259,6 @@ class _Machine:
         self._new(frozenset(map(hashable, self._popped())))
 
     # Memo
-
-    def get(self, size: int) -> None:
-        self._stack.append(self._memo[self._number(size)])
 
     def put(self, size: int) -> None:
         self._keep(self._number(size))
@@ -332,8 +343,7 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
     0x88: lambda m: m.push(True),
     0x89: lambda m: m.push(False),
     ord("J"): _M.signed,
-    ord("K"): lambda m: m.unsigned(1),
-    ord("M"): lambda m: m.unsigned(2),
+    ord("M"): _M.unsigned,
     0x8A: _M.long,
     ord("G"): _M.float,
     ord("X"): lambda m: m.text(4),
@@ -360,8 +370,6 @@ _STEPS: dict[int, Callable[[_Machine], None]] = {
     ord("u"): _M.items,
     0x90: _M.add,
     0x91: _M.frozen,
-    ord("h"): lambda m: m.get(1),
-    ord("j"): lambda m: m.get(4),
     ord("q"): lambda m: m.put(1),
     ord("r"): lambda m: m.put(4),
     0x94: _M.memoize,

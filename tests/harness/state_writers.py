@@ -11,7 +11,8 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def model():
@@ -50,12 +51,26 @@ def main(folder):
     for layer in sharded:
         fully_shard(layer, mesh=mesh)
     optimizer = trained(fully_shard(sharded, mesh=mesh), rank)
-    own = {"w": distribute_tensor(torch.arange(15.0).view(3, 5), mesh, [Shard(1)]), "rank": rank, "same": torch.ones(2)}
+    values = torch.arange(15.0).view(3, 5)
+    own = {"w": distribute_tensor(values, mesh, [Shard(1)]), "rank": rank, "same": torch.ones(2)}
+    for name, shape, placements in (
+        ("replicas", (2, 1), [Replicate(), Shard(0)]),
+        ("inner", (1, 2), [Replicate(), Shard(1)]),
+        ("both", (2, 1), [Shard(0), Shard(0)]),
+    ):
+        own[name] = distribute_tensor(values, init_device_mesh("cpu", shape), placements)
+    strided = [_StridedShard(0, split_factor=2), Shard(1)]  # as rows 0 and 2 of four, and 1 and 3
+    grid = torch.arange(12.0).view(4, 3)
+    size = {"shape": grid.shape, "stride": grid.stride()}
+    two = init_device_mesh("cpu", (2, 1))
+    own["strided"] = DTensor.from_local(grid[rank::2].clone(), two, strided, run_check=False, **size)
+    own["tied"] = own["both"]
     torch.save({"model": sharded.state_dict(), "own": own}, folder / f"fsdp2/rank_{rank}.pt")
     torch.save(sharded.state_dict(), folder / f"verl/model_world_size_2_rank_{rank}.pt")
     torch.save({"step": 3}, folder / f"verl/extra_state_world_size_2_rank_{rank}.pt")
     truth["fsdp2"] = {f"model.{name}": value for name, value in full(sharded.state_dict()).items()}
-    truth["fsdp2"]["own.w"] = torch.arange(15.0).view(3, 5)
+    truth["fsdp2"] |= {f"own.{name}": values for name in ("w", "replicas", "inner", "both", "tied")}
+    truth["fsdp2"]["own.strided"] = grid
 
     state, of_optimizer = get_state_dict(sharded, optimizer)
     plain = {

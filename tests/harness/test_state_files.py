@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from shardproof.door import BadFile
-from shardproof.harness.states import boxes, entries, files, names, pickles
+from shardproof.harness.states import boxes, entries, files, folders, names, pickles
 from shardproof.harness.states.pickles import Record
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import put_into
@@ -204,6 +204,8 @@ def test_values_and_replicas_of_ranks(written):
     assert [part.box for part in found["own.same"].parts] == [Box((2,)), Box((2,))]
     assert (found["own.rank (rank_0.pt)"].value, found["own.rank (rank_1.pt)"].value) == (0, 1)
     assert "own.rank" not in found
+    assert [part.box for part in found["own.replicas"].parts] == [Box((3, 5)), Box((3, 5))]
+    assert found["own.tied"].tied == "own.both"
 
 
 def test_one_file_of_a_rank_has_its_part(written):
@@ -246,6 +248,11 @@ def test_a_damaged_distributed_checkpoint_is_one_line(written, tmp_path):
     assert re.fullmatch(r"__0_0.distcp: it is cut off: .* lies at bytes \d+ to \d+, and it has \d+", refused(folder))
     first.write_bytes(content.replace(b"data.pkl", b"data.plk"))
     assert "one data.pkl of torch.save" in error_of(found.parts[0].load, kind=BadFile)
+    second = folder / "__1_0.distcp"
+    sound = second.read_bytes()
+    second.write_bytes(sound.replace(b"data.pkl", b"data.plk"))
+    assert "one data.pkl of torch.save" in refused(folder), "an entry of bytes"
+    second.write_bytes(sound)
     first.unlink()
     assert refused(folder) == "__0_0.distcp: No such file or directory"
     metadata = (folder / ".metadata").read_bytes()
@@ -285,6 +292,23 @@ def test_boxes_are_those_of_torch(size, mesh, split):
                 positions = [positions[one] for one in mine]
             spans = boxes._chunk(spans, count, own, record)
         assert [one for start, stop in spans for one in range(start, stop)] == positions
+
+
+RANKS = [
+    ("a_rank0.pt a_rank1.pt", {"a_rank*.pt": [0, 1]}),
+    ("0.pt 1.pt 10.pt", {"*.pt": [0, 1, 10]}),
+    ("m_world_size_2_rank_1.pt m_world_size_2_rank_0.pt", {"m_world_size_2_rank*.pt": [0, 1]}),
+    ("zero_pp_rank_0_mp_rank_00.pt zero_pp_rank_1_mp_rank_00.pt", {"zero_pp_rank*_mp_rank*.pt": [0, 1]}),
+    ("tp_rank_0_pp_rank_1.pt tp_rank_1_pp_rank_0.pt", {"tp_rank_0_pp_rank_1.pt": [0], "tp_rank_1_pp_rank_0.pt": [0]}),
+    ("rank0.pt rank00.pt", {"rank0.pt": [0], "rank00.pt": [0]}),
+    ("model.pt optim.pt", {"model.pt": [0], "optim.pt": [0]}),
+]
+
+
+@pytest.mark.parametrize(("names", "found"), RANKS)
+def test_ranks_in_names(names, found):
+    paths = [pathlib.Path(name) for name in sorted(names.split())]
+    assert {family: list(one) for family, one in folders.by_rank(paths).items()} == found
 
 
 def test_files_that_differ_in_a_number_and_are_no_ranks(tmp_path):
@@ -655,7 +679,8 @@ def test_damage_anywhere_is_one_line_or_is_read(tmp_path, written, kind):
 
 #: Names of other versions of torch, numpy and Python.
 OTHER_VERSIONS = {
-    "builtins.long", "numpy.core.multiarray._reconstruct", "numpy.core.multiarray.scalar", "pathlib._local.PosixPath",
+    "builtins.long", "pathlib._local.PosixPath", "torch.storage._TypedStorage", "torch.storage._UntypedStorage",
+    *(f"torch.distributed._tensor.placement_types.{name}" for name in ("_Partial", "_StridedShard")),
 }  # fmt: skip
 
 
