@@ -182,7 +182,8 @@ def _checkpoint(path: str) -> State:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
         if one.shape is None:
-            entry.values[sources[0] if sources else path] = json.dumps(one.value)
+            if not one.unread:  # of a class of others, whose value is not known
+                entry.values[sources[0] if sources else path] = json.dumps(one.value)
             entry.kind = "value"
         else:
             entry.dtype, entry.shape = str(one.dtype).removeprefix("torch."), tuple(one.shape)

@@ -136,26 +136,30 @@ def state(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
     found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
-    with_tensor = [one for one in found if one.tensor is not None and one.box is not None]
-    made = iter(sums([one.tensor for one in with_tensor], [one.box for one in with_tensor]))  # type: ignore[misc]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with open(partial, "w", encoding="utf-8") as file:
-        file.write(json.dumps(encode(head)) + "\n")
-        for one in found:
-            fields = dict(one.fields)
-            if one.tensor is not None and one.box is not None:
-                mine = next(made)
-                blocks = [
-                    BlockLine(block=number, hash=block.hash, squares=block.squares, numel=block.numel)
-                    for number, block in mine.blocks.items()
-                ]
-                fields |= {
-                    "dtype": str(one.tensor.dtype).removeprefix("torch."), "shape": one.box.shape,
-                    "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
-                }  # fmt: skip
-            file.write(json.dumps(encode(EntryLine(**fields))) + "\n")
+        file.writelines(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found)))
     os.replace(partial, path)
+
+
+def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
+    """Yield the lines of entries; the sums of all tensors are made together and copied to the host once."""
+    held = [(one.tensor, one.box) for one in found if one.tensor is not None and one.box is not None]
+    made = iter(sums([tensor for tensor, _ in held], [box for _, box in held]))
+    for one in found:
+        fields = dict(one.fields)
+        if one.tensor is not None and one.box is not None:
+            mine = next(made)
+            blocks = [
+                BlockLine(block=number, hash=block.hash, squares=block.squares, numel=block.numel)
+                for number, block in mine.blocks.items()
+            ]
+            fields |= {
+                "dtype": str(one.tensor.dtype).removeprefix("torch."), "shape": one.box.shape,
+                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
+            }  # fmt: skip
+        yield EntryLine(**fields)
 
 
 def entries(
@@ -166,41 +170,47 @@ def entries(
     watched = Model(layout)
     watched.roots.extend(models)
     watched.know(shapes_of_flat(models), places_of_flat(models) if dist.is_initialized() else {})
-    steppers = {
-        id(parameter): (type(one).__name__, group, position)
-        for one in optimizers
-        for position, (group, parameter) in enumerate(
-            (group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]
-        )
-    }
     names: dict[int, str] = {}
     boxes: dict[int, Box] = {}
+    steppers = _steppers(optimizers)
     for root in models:
         for name, parameter in parameters_of(root):
             first = names.setdefault(id(parameter), name)
             place = watched.place(name, parameter)
             boxes[id(parameter)] = box = Box(tuple(parameter.shape)) if place is None else place.box
-            kind, group, position = steppers.get(id(parameter), ("", 0, None))
             fields = {
                 "section": MODEL, "name": name, "kind": "parameter", "trains": parameter.requires_grad,
-                "stepped_by": kind and f"{kind}, group {group}", "position": position,
-                "tied": first if first != name else "",
+                "tied": first if first != name else "", **steppers.get(id(parameter), {}),
             }  # fmt: skip
-            if first != name:
-                yield Found(fields)
-            elif views is not None and (its := views(name, local_of(parameter))):
-                if not box.is_full:
-                    raise ValueError(f"state: views of {name!r}, which is sharded: gather it, or leave views out")
-                for own, view in its.items():
-                    yield Found(fields | {"name": own}, view, Box(tuple(view.shape)))
-            else:
-                yield Found(fields, local_of(parameter), box)
+            yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
         yield from _buffers(root)
     for one in optimizers:
         yield from _of_optimizer(one, names, boxes)
     if scheduler is not None:
         yield from _tree(SCHEDULER, "", scheduler.state_dict())
     yield from _tree(EXTRA, "", extra)
+
+
+def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dict[str, Any]]:
+    """Return the fields that say which optimizer has a parameter, by its id."""
+    found: dict[int, dict[str, Any]] = {}
+    for one in optimizers:
+        held = [(group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]]
+        for position, (group, parameter) in enumerate(held):
+            found[id(parameter)] = {"stepped_by": f"{type(one).__name__}, group {group}", "position": position}
+    return found
+
+
+def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: ViewsOf | None) -> Iterator[Found]:
+    """Yield a parameter, or the views of it that are parameters of another state."""
+    its = views(fields["name"], tensor) if views is not None else None
+    if not its:
+        yield Found(fields, tensor, box)
+        return
+    if not box.is_full:
+        raise ValueError(f"state: views of {fields['name']!r}, which is sharded: gather it, or leave views out")
+    for name, view in its.items():
+        yield Found({**fields, "name": name}, view, Box(tuple(view.shape)))
 
 
 def _buffers(root: nn.Module) -> Iterator[Found]:
