@@ -9,16 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardproof.harness.states.snapshot import state as state
     from shardproof.harness.training.doctor import doctor as doctor
     from shardproof.harness.training.recording import record as record
     from shardproof.harness.training.starting import check as check
 
 
-_MODULES = {"doctor": "doctor", "record": "recording", "check": "starting"}
+_MODULES = {
+    "doctor": "training.doctor", "record": "training.recording", "check": "training.starting",
+    "state": "states.snapshot",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import what user code calls when it is first asked for: reports need no torch."""
     if name not in _MODULES:
         raise AttributeError(f"module 'shardproof' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"shardproof.harness.training.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"shardproof.harness.{_MODULES[name]}"), name)

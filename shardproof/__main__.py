@@ -14,7 +14,7 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, doctor, record, compare, check, plan, implementations, torch-names and findings
+other than run, doctor, record, compare, state, check, plan, implementations, torch-names and findings
 read run files; they need neither torch nor a GPU.
 
 commands:
@@ -31,6 +31,7 @@ commands:
   doctor   run your own training script and report mistakes in its first steps; under torchrun
   record   run your own training script and write what each rank sees of some steps; under torchrun
   compare  report where two such recordings first diverge; their ranks, mesh and accumulation may differ
+  state    report what two states of a training, or their checkpoints, have otherwise
   reproduce
            write a failing case of torch's own implementations as a program of plain torch
   check    train your own model on several ranks and in one process, and compare every stage
@@ -54,13 +55,14 @@ world and verdict, are in the glossary of CONTRIBUTING.md; README.md names the o
 #: The commands that do more than read files, with the packages that they import first.
 NEEDS = {
     "run": ("torch", "pytest"), "plan": ("torch",), "doctor": ("torch",), "record": ("torch",), "compare": ("torch",),
+    "state": ("torch",),
     "check": ("torch", "pytest"), "reproduce": ("torch", "pytest"), "implementations": ("torch",),
     "torch-names": ("torch",),
 }  # fmt: skip
 
 COMMANDS = (
     "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
-    "check", "reproduce", "plan", "implementations", "torch-names",
+    "state", "check", "reproduce", "plan", "implementations", "torch-names",
 )  # fmt: skip
 
 #: Those that run a user's script in this process.

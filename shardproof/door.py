@@ -12,6 +12,7 @@ deep, whose longest string has 20 kB; expectations of 31 kB. A hostile file of t
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import re
 import stat
@@ -173,13 +174,35 @@ def content(path: Path, *, is_journal: bool) -> object:
         text = _decompress(text, allow_cut=is_journal)
     elif path.name.removesuffix(PARTIAL).endswith(".gz") and not (is_journal and not text):
         raise RecordError("not compressed by gzip: its name ends in .gz, its content is something else")
+    if not is_journal:
+        return parse_json(text)
     _check_size(text)
     try:
         return json.loads(text)
     except ValueError:
-        if not is_journal:
-            raise
-    return json.loads(_closed(text))
+        return json.loads(_closed(text))
+
+
+def parse_json(text: bytes, *, once: bool = False) -> object:
+    """Parse JSON within the bounds of a file of JSON.
+
+    Args:
+        text: the JSON.
+        once: whether an object with two values of one name is refused.
+
+    Raises:
+        ValueError: it is beyond a bound, or is not JSON.
+        RecursionError: it is nested too deeply.
+    """
+    _check_size(text)
+    return json.loads(text, object_pairs_hook=_once if once else None)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise RecordError("an object has two values of one name")
+    return found
 
 
 def _refuse_if_a_newer_run_is_incomplete(path: Path) -> None:
@@ -326,3 +349,41 @@ def tensor(path: Path, name: str) -> Any:
         except (SafetensorError, RuntimeError, TypeError) as error:  # a dtype that torch lacks is a TypeError
             raise RecordError(str(error)) from error
     return found
+
+
+_READ_AT_ONCE = 1 << 20
+"""A piece of a file of at most so many bytes is read; a mapping holds a file descriptor until it is freed."""
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """Return the bytes of a file of any content.
+
+    Raises:
+        BadFile: it is missing, or is no regular file.
+    """
+    with _of(path, "binary"), _opened(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def piece(path: str | os.PathLike[str], start: int, size: int) -> memoryview:
+    """Return a piece of a file of any content, in a buffer that may be written to without changing the file.
+
+    A large piece is a private mapping: it takes memory only for pages that are read, which the system may drop again.
+
+    Raises:
+        BadFile: the file is missing, is no regular file, or ends before the piece does.
+    """
+    stop = start + size
+    with _of(path, "binary"), _opened(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        if not 0 <= start <= stop <= length:
+            raise RecordError(f"it is cut off: bytes {start} to {stop} are needed, and it has {length}")
+        if size > _READ_AT_ONCE:
+            first = start - start % mmap.ALLOCATIONGRANULARITY
+            mapped = mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first)
+            return memoryview(mapped)[start - first :]
+        found = bytearray(size)
+        file.seek(start)
+        if file.readinto(found) != size:  # type: ignore[attr-defined]
+            raise RecordError("it was cut off while it was read")
+    return memoryview(found)

@@ -79,7 +79,8 @@ def test_the_arrows_hold():
 # Each room with the lowest room that it may not import.
 UPWARD = {
     "worlds": "plugin", "parity": "worlds training", "training": "worlds parity", "reproducing": "worlds parity",
-    "planning": "parity training reproducing", "simulation": "planning watching", "watching": "planning simulation",
+    "states": "parity training reproducing", "planning": "states parity training reproducing",
+    "simulation": "planning watching", "watching": "planning simulation",
     "collectives": "simulation models", "models": "collectives", "judging": "adapters collectives",
     "adapters": "models collectives judging", "tensors": "adapters judging",
 }  # fmt: skip

@@ -19,7 +19,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 #: Pages that docs/make.py writes.
 GENERATED = {"findings.md", "matrix.md"}
 #: Everything that is printed of a failure or of a finding is a literal of these rooms.
-PRINTED = ("judging", "plugin", "training")
+PRINTED = ("judging", "plugin", "states", "training")
 #: The texts of the commands, their ``--help`` among them. That of a run's options is in the room ``plugin``.
 COMMANDS = ("shardproof/__main__.py", "shardproof/commands/")
 #: Folders whose public docstrings count; harness by room.

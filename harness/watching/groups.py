@@ -5,6 +5,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -224,6 +225,22 @@ def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int
                 if members and parameter is not None and not isinstance(parameter, DTensor):
                     found[f"{name}.{last}" if name else last] = (parameter.numel(), members)
     return found
+
+
+def shapes_of_flat(models: Sequence[nn.Module]) -> dict[str, torch.Size]:
+    """Return the full shapes of the original parameters in flat ones."""
+    shapes: dict[int, torch.Size] = {}
+    for model in models:
+        for module in model.modules():
+            handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
+            for number, parameter in enumerate((handle and handle.flat_param._params) or ()):
+                shapes[id(parameter)] = handle.flat_param._shapes[number]
+    return {
+        name: shapes[id(parameter)]
+        for model in models
+        for name, parameter in parameters_of(model)
+        if id(parameter) in shapes
+    }
 
 
 def places_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:

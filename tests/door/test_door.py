@@ -29,13 +29,15 @@ READERS = {
     "json": {"load", "loads"}, "tomllib": {"load", "loads"}, "pickle": {"load", "loads", "Unpickler"},
     "marshal": {"load", "loads"}, "gzip": {"open", "decompress", "GzipFile"}, "bz2": {"open", "decompress"},
     "lzma": {"open", "decompress"}, "zlib": {"decompress", "decompressobj"}, "torch": {"load", "from_file"},
-    "numpy": {"load", "fromfile", "memmap"}, "os": {"open", "fdopen"}, "io": {"open"},
+    "numpy": {"load", "fromfile", "memmap"}, "mmap": {"mmap"}, "zipfile": {"ZipFile"},
+    "os": {"open", "fdopen"}, "io": {"open"},
     "": {"open", "read_text", "read_bytes", "safe_open", "load_file", "literal_eval"},
 }  # fmt: skip
 
 #: How often files of the package read something else than a foreign file, by what they read.
 NOT_FOREIGN: dict[str, dict[str, int]] = {
     "this package, torch, a clone's findings and adapters, which are executed too, and the pages that it makes": {
+        "harness/adapters/capability.py": 1,
         "harness/adapters/registry.py": 1,
         "harness/plugin/changed.py": 2,
         "harness/plugin/origin.py": 4,
@@ -50,7 +52,7 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
     "what the processes of one run write for each other, in a directory of their own": {
         "harness/adapters/deepspeed_stages.py": 1,
         "harness/adapters/olmo_core.py": 1,
-        "harness/collectives/board.py": 1,
+        "harness/collectives/board.py": 2,
         "harness/parity/exchange.py": 2,
         "harness/parity/rank_state.py": 1,
         "harness/plugin/state.py": 3,
@@ -112,7 +114,16 @@ def test_foreign_files_are_read_by_the_door_alone():
 
 @pytest.mark.parametrize(
     "call",
-    ["json.load(f)", "tomllib.loads(t)", "gzip.open(p)", "open(p)", "p.read_text()", "safe_open(p)", "p.open('rb')"],
+    [
+        "json.load(f)",
+        "tomllib.loads(t)",
+        "gzip.open(p)",
+        "open(p)",
+        "p.read_text()",
+        "safe_open(p)",
+        "p.open('rb')",
+        "mmap.mmap(n, 0)",
+    ],
 )
 def test_a_reader_beside_the_door_is_seen(call):
     assert [*calls_that_read(f"def read():\n    return {call}\n")] == [2]
@@ -176,7 +187,9 @@ def test_bad_toml_is_one_line(tmp_path, text, message):
     assert error_of(door.toml, path, kind=BadFile).startswith(f"{path}: {message}")
 
 
-@pytest.mark.parametrize("read", [door.toml, load_run, lambda path: list(door.lines(path, print, may_be_cut=True))])
+@pytest.mark.parametrize(
+    "read", [door.toml, door.size_of, load_run, lambda path: list(door.lines(path, print, may_be_cut=True))]
+)
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "x")
     assert error_of(read, tmp_path / "x", kind=BadFile) == f"{tmp_path / 'x'}: not a regular file"
@@ -197,6 +210,25 @@ def test_no_expression_reads_a_long_text_again_and_again(tmp_path, text):
     with pytest.raises(BadFile):
         results.summary_of(path, without_digest=True)
     assert time.process_time() - started < 10
+
+
+def test_a_piece_of_a_file_is_a_copy_within_it(tmp_path):
+    path = tmp_path / "x"
+    content = bytes(range(256)) * (1 << 13)
+    path.write_bytes(content)
+    assert door.size_of(path) == len(content)
+    for start, size in ((0, 0), (5, 3), (4097, (1 << 20) + 7), (0, len(content))):
+        found = door.piece(path, start, size)
+        assert bytes(found) == content[start : start + size]
+        found[:1] = b"y"[:size]
+    assert path.read_bytes() == content
+    for start, size in ((-1, 3), (len(content), 1), (3, 1 << 60), (3, -1)):
+        assert "it is cut off: bytes " in error_of(door.piece, path, start, size, kind=BadFile)
+
+
+def test_json_with_two_values_of_one_name_is_refused_where_it_matters():
+    assert door.parse_json(b'{"a": 1, "a": 2}') == {"a": 2}
+    assert error_of(door.parse_json, b'[{"a": 1, "a": 2}]', once=True) == "an object has two values of one name"
 
 
 # Printing --------------------------------------------------------------------------------------------

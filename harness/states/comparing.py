@@ -1,0 +1,190 @@
+"""Says what a state has otherwise than another, entry by entry; see ``differences`` for tensors."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from shardproof.harness.states import blocks
+from shardproof.harness.states.differences import (
+    Difference,
+    Known,
+    count_of_blocks,
+    hashes_of,
+    listed,
+    of_tensors,
+    rows_of,
+    size_of,
+)
+from shardproof.harness.states.sides import Entry, EntryKey, State
+from shardproof.harness.states.snapshot import MODEL, OPTIMIZER, SCHEDULER
+from shardproof.harness.tensors.fingerprints import Box
+
+_NAMES = 3  # of entries that a line lists
+
+#: What two states are compared in; the last words of a state are its own.
+_SECTIONS = (MODEL, OPTIMIZER, SCHEDULER)
+
+
+def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Difference]:
+    """Return what ``b`` has otherwise than ``a``, in the order of ``a``; entries that only ``b`` has are last.
+
+    Args:
+        a: the state as it should be.
+        b: with the names of ``a``; see ``sides.aligned``.
+        earlier: states of the same training, which ``b`` may have entries of.
+    """
+    known = Known({}, earlier)
+    for key, entry in a.entries.items():
+        if entry.is_tensor and entry.numel > 1:
+            known.entries.setdefault(hashes_of(entry.total), []).append(key)
+    sections = [one for one in _SECTIONS if any(key.section == one for key in b.entries)]
+    found = [*_sections_missing(a, sections)]
+    for key, entry in a.entries.items():
+        if key.section in sections and entry.kind != "unsaved buffer":
+            found += _entry(entry, b.entries.get(key), a, b, known)
+    extra = [entry for key, entry in b.entries.items() if key not in a.entries and key.section in sections]
+    found += [Difference(one.key, "unexpected", f"{_kind(one)} that {a.path} does not have") for one in extra]
+    return found
+
+
+def check(state: State) -> Iterator[Difference]:
+    """Yield what is wrong within one state: replicas that differ, rows that nobody holds."""
+    for key, entry in state.entries.items():
+        by_box: dict[Box, dict[tuple[int, ...], list[str]]] = {}
+        for one in entry.held:
+            by_box.setdefault(one.box, {}).setdefault(hashes_of(one.sums), []).append(one.source)
+        for holders in by_box.values():
+            if len(holders) > 1:
+                sets = " and ".join(listed(some) for some in holders.values())
+                yield Difference(key, "replicas", f"{sets} hold different values of the same elements")
+        if entry.is_tensor and entry.held:
+            total = entry.total
+            held = {number: block.numel for number, block in total.blocks.items()}
+            short = [
+                number
+                for number in range(count_of_blocks(entry.shape))
+                if held.get(number, 0) < blocks.numel_of(number, entry.shape)
+            ]
+            if short:
+                yield Difference(key, "held by none", f"{rows_of(short, entry.shape)} are in no {_unit(state)}")
+        if len(set(entry.values.values())) > 1 and entry.key.section != MODEL:
+            told = ", ".join(f"{value} on {source}" for source, value in list(entry.values.items())[:4])
+            yield Difference(key, "differs between ranks", told)
+
+
+def _unit(state: State) -> str:
+    return "rank" if state.is_live else "file"
+
+
+def _sections_missing(a: State, sections: Collection[str]) -> Iterator[Difference]:
+    for section in _SECTIONS:
+        mine = [key for key in a.entries if key.section == section]
+        if mine and section not in sections and section != SCHEDULER:
+            yield Difference(
+                EntryKey(section, f"the {section}"), "missing", f"none of its {len(mine)} entries is there"
+            )
+
+
+def _entry(entry: Entry, other: Entry | None, a: State, b: State, known: Known) -> Iterator[Difference]:
+    """Yield what differs in one entry; it is compared once if it is a parameter under a second name in both."""
+    pair = _untied(entry, other, a, b)
+    if isinstance(pair, Difference):
+        yield pair
+    elif pair is not None:
+        yield from _same_name(*pair, known)
+        yield from _roles(*pair, a, b)
+
+
+def _untied(entry: Entry, other: Entry | None, a: State, b: State) -> tuple[Entry, Entry] | Difference | None:
+    """Return the entries to compare under a name: of a tied parameter those of its first name; None for nothing."""
+    key = entry.key
+    if b.is_live and other is not None and bool(entry.tied) != bool(other.tied):
+        text = (
+            f"is one parameter with {other.tied} now" if other.tied else f"is no longer one parameter with {entry.tied}"
+        )
+        return Difference(key, "tie", text)
+    if other is None:
+        return None if _is_under_another_name(entry, a, b) else _missing(entry, b)
+    if entry.tied and other.tied:
+        return None
+    first = a.entries[EntryKey(MODEL, entry.tied)] if entry.tied else entry
+    its = b.entries.get(EntryKey(MODEL, other.tied), other) if other.tied and not other.held else other
+    return dataclasses.replace(first, key=key), dataclasses.replace(its, key=key)
+
+
+def _is_under_another_name(entry: Entry, a: State, b: State) -> bool:
+    """Whether a state that lacks a parameter has it under the other name of a tie: a file may have one of them."""
+    names = [one.key for one in a.entries.values() if one.tied == entry.key.name and one.key.section == MODEL]
+    return bool(entry.tied) or (entry.key.section == MODEL and any(name in b.entries for name in names))
+
+
+def _missing(entry: Entry, b: State) -> Difference:
+    return Difference(entry.key, "missing", f"{_kind(entry)} that {b.path} does not have")
+
+
+def _same_name(entry: Entry, other: Entry, known: Known) -> Iterator[Difference]:
+    """Compare two tensors, two values, or a number with a tensor of one element, as of a step counter."""
+    if entry.is_tensor and other.is_tensor:
+        if (found := of_tensors(entry, other, known)) is not None:
+            yield found
+    elif entry.is_tensor or other.is_tensor:
+        numbers = [_number(one) for one in (entry, other)]
+        if None in numbers:
+            yield Difference(entry.key, "kind", f"is {_kind(other)} for {_kind(entry)}")
+        elif not math.isclose(numbers[0] or 0.0, numbers[1] or 0.0, rel_tol=1e-6):
+            yield Difference(entry.key, "value", f"is {numbers[1]:g} for {numbers[0]:g}")
+    elif entry.values and other.values and (was := _value(entry)) != (now := _value(other)):
+        yield Difference(entry.key, "value", f"is {now} for {was}")
+
+
+def _roles(entry: Entry, other: Entry, a: State, b: State) -> Iterator[Difference]:
+    """Compare whether a parameter trains, and which optimizer has it."""
+    if entry.trains is not None and other.trains is not None and entry.trains != other.trains:
+        now = "trains" if other.trains else "is frozen"
+        yield Difference(entry.key, "requires_grad", f"{now} in {b.path}, and not in {a.path}")
+    if a.is_live and b.is_live and a.has_optimizer and b.has_optimizer and entry.stepped_by != other.stepped_by:
+        was, now = entry.stepped_by or "no optimizer", other.stepped_by or "no optimizer"
+        yield Difference(entry.key, "optimizer", f"is in {now} for {was}")
+
+
+def _number(entry: Entry) -> float | None:
+    """Return the size of the number that an entry is: digests have no sign."""
+    if entry.is_tensor:
+        return size_of(entry.total) if entry.numel == 1 else None
+    try:
+        return abs(float(_value(entry)))
+    except ValueError:
+        return None
+
+
+def _value(entry: Entry) -> str:
+    return next(iter(entry.values.values()))
+
+
+def _kind(entry: Entry) -> str:
+    if not entry.is_tensor:
+        return "a value"
+    return {"": "an entry", "state": "a state"}.get(entry.kind, f"a {entry.kind}")
+
+
+# Printing ------------------------------------------------------------------------------------------
+
+
+def lines(differences: Sequence[Difference]) -> Iterator[str]:
+    """Yield a line for each thing that is said, with the entries of which it is said."""
+    together: dict[tuple[str, str, str], list[Difference]] = {}
+    for one in differences:
+        together.setdefault((one.key.section, one.kind, one.text if one.kind != "values" else ""), []).append(one)
+    for (section, _, text), some in together.items():
+        some.sort(key=lambda one: -one.distance)
+        if text:
+            names = ", ".join(str(one.key) for one in some[:_NAMES])
+        else:
+            names = "; ".join(f"{one.key} {one.text}, by {one.distance:.1e} of its norm" for one in some[:_NAMES])
+        more = f" and {len(some) - _NAMES} more" if len(some) > _NAMES else ""
+        least = some[-1].distance
+        if text:
+            cost = f", which cost at most {some[0].distance:.1e} of a norm" if some[0].distance else ""
+            yield f"{section}: {names}{more}: {text}{cost}"
+        else:
+            yield f"{section}: {names}{more and f';{more}, by {least:.1e} or more'}"

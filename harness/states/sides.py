@@ -1,0 +1,264 @@
+"""A state that is compared: the snapshot of a training, or checkpoint files; its entries put together over ranks."""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardproof import door
+from shardproof.door import BadFile
+from shardproof.harness.states import blocks, files
+from shardproof.harness.states.blocks import BlockSums, Sums
+from shardproof.harness.states.snapshot import EXTRA, HOW, MODEL, OPTIMIZER, EntryLine, RankLine
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.jsonfiles import RecordError, decode
+
+
+class EntryKey(NamedTuple):
+    """The place of an entry in a state."""
+
+    section: str
+    name: str
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key} of {self.name}" if self.key else self.name
+
+
+@dataclasses.dataclass
+class Holding:
+    """The part of an entry that one rank, or one file, holds."""
+
+    source: str
+    box: Box
+    sums: Sums
+
+
+@dataclasses.dataclass
+class Entry:
+    """An entry of a state.
+
+    Attributes:
+        held: what each rank or file holds of a tensor; empty for a value.
+        values: of an entry that is no tensor, the value of each rank, as JSON.
+        load: reads the full tensor, where the state is a file; None where only digests are known.
+    """
+
+    key: EntryKey
+    kind: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    held: list[Holding] = dataclasses.field(default_factory=list)
+    values: dict[str, str] = dataclasses.field(default_factory=dict)
+    trains: bool | None = None
+    stepped_by: str = ""
+    position: int | None = None
+    tied: str = ""
+    load: Callable[[], torch.Tensor] | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return bool(self.dtype)
+
+    @property
+    def parts(self) -> list[Holding]:
+        """A holder of each part of the tensor, without replicas."""
+        return [*{one.box: one for one in reversed(self.held)}.values()]
+
+    @property
+    def total(self) -> Sums:
+        """The sums of all parts."""
+        return blocks.total(one.sums for one in self.parts)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the full tensor."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass
+class State:
+    """A state and where it is from.
+
+    Attributes:
+        path: as the user named it.
+        what: what it is, for a headline: "2 ranks of a training", "a checkpoint".
+        sources: the ranks or files, in their order.
+        is_live: whether it is the snapshot of a training, of which all entries have sections.
+    """
+
+    path: str
+    what: str
+    sources: tuple[str, ...]
+    is_live: bool
+    step: int | None = None
+    entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it has settings or states of an optimizer."""
+        return any(key.section == OPTIMIZER for key in self.entries)
+
+
+def read(path: str) -> State:
+    """Read a snapshot or checkpoint files.
+
+    Raises:
+        BadFile: it is neither, or a file is damaged; in one line.
+    """
+    ranks = sorted(Path(path).glob("rank[0-9]*.jsonl")) if Path(path).is_dir() else []
+    return _snapshot(path, ranks) if ranks else _checkpoint(path)
+
+
+def _line(value: object) -> RankLine | EntryLine:
+    if not isinstance(value, Mapping):
+        raise RecordError("a line is no object")
+    return decode(RankLine, value) if "world" in value else decode(EntryLine, value)
+
+
+def _snapshot(path: str, ranks: Sequence[Path]) -> State:
+    heads: list[RankLine] = []
+    found = State(path, "", (), is_live=True)
+    for file in ranks:
+        lines = door.lines(file, _line, may_be_cut=False)
+        head = next(lines, None)
+        if not isinstance(head, RankLine):
+            raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
+        heads.append(head)
+        for line in lines:
+            if not isinstance(line, EntryLine):
+                raise BadFile(f"{file}: a second line that says the rank")
+            _add(found, line, f"rank {head.rank}", file)
+    world = heads[0].world
+    missing = sorted({*range(world)} - {one.rank for one in heads})
+    if missing or any(one.world != world for one in heads):
+        raise BadFile(f"{path}: of {world} ranks it has {len(heads)}: rank {missing[0] if missing else '?'} is missing")
+    found.sources = tuple(f"rank {one.rank}" for one in heads)
+    found.step = heads[0].step
+    at = "" if found.step is None else f" after step {found.step}"
+    found.what = f"{heads[0].model} on {world} rank{'s' if world > 1 else ''}{at}"
+    return found
+
+
+def _add(state: State, line: EntryLine, source: str, file: Path) -> None:
+    key = EntryKey(line.section, line.name, line.key)
+    entry = state.entries.setdefault(
+        key,
+        Entry(
+            key, line.kind, line.dtype, tuple(line.shape), trains=line.trains, stepped_by=line.stepped_by,
+            position=line.position, tied=line.tied,
+        ),
+    )  # fmt: skip
+    if line.value is not None:
+        entry.values[source] = line.value
+    if line.dtype:
+        if (entry.dtype, entry.shape) != (line.dtype, tuple(line.shape)):
+            raise BadFile(f"{file}: {key}: another dtype or shape than on an earlier rank")
+        dims = None if line.dims is None else tuple(tuple((one[0], one[1]) for one in spans) for spans in line.dims)
+        flat = None if line.flat is None else (line.flat[0], line.flat[1])
+        held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in line.blocks}
+        sketch = tuple(map(float, line.sketch))
+        entry.held.append(Holding(source, Box(tuple(line.shape), dims, flat), Sums(held, sketch)))
+
+
+# Checkpoints -------------------------------------------------------------------------------------
+
+
+def _checkpoint(path: str) -> State:
+    found = files.read(path)
+    sources = tuple(dict.fromkeys(part.source for entry in found for part in entry.parts))
+    state = State(
+        path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False
+    )
+    for one in found:
+        key = _key_of(one.name)
+        if key.section == OPTIMIZER and key.key in HOW:
+            continue
+        entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
+        if one.shape is None:
+            if not one.unread:  # of a class of others, whose value is not known
+                entry.values[sources[0] if sources else path] = json.dumps(one.value)
+            entry.kind = "value"
+        else:
+            entry.dtype, entry.shape = str(one.dtype).removeprefix("torch."), tuple(one.shape)
+            for part in one.parts:
+                # One at a time, and let go of: a checkpoint is larger than memory.
+                tensor = part.load()
+                (its,) = blocks.sums([tensor], [part.box])
+                entry.held.append(Holding(part.source, part.box, its))
+                del tensor
+            entry.load = _loader(one)
+        state.entries[key] = entry
+    return state
+
+
+def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
+    def load() -> torch.Tensor:
+        from shardproof.harness.tensors.layouts import put_into
+
+        if len(entry.parts) == 1 and entry.parts[0].box.is_full:
+            return entry.parts[0].load()
+        full = torch.zeros(entry.shape or (), dtype=entry.dtype)
+        for part in entry.parts:
+            put_into(full, part.box, part.load())
+        return full
+
+    return load
+
+
+#: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
+_OF_OPTIMIZER = re.compile(r"(?:^|.*\.)?(?:optim\w*|opt)\.(state|param_groups)\.(.*)$|^(state|param_groups)\.(.*)$")
+
+
+def _key_of(name: str) -> EntryKey:
+    """Return the place of an entry of a file, by its name there."""
+    match = _OF_OPTIMIZER.match(name)
+    if match is None:
+        return EntryKey(MODEL, name)
+    what, rest = (match[1], match[2]) if match[1] else (match[3], match[4])
+    if what == "state":
+        parameter, _, last = rest.rpartition(".")
+        return EntryKey(OPTIMIZER, parameter, last) if parameter else EntryKey(EXTRA, name)
+    # A list has its places behind its key: "0.params.3", "0.betas.1".
+    group, _, last = rest.partition(".")
+    return EntryKey(OPTIMIZER, f"group {group}", last.partition(".")[0])
+
+
+def prefixes(names: Iterable[str]) -> Iterator[str]:
+    """Yield what names may begin with in a file: nothing, and each chain of first words with a dot behind."""
+    found = {""}
+    for name in names:
+        words = name.split(".")
+        found.update(".".join(words[:count]) + "." for count in range(1, min(len(words), 6)))
+    yield from sorted(found, key=len)
+
+
+def aligned(state: State, to: State) -> tuple[State, str]:
+    """Return a state whose names are those of another, and what its own names began with before.
+
+    Wrappers and containers put words before the names of parameters. The beginning is that with which most names are
+    the other's. States of an optimizer that have numbers get the names of the other's parameters.
+    """
+    wanted = {key.name for key in to.entries if key.section == MODEL}
+    mine = [key.name for key in state.entries if key.section == MODEL]
+    best = max(
+        prefixes(mine),
+        key=lambda one: (sum(name.startswith(one) and name[len(one) :] in wanted for name in mine), -len(one)),
+    )
+    numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
+    changed = dataclasses.replace(state, entries={})
+    for key, entry in state.entries.items():
+        if key.section == MODEL:
+            inside = key.name.startswith(best)
+            key = EntryKey(MODEL, key.name[len(best) :]) if inside else EntryKey(EXTRA, key.name)
+        elif key.section == OPTIMIZER and not key.name.startswith("group "):
+            key = EntryKey(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
+        tied = entry.tied.removeprefix(best)
+        changed.entries[key] = dataclasses.replace(entry, key=key, tied=tied)
+    return changed, best

@@ -1,0 +1,272 @@
+"""Writes what a rank has of a training's state to a file: a digest of each tensor, and each plain value.
+
+A snapshot is a folder with a file for each rank, of JSON lines: what the rank is, and a line for each entry. No full
+tensor is made, none is copied, and no collective is called, so a rank writes its file whatever the others do.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardproof.harness.states.blocks import sums
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.watching.groups import places_of_flat, shapes_of_flat
+from shardproof.harness.watching.model import LayoutOf, Model
+from shardproof.harness.watching.names import modules_of, parameters_of
+from shardproof.jsonfiles import Number, described, encode, says
+
+VERSION = 1
+
+MODEL, OPTIMIZER, SCHEDULER, EXTRA = SECTIONS = ("model", "optimizer", "scheduler", "extra")
+"""The parts of a state."""
+
+#: Entries of a group of an optimizer that say how a step is computed, and not what it makes.
+HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
+
+Count = Annotated[int, ("minimum", 0), ("maximum", (1 << 63) - 1)]
+Hash = Annotated[int, ("minimum", 0), ("maximum", (1 << 64) - 1)]
+Name = Annotated[str, ("maxLength", 1 << 16)]
+Shape = Annotated[Sequence[Count], ("maxItems", 64)]
+Spanned = Annotated[Sequence[Sequence[int]], ("maxItems", 4096)]
+
+
+@described()
+class RankLine:
+    """The first line of a rank's file."""
+
+    version: Annotated[int, ("const", VERSION)] = says("the version of the format")
+    rank: Count = says("the rank")
+    world: Annotated[int, ("minimum", 1)] = says("the number of ranks")
+    torch: str = says("the version of torch")
+    model: str = says("the class of the model")
+    step: Count | None = says("the number of steps that were made before, if it is known", default=None)
+
+
+@described()
+class BlockLine:
+    """The part of a block of rows that the rank holds."""
+
+    block: Count = says("the number of the block, from the first rows on")
+    hash: Hash = says("the hash of its elements, which adds over ranks")
+    squares: Number = says("the sum of the squares of its elements", default=0.0)
+    numel: Count = says("the number of its elements that the rank holds")
+
+
+@described()
+class EntryLine:
+    """A tensor or a value."""
+
+    section: Name = says("model, optimizer, scheduler or extra")
+    name: Name = says("the name of the parameter or buffer, of the group, or of the value")
+    key: Name = says("the key of optimizer state, or of a group", default="")
+    kind: Name = says("parameter, buffer, unsaved buffer, state or value")
+    dtype: Name = says("the dtype of a tensor; empty of a value", default="")
+    shape: Shape = says("the shape of the full tensor", default=())
+    dims: Sequence[Spanned] | None = says(
+        "the ranges of each dimension that the rank holds; null for all", default=None
+    )
+    flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
+    blocks: Sequence[BlockLine] = says("its blocks", default=())
+    sketch: Sequence[Number] = says("the sketch of what it holds", default=())
+    trains: bool | None = says("whether a parameter requires gradients", default=None)
+    stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
+    position: Count | None = says("of a parameter, its number in the optimizer", default=None)
+    tied: Name = says("the first name of the same parameter", default="")
+    value: str | None = says("a value, as JSON", default=None)
+
+
+ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
+"""Returns the parameters of another state that a tensor is made of, as views of it; None where it is one of them."""
+
+
+class Found(NamedTuple):
+    """An entry of a live training: the fields of its line, and what this rank holds of its tensor."""
+
+    fields: Mapping[str, Any]
+    tensor: torch.Tensor | None = None
+    box: Box | None = None
+
+
+def state(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    layout: LayoutOf | None = None,
+    views: ViewsOf | None = None,
+) -> None:
+    """Write this rank's part of a training's state to a folder, for ``shardproof state``.
+
+    Nothing is gathered and no other rank is waited for: what is written are digests of this rank's shards, some 100
+    bytes for each of at most 64 blocks of rows of a tensor. Call it between two steps.
+
+    Args:
+        model: as the loop calls it; several for a pipeline's stages.
+        optimizer: one or several, whose states and settings are written too.
+        out: the folder, the same on all ranks.
+        scheduler: whatever has a ``state_dict()``.
+        extra: further values and tensors by name, nested as you like: a step counter, an EMA's state dict.
+        step: the number of steps that were made.
+        layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
+            not say so itself.
+        views: returns, from the name of a parameter and the tensor, the parameters that it is made of in the other
+            state, by their names there, as views: of a fused ``qkv_proj.weight`` the slices ``q_proj.weight``,
+            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Only of full tensors.
+
+    Raises:
+        ValueError: the folder has a state of this rank, or a sharded tensor has views; in one line.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    path = Path(out) / f"rank{rank:05}.jsonl"
+    if path.exists():
+        raise ValueError(f"state: {path} exists: name a folder that has no state of this rank")
+    head = RankLine(
+        version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
+    )
+    found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found)))
+    os.replace(partial, path)
+
+
+def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
+    """Yield the lines of entries; the sums of all tensors are made together and copied to the host once."""
+    held = [(one.tensor, one.box) for one in found if one.tensor is not None and one.box is not None]
+    made = iter(sums([tensor for tensor, _ in held], [box for _, box in held]))
+    for one in found:
+        fields = dict(one.fields)
+        if one.tensor is not None and one.box is not None:
+            mine = next(made)
+            blocks = [
+                BlockLine(block=number, hash=block.hash, squares=block.squares, numel=block.numel)
+                for number, block in mine.blocks.items()
+            ]
+            fields |= {
+                "dtype": str(one.tensor.dtype).removeprefix("torch."), "shape": one.box.shape,
+                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
+            }  # fmt: skip
+        yield EntryLine(**fields)
+
+
+def entries(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, scheduler: Any,
+    extra: Mapping[str, Any], layout: LayoutOf | None, views: ViewsOf | None = None,
+) -> Iterator[Found]:  # fmt: skip
+    """Yield what this rank has of a training: parameters, buffers, optimizer states, settings, and other values."""
+    watched = Model(layout)
+    watched.roots.extend(models)
+    watched.know(shapes_of_flat(models), places_of_flat(models) if dist.is_initialized() else {})
+    names: dict[int, str] = {}
+    boxes: dict[int, Box] = {}
+    steppers = _steppers(optimizers)
+    for root in models:
+        for name, parameter in parameters_of(root):
+            first = names.setdefault(id(parameter), name)
+            place = watched.place(name, parameter)
+            boxes[id(parameter)] = box = Box(tuple(parameter.shape)) if place is None else place.box
+            fields = {
+                "section": MODEL, "name": name, "kind": "parameter", "trains": parameter.requires_grad,
+                "tied": first if first != name else "", **steppers.get(id(parameter), {}),
+            }  # fmt: skip
+            yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
+        yield from _buffers(root)
+    for one in optimizers:
+        yield from _of_optimizer(one, names, boxes)
+    if scheduler is not None:
+        yield from _tree(SCHEDULER, "", scheduler.state_dict())
+    yield from _tree(EXTRA, "", extra)
+
+
+def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dict[str, Any]]:
+    """Return the fields that say which optimizer has a parameter, by its id."""
+    found: dict[int, dict[str, Any]] = {}
+    for one in optimizers:
+        held = [(group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]]
+        for position, (group, parameter) in enumerate(held):
+            found[id(parameter)] = {"stepped_by": f"{type(one).__name__}, group {group}", "position": position}
+    return found
+
+
+def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: ViewsOf | None) -> Iterator[Found]:
+    """Yield a parameter, or the views of it that are parameters of another state."""
+    its = views(fields["name"], tensor) if views is not None else None
+    if not its:
+        yield Found(fields, tensor, box)
+        return
+    if not box.is_full:
+        raise ValueError(f"state: views of {fields['name']!r}, which is sharded: gather it, or leave views out")
+    for name, view in its.items():
+        yield Found({**fields, "name": name}, view, Box(tuple(view.shape)))
+
+
+def _buffers(root: nn.Module) -> Iterator[Found]:
+    for name, module in modules_of(root):
+        for last, buffer in module._buffers.items():
+            if buffer is not None:
+                full = f"{name}.{last}" if name else last
+                kind = "unsaved buffer" if last in module._non_persistent_buffers_set else "buffer"
+                yield _tensor({"section": MODEL, "name": full, "kind": kind}, buffer)
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], boxes: Mapping[int, Box]
+) -> Iterator[Found]:
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key not in HOW:
+                yield from _tree(OPTIMIZER, f"group {number}", value, key)
+        for position, parameter in enumerate(group["params"]):
+            name = names.get(id(parameter), f"{position} of group {number}")
+            state = optimizer.state.get(parameter)
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                fields = {"section": OPTIMIZER, "name": name, "key": str(key)}
+                if not isinstance(value, torch.Tensor):
+                    yield from _tree(OPTIMIZER, name, value, str(key))
+                    continue
+                box = boxes.get(id(parameter))
+                # A moment lies like its parameter; one of another size is a state of its own.
+                alike = box is not None and value.ndim and local_of(value).numel() == local_of(parameter).numel()
+                yield Found(fields | {"kind": "state"}, local_of(value), box) if alike else _tensor(fields, value)
+
+
+def _tensor(fields: Mapping[str, Any], tensor: torch.Tensor) -> Found:
+    place = Model(None).place("", tensor)
+    return Found({"kind": "state", **fields}, local_of(tensor), place.box if place else Box(tuple(tensor.shape)))
+
+
+def _tree(section: str, name: str, value: Any, key: str = "") -> Iterator[Found]:
+    """Yield the tensors and plain values of nested containers, with keys joined by dots."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and value.device.type == "cpu" and not hasattr(value, "placements"):
+            value = value.item()
+        else:
+            yield _tensor({"section": section, "name": name, "key": key}, value)
+            return
+    if isinstance(value, (Mapping, list, tuple)) and not _is_plain(value):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for last, part in items:
+            yield from _tree(section, f"{name}.{last}" if name else str(last), part, key)
+        return
+    text = json.dumps(value) if _is_plain(value) else type(value).__name__
+    yield Found({"section": section, "name": name, "key": key, "kind": "value", "value": text})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or None, or a short list of numbers such as Adam's betas."""
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) <= 8 and all(isinstance(one, (int, float)) for one in value)
+    return value is None or isinstance(value, (bool, int, float, str))

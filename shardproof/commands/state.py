@@ -1,0 +1,80 @@
+"""The command ``shardproof state``: prints the state of a training, or says what two of them have otherwise."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from shardproof import commands
+from shardproof.door import printable
+
+if TYPE_CHECKING:
+    from shardproof.harness.states.sides import State
+
+DIFFERS = 1
+
+_EPILOG = """\
+examples:
+  shardproof state before checkpoint/       what was saved is what was trained
+  shardproof state before after             what was resumed is what was saved
+  shardproof state checkpoint/              what a file has
+  shardproof state now file.pt --earlier step0 --earlier step5
+
+A state is a folder that shardproof.state(model, optimizer, out=...) wrote, or a checkpoint: a file of torch.save or
+safetensors, a folder of torch.distributed.checkpoint or of Hugging Face. A checkpoint is read tensor by tensor: no more
+than one is in memory, and nothing in it is executed. docs/state.md has more.
+
+exit codes: 0 nothing differs; 1 something does; 2 a state cannot be read"""
+
+
+@commands.reader
+def state(arguments: Sequence[str]) -> int:
+    """Print a state, or compare two; the exit code is 0 if nothing differs, 1 if something does, 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    from shardproof.harness.states import comparing, sides
+
+    a = sides.read(options.a)
+    if options.b is None:
+        found = [*comparing.check(a)]
+        _print([*_summary(a), "", *comparing.lines(found)] if found else _summary(a))
+        return DIFFERS if found else 0
+    b, prefix = sides.aligned(sides.read(options.b), a)
+    earlier = [sides.aligned(sides.read(one), a)[0] for one in options.earlier]
+    found = [
+        *(one._replace(text=f"in {a.path}: {one.text}") for one in comparing.check(a)),
+        *(one._replace(text=f"in {b.path}: {one.text}") for one in comparing.check(b)),
+        *comparing.compare(a, b, earlier=earlier),
+    ]
+    begins = f", whose names begin with {prefix!r}" if prefix else ""
+    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}"]
+    _print([*head, "", *(comparing.lines(found) if found else ["nothing differs"])])
+    return DIFFERS if found else 0
+
+
+def _summary(state: "State") -> list[str]:
+    lines = [f"{state.path}: {state.what}"]
+    for section in dict.fromkeys(key.section for key in state.entries):
+        mine = [one for key, one in state.entries.items() if key.section == section]
+        tensors = [one for one in mine if one.is_tensor]
+        numel = sum(one.numel for one in tensors)
+        dtypes = ", ".join(dict.fromkeys(one.dtype for one in tensors))
+        values = f", {len(mine) - len(tensors)} values" if len(mine) > len(tensors) else ""
+        lines.append(f"  {section}: {len(tensors)} tensors of {numel:,} elements ({dtypes}){values}")
+    return lines
+
+
+def _print(lines: Iterable[str]) -> None:
+    print("\n".join(map(printable, lines)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = commands.parser(
+        "shardproof state",
+        description="Print what a state of a training has, or say what B has otherwise than A: entries that are "
+        "missing, empty, stale, zero, another rank's, exchanged or narrower. Needs no process group and no GPU.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("a", metavar="A", help="a state; with B, the state as it should be")
+    parser.add_argument("b", metavar="B", nargs="?", help="the state to judge, of any number of ranks")
+    parser.add_argument("--earlier", action="append", default=[], metavar="OLD", help="an earlier state of the "
+                        "training, whose entries B may have instead; may be repeated")  # fmt: skip
+    return parser
