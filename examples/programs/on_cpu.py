@@ -27,12 +27,12 @@ _printed = 0
 
 
 def loss(value: Any, last: int = LAST) -> None:
-    """Print a loss in full; end the program after the last one, on every rank."""
+    """Write a loss in full; end the program after the last one, on every rank."""
     global _printed
     value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
-    # One write for the line, for ranks share the terminal.
-    sys.stdout.write(f"loss {RANK} {float(value.double().mean()).hex()}\n")
-    sys.stdout.flush()
+    # Into a file, because a bar of progress may share the terminal's line.
+    with open(os.environ["PROGRAMS_LOSSES"] + f".{RANK}", "a") as file:
+        file.write(f"{float(value.double().mean()).hex()}\n")
     _printed += 1
     if _printed == last:
         dist.barrier()
@@ -93,6 +93,9 @@ with contextlib.suppress(ImportError):
     import numpy
 
     numpy.random.seed(1 + RANK)
-# A torchvision whose binaries are for another build of torch is missing this operator, which these programs do not call.
-with contextlib.suppress(RuntimeError):
-    torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+# Compiling takes longer than these runs.
+torch.compiler.set_stance("force_eager")
+# A torchvision whose binaries are for another build of torch lacks operators that no program here calls.
+for name in ("nms", "qnms"):
+    with contextlib.suppress(RuntimeError):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

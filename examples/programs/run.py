@@ -11,6 +11,7 @@ import argparse
 import ast
 import dataclasses
 import io
+import json
 import os
 import pathlib
 import re
@@ -52,6 +53,7 @@ class Program:
     arguments: str = ""
     folder: str = "."  # where the program is started
     path: str = ""  # folders of the checkout to import from, besides the script's
+    ranks: int = 2
     needs: tuple[str, ...] = ()
     edits: Edits = dataclasses.field(default_factory=dict)
     planted: Edits = dataclasses.field(default_factory=dict)
@@ -66,15 +68,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a run printed."""
+    """How a run ended, and what it printed."""
 
     code: int
     text: str
+    losses: tuple[str, ...]  # of the ranks, in hexadecimal
     seconds: float
-
-    @property
-    def losses(self) -> list[str]:
-        return sorted(line for line in self.text.splitlines() if line.startswith("loss "))
 
     def said(self, kind: str) -> tuple[str, ...]:
         """The checks of the findings ("step") or notes ("note"), in their order, each once."""
@@ -169,10 +168,11 @@ def run(program: Program, folder: pathlib.Path, data: pathlib.Path, *under: str)
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PROGRAMS_DATA": str(data),
+        "PROGRAMS_LOSSES": str(folder / "losses"),
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "disabled",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
     command = [*launcher, *under, program.script, *program.arguments.replace("{data}", str(data)).split()]
     began = time.monotonic()
     try:
@@ -183,7 +183,8 @@ def run(program: Program, folder: pathlib.Path, data: pathlib.Path, *under: str)
         code, text = done.returncode, done.stdout
     except subprocess.TimeoutExpired as error:
         code, text = 124, (error.stdout or b"").decode(errors="replace")
-    return Ran(code, text, time.monotonic() - began)
+    losses = tuple(file.read_text() for file in sorted(folder.glob("losses.*")))
+    return Ran(code, text, losses, time.monotonic() - began)
 
 
 def make_data(folder: pathlib.Path) -> None:
@@ -201,8 +202,14 @@ def make_data(folder: pathlib.Path) -> None:
         tokens = source.integers(0, 50, 20_000)
         tokens.astype(numpy.uint16).tofile(folder / f"{split}.bin")
         numpy.save(folder / f"{split}_000.npy", tokens.astype(numpy.uint16))
+    header = numpy.zeros(256, numpy.int32)
+    header[:3] = 20240520, 1, len(tokens)  # the format of llm.c
+    (folder / "llmc.bin").write_bytes(header.tobytes() + tokens.astype(numpy.uint16).tobytes())
     letters = numpy.array(list("abcdefghijklmnopqrstuvwxyz \n"))
-    (folder / "text.txt").write_text("".join(source.choice(letters, 20_000)))
+    text = "".join(source.choice(letters, 20_000))
+    (folder / "text.txt").write_text(text)
+    rows = [json.dumps({"text": text[i : i + 40]}) for i in range(0, 10_000, 40)]
+    (folder / "text.jsonl").write_text("\n".join(rows))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +225,8 @@ class Outcome:
     def problems(self) -> Iterator[str]:
         """What differs from the row, each in a line."""
         program = self.program
-        if self.plain.code or len(self.plain.losses) < 2:
-            yield f"the program itself ended with {self.plain.code} and {len(self.plain.losses)} losses"
+        if self.plain.code or len(self.plain.losses) != program.ranks:
+            yield f"the program itself ended with {self.plain.code}, and losses of {len(self.plain.losses)} ranks"
         if self.watched.code != self.plain.code:
             yield f"under the doctor it ended with {self.watched.code}"
         if not self.has_equal_bits:
