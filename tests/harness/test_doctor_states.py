@@ -1,4 +1,4 @@
-"""Loops under the doctor with frozen parameters, buffers, replicas by hand and narrow dtypes, each healthy one beside its broken twin."""
+"""Loops under the doctor with frozen parameters, buffers, replicas by hand and narrow dtypes, beside broken twins."""
 
 import contextlib
 import functools
