@@ -43,7 +43,7 @@ def loss(value: Any, last: int = LAST) -> None:
 def _is_gpu(device: Any) -> bool:
     if isinstance(device, torch.device):
         return device.type == "cuda"
-    return isinstance(device, str) and device.startswith("cuda") or type(device) is int
+    return device.startswith("cuda") if isinstance(device, str) else type(device) is int
 
 
 def _moves_to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:

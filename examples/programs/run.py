@@ -3,8 +3,8 @@
     python examples/programs/run.py --checkouts FOLDER [--only NAME ...] [--table FILE]
 
 FOLDER has one clone for each repository of ``programs.toml``, under the repository's name. A clone is only read: its
-files of the revision are copied to a temporary folder, and edited there. Each program runs on two ranks: as it is, under
-the doctor, and under the doctor with the mistake of its row. docs/programs.md says what each run shows.
+files of the revision are copied to a temporary folder, and edited there. Each program runs as it is, under the doctor,
+and under the doctor with the mistake of its row. docs/programs.md says what each run shows.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -88,7 +87,10 @@ class Ran:
 def read(file: pathlib.Path = HERE / "programs.toml") -> list[Program]:
     """Read the rows."""
     rows = tomllib.loads(file.read_text())["program"]
-    return [Program(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}) for row in rows]
+    return [
+        Program(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+        for row in rows
+    ]
 
 
 def revision_of(checkout: pathlib.Path) -> str | None:
@@ -160,7 +162,12 @@ def _joined(first: Edits, second: Edits) -> Edits:
 def run(program: Program, folder: pathlib.Path, data: pathlib.Path, *under: str) -> Ran:
     """Run the program in its folder on two ranks."""
     cwd = folder / program.folder
-    paths = [str(HERE), str(ROOT), *(str(folder / one) for one in program.path.split()), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(HERE),
+        str(ROOT),
+        *(str(folder / one) for one in program.path.split()),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -260,7 +267,7 @@ class Outcome:
             " ".join(watched.said("note")) or "none",
             program.judged,
             program.mistake,
-            " ".join(self.broken.said("step")) or "**missed**",
+            self.program.found if self.is_found else "**missed**",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -296,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"skipped: no folder of checkouts is named (--checkouts, or {VARIABLE})")
         return 0
     rows = [row for row in read() if not asked.only or row.name.startswith(tuple(asked.only))]
-    code, table = 0, [HEAD]
+    code, table, began = 0, [HEAD], time.monotonic()
     with tempfile.TemporaryDirectory(prefix="programs-data-") as scratch:
         data = pathlib.Path(scratch)
         make_data(data)
@@ -315,9 +322,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seconds = " ".join(f"{ran.seconds:.0f}" for ran in (outcome.plain, outcome.watched, outcome.broken))
             print(f"{row.name}: {'; '.join(problems) or 'as its row'} ({seconds} s)", flush=True)
             table.append(outcome.row())
+            if asked.table:
+                asked.table.write_text("\n".join([*table, ""]))
             code = max(code, int(bool(problems)))
-    if asked.table:
-        asked.table.write_text("\n".join([*table, ""]))
+    found = sum("**missed**" not in row for row in table[1:])
+    print(f"{len(table) - 1} programs in {time.monotonic() - began:.0f} s; {found} of {len(table) - 1} mistakes found")
     return code
 
 
