@@ -1,4 +1,4 @@
-"""The runner of public programs (examples/programs), on a program that is made here; `tox -e programs` runs the public ones."""
+"""The runner of public programs (examples/programs), on a program made here; `tox -e programs` runs the public ones."""
 
 import importlib.util
 import pathlib
@@ -51,11 +51,11 @@ def clone(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def row(run: types.ModuleType, clone: pathlib.Path, **changes: object) -> object:
-    fields = dict(
-        name="made", repository="nobody/made", revision=run.revision_of(clone), script="loop.py",
-        edits={"loop.py": [(14, "", "on_cpu.loss(loss)")]},
-        mistake="the module is called", planted={"loop.py": [(12, "model(", "model.module(")]}, found="D11",
-    )  # fmt: skip
+    fields = {
+        "name": "made", "repository": "nobody/made", "revision": run.revision_of(clone), "script": "loop.py",
+        "edits": {"loop.py": [(14, "", "on_cpu.loss(loss)")]},
+        "mistake": "the module is called", "planted": {"loop.py": [(12, "model(", "model.module(")]}, "found": "D11",
+    }  # fmt: skip
     return run.Program(**fields | changes)
 
 
@@ -77,7 +77,7 @@ def test_a_clone_is_copied_and_edited(run: types.ModuleType, clone: pathlib.Path
     assert (clone / "loop.py").read_text() == SCRIPT
 
 
-def test_what_cannot_be_used_gets_one_line(
+def test_an_unusable_clone_gets_one_line(
     run: types.ModuleType, clone: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -106,8 +106,7 @@ def test_a_program_is_run_and_its_mistake_is_found(
 ) -> None:
     outcome = run.examine(row(run, clone), clone, tmp_path, None)
     assert list(outcome.problems) == [], outcome.watched.text + outcome.broken.text
-    assert outcome.row().startswith("| made | `") and outcome.row().endswith("| equal | none | none |  | "
-                                                                             "the module is called | D11 |")  # fmt: skip
+    assert outcome.row().endswith("| equal | none | none |  | the module is called | D11 |")
     other = run.Outcome(
         row(run, clone, notes=("D9",), found="D1"), *(getattr(outcome, k) for k in ("plain", "watched", "broken"))
     )
