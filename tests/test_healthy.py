@@ -79,6 +79,10 @@ TWINS = {
         "dist.all_reduce(parameter.grad)", "dist.broadcast(parameter.grad, 0)", "D11",
     ),
     "muon_hooks": ("owners do not send what they step", "dist.broadcast(p.detach(), owner)", "pass", "D1"),
+    "allreduce_by_hand": (
+        "one layer begins with other values on each rank",
+        "optimizer = ", "model[0].weight.data.add_(dist.get_rank())\noptimizer = ", "D1",
+    ),
     "join_few": ("nothing is reduced", "model(x)", "model.module(x)", "D11"),
     "gan_dcgan": ("the discriminator is never zeroed", "    netD.zero_grad()\n", "", "D11"),
     "fsdp2_gan": (

@@ -338,7 +338,7 @@ def check_data(evidence: Evidence) -> Iterator[DoctorFinding]:
         same.setdefault(batches[ranks[0]], []).append(number)
     for batch, numbers in same.items():
         if len(numbers) > 1 and batch:
-            yield _of_same(evidence, [rank for number in numbers for rank in evidence.readers[number]])
+            yield _of_same(evidence, [evidence.readers[number] for number in numbers])
     yield from _read_twice(evidence.after_drops)
 
 
@@ -348,8 +348,9 @@ def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
     return len(set(batches)) > 1 and all(batches) and not _divide_inputs(evidence, ranks)
 
 
-def _of_same(evidence: Evidence, readers: Sequence[int]) -> DoctorFinding:
+def _of_same(evidence: Evidence, sets: Sequence[Sequence[int]]) -> DoctorFinding:
     """Make the finding of data ranks that read the same; a note where that may be meant."""
+    readers = [rank for ranks in sets for rank in ranks]
     over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
     lines = [
         f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
@@ -364,18 +365,22 @@ def _of_same(evidence: Evidence, readers: Sequence[int]) -> DoctorFinding:
             f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
             'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
         )
-    if _compute_apart(evidence, readers):
+    if _compute_apart(evidence, sets):
         has_dropout = any(evidence.records[rank].modules.has_dropout for rank in readers)
         is_note |= not has_dropout
         lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
     return DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
 
 
-def _compute_apart(evidence: Evidence, readers: Sequence[int]) -> bool:
-    """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
+def _compute_apart(evidence: Evidence, sets: Sequence[Sequence[int]]) -> bool:
+    """Whether data ranks that read the same compute other gradients from it, as far as they compute those of the same.
+
+    Each of ``sets`` is one data rank. Its ranks have parts of a gradient, under sequence parallelism also if each
+    has all elements, so that the first ranks of the sets are compared, and the second, and so on.
+    """
     distance = size = 0.0
-    for name in evidence.trained:
-        own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in readers]
+    for name, ranks in itertools.product(evidence.trained, zip(*sets, strict=False)):
+        own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in ranks]
         if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
             continue
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)

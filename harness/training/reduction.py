@@ -32,6 +32,9 @@ DIFFERENT_FACTORS, _LAYERS = "parameters have different factors", 3
 #: The title of the note of parameters that differ between ranks from the start, and that each set reduces by itself.
 PARTS = "parameters differ between ranks from the start, and no gradient of theirs is reduced over all"
 
+#: The title of the finding of parameters that differ between ranks from the start, and have one gradient.
+COPIES = "ranks began with different parameters, and average their gradients"
+
 #: The title of the finding of gradients that no known mistake makes.
 UNKNOWN = "gradients are not the sum of what ranks computed"
 
@@ -263,6 +266,8 @@ class _Sorting:
         found = [_finding(evidence, wrong) for wrong in self.wrong.values() if not _is_drift(evidence, wrong)]
         if self.parts:
             found.append(_of_parts(evidence, self.parts))
+        if copies := [name for name in self.scales["at_step"] if _is_copied(evidence, name)]:
+            found.append(_of_copies(evidence, copies))
         if self.lost and any(record.optimizers for record in evidence.records):
             found.append(_of_lost(evidence, self.lost))
         if len(factors) > 1:
@@ -306,6 +311,30 @@ def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
         "broadcast, and gradients are not reduced",
     )
     return DoctorFinding((codes.REDUCED_ONCE,), codes.UNREDUCED, evidence.step, PARTS, lines, is_note=True)
+
+
+def _is_copied(evidence: Evidence, name: str) -> bool:
+    """Whether ranks that begin with different values of a parameter step them by one gradient, that of all ranks.
+
+    No parts of one model do: the gradient of a part is that of its own values. Parameters that are broadcast after the
+    first backward are equal when the step ends.
+    """
+    if name not in evidence.parts or len(evidence.own(name)) < 2 or _are_parallel(evidence, name):
+        return False
+    held = [own.at_step.get(name) for own in evidence.gradients]
+    ends = [record.parameters[name].after if name in record.parameters else None for record in evidence.records]
+    marks = {None if one is None or one.pending or not one.box.is_full else one.fingerprint.identity for one in held}
+    return None not in marks and len(marks) == 1 and None not in ends and len(set(ends)) > 1
+
+
+def _of_copies(evidence: Evidence, names: list[str]) -> DoctorFinding:
+    """Make the finding of gradients that are averaged over ranks whose parameters differ from the start."""
+    lines = (
+        f"{listed(names)}: each rank steps its own values by one gradient, which all ranks computed together "
+        f"({len(names)} of {len(evidence.trained)} parameters)",
+        "give each the values of one rank before training: broadcast them, or build the model with one seed on each",
+    )
+    return DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, COPIES, lines)
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:

@@ -738,6 +738,22 @@ def test_parts_of_one_model_read_the_same_data():
     assert_is(render(made, "data"), f"step 0: model-parallel ranks read different data [D9, S11]|{line}")
 
 
+def test_data_ranks_read_the_same_also_where_their_own_ranks_compute_parts():
+    """Of norms under sequence parallelism each rank has all elements, and the part of them that its tokens give."""
+    made = Made(sharded=False, tensors_over="tp")
+    for record, mine in zip(made.records[2:], made.gradients[2:], strict=True):
+        record.forwards = made.records[0].forwards
+        mine.own = made.gradients[record.rank - 2].own
+    made.gradients[1].own = made.gradients[3].own = {
+        n: [(m, gradient(torch.ones(s))) for m in range(2)] for n, s in SHAPES.items()
+    }
+    (found,) = invariants.check_data(made.evidence())
+    assert not found.is_note and found.title == invariants.SAME
+    made.gradients[3].own = {n: [(m, gradient(torch.zeros(s))) for m in range(2)] for n, s in SHAPES.items()}
+    (found,) = invariants.check_data(made.evidence())
+    assert found.is_note
+
+
 def test_an_optimizer_need_not_step_in_each_step():
     """Until it does, gradients add up."""
     first, second = Made(), Made()

@@ -1,4 +1,4 @@
-"""Loops under the doctor with frozen, tied, loaded and narrow parameters, buffers, recomputation and tokens.
+"""Loops under the doctor with frozen, tied, loaded and narrow parameters, buffers, replicas by hand, recomputation and tokens.
 
 Each healthy one stands beside its broken twin.
 """
@@ -106,6 +106,24 @@ def normalized(data, wrap):
     """BatchNorm, whose running statistics are of each rank's own data."""
     model = wrap(perceptron(nn.BatchNorm1d))
     train(model, adamw(model), data)
+
+
+# Replicas without a wrapper
+
+
+def begins_apart(data, *, broadcasts=False):
+    """Ranks begin with different weights and average their gradients; a broadcast may follow the first backward."""
+    model = perceptron()
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(0.1 * dist.get_rank())
+
+    def before(step):
+        reduces_by_hand(model)
+        for one in model.parameters() if broadcasts and step == 0 else ():
+            dist.broadcast(one.detach(), 0)
+
+    train(model, adamw(model), data, before=before)
 
 
 # Narrow dtypes
@@ -346,6 +364,7 @@ HEALTHY = {
     "BatchNorm under FSDP2": (lambda data: normalized(data, fully_shard), ""),
     "BatchNorm under DDP": (lambda data: normalized(data, DDP), ""),
     "BatchNorm of each rank": (lambda data: normalized(data, functools.partial(DDP, broadcast_buffers=False)), ""),
+    "begins apart and broadcasts": (lambda data: begins_apart(data, broadcasts=True), ""),
     "bfloat16": (lambda data: narrow(data, lr=1e-2), ""),
     "bfloat16 under FSDP2": (lambda data: narrow(data, lr=1e-2, wrap=fully_shard), ""),
     "small rate in float32": (lambda data: narrow(data, lr=2e-4, betas=(0.9, 0.999), dtype=torch.float32), ""),
@@ -389,6 +408,7 @@ BROKEN = {
     "router by rank": (lambda data: routed(data, reduces=False), UNLIKE),
     "router under DDP by rank": (lambda data: routed(data, DDP, reduces=False), UNLIKE),
     "router by hand by rank": (lambda data: routed(data, None, reduces=False), UNLIKE),
+    "begins apart": (begins_apart, "ranks began with different parameters, and average their gradients [D1, S9]"),
     "small rate in bfloat16": (lambda data: narrow(data, lr=2e-4), "note: updates are lost to rounding [D6, S13]"),
     "small rate in bfloat16 under FSDP2": (lambda data: narrow(data, lr=2e-4, wrap=fully_shard),
                                            "note: updates are lost to rounding [D6, S13]"),
