@@ -1,4 +1,4 @@
-"""Loops under the doctor with frozen, tied, loaded and narrow parameters, buffers, replicas by hand, recomputation and tokens.
+"""Loops with frozen, tied, loaded and narrow parameters, buffers, replicas by hand, recomputation and tokens.
 
 Each healthy one stands beside its broken twin.
 """

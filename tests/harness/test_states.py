@@ -197,8 +197,11 @@ DAMAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["pt", "dcp"])
-@pytest.mark.parametrize("damage", DAMAGES)
+#: Distributed checkpoints are put together from parts, and each of these is one.
+OF_PARTS = ("none", "zeros", "missing", "moments begin anew")
+
+
+@pytest.mark.parametrize(("damage", "form"), [*((one, "pt") for one in DAMAGES), *((one, "dcp") for one in OF_PARTS)])
 def test_each_damage_of_a_checkpoint_has_its_line(made, damage, form, tmp_path, capsys):
     saved = torch.load(made / "fsdp2.pt", weights_only=True)
     changed = copy.deepcopy(saved)
