@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.doctor import Unhealthy, doctor
-from shardproof.harness.watching.roots import labels
+from shardproof.harness.watching.roots import RootName, labels
 from shardproof.testing import world
 from tests.harness.test_doctor_loops import STEPS, Data, adamw, reduces_by_hand, sgd
 
@@ -312,7 +312,7 @@ def test_a_finding_of_any_root_is_one_exception(rank: Rank):
 
 def test_roots_of_one_class_have_names_of_their_own():
     given = [("A", "a"), ("B", "b"), ("B", "c"), ("C", "d"), ("C", "d"), ("D", ""), ("D", "e")]
-    assert labels(given) == ["A", "B 'b'", "B 'c'", "C 1", "C 2", "D 1", "D 'e'"]
+    assert labels(RootName(*one) for one in given) == ["A", "B 'b'", "B 'c'", "C 1", "C 2", "D 1", "D 'e'"]
 
 
 def test_each_loop_by_day_is_in_a_table():
