@@ -51,8 +51,8 @@ class Ranks:
         self.starts = self._exchange.all(self.mine)
         if problem := _different_models(self.starts):
             raise NotWatchable(f"doctor: {problem}")
-        self.holders, differ = holders_of(self.starts)
-        return [*invariants.check_start(self.starts, differ), *sharded.check_mixed(self.starts)]
+        self.holders, found = check_starts(self.starts)
+        return found
 
     def all(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
@@ -100,6 +100,12 @@ class Ranks:
         """Give the group back."""
         if self._exchange is not None:
             self._exchange.close()
+
+
+def check_starts(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], list[DoctorFinding]]:
+    """Return which ranks hold the same elements of a root when its training begins, and what is wrong by then."""
+    holders, differ = holders_of(starts)
+    return holders, [*invariants.check_start(starts, differ), *sharded.check_mixed(starts)]
 
 
 def parted(told: Sequence[StepRecord | int]) -> tuple[list[StepRecord], dict[int, int]]:

@@ -13,10 +13,10 @@ from torch import nn
 
 from shardproof.harness.judging import codes
 from shardproof.harness.training import invariants, reduction
-from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.findings import DoctorFinding, listed
-from shardproof.harness.training.ranks import parted, skipped_by_some
+from shardproof.harness.training.ranks import check_starts, parted, skipped_by_some
 from shardproof.harness.training.starts import Starts
 from shardproof.harness.watching.groups import places_of_flat
 from shardproof.harness.watching.records import StepRecord
@@ -203,8 +203,8 @@ class Root:
         if not self.is_of_all:
             return
         if self._holders is None:
-            self._holders, differ = holders_of(self.starts)
-            yield from self.examination.add(invariants.check_start(self.starts, differ))
+            self._holders, found = check_starts(self.starts)
+            yield from self.examination.add(found)
         while not self._is_over and all(self._queues):
             records, dropped = self._take_heads()
             if records and dropped:
