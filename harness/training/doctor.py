@@ -22,20 +22,10 @@ from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.ranks import Ranks
-from shardproof.harness.training.roots import (
-    Mine,
-    Roots,
-    is_told,
-    without_consequences,
-    without_seeds,
-)
+from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
 from shardproof.harness.training.starts import Starts
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.groups import (
-    DATA,
-    places_of_flat,
-    samplers,
-)
+from shardproof.harness.watching.groups import DATA, places_of_flat, samplers
 from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, parameters_of
 from shardproof.harness.watching.records import NotWatchable, StepRecord

@@ -126,7 +126,7 @@ def test_compiled_modules_are_named_and_keep_their_graphs(name, backend, is_full
         watched, more, others = train(compiles, **options)
     assert (watched, others) == (losses, breaks) == (losses, {})
     assert more == graphs + (name == "a function in it")
-    told = [line.strip() for line in watching.summary().splitlines() if "inside of" in line]
+    told = [line.strip() for line in watching.summary().splitlines() if "inside of '" in line]
     assert told == ([f"not seen  {said}"] if said else []) and not watching.findings
     assert "steps 0-2 of 1 rank, Net, 30 parameters" in watching.summary()
     assert "1 different microbatches, 1 a step" in watching.summary()

@@ -167,6 +167,26 @@ def towers(data, *, wraps=(True, True), ties=(False, False)):
     return losses
 
 
+def two_heads(data):
+    """A root that is called twice in a step, and one with two heads, whose labels are of different numbers."""
+    torch.manual_seed(0)
+    first, second = DDP(nn.Linear(6, 3)), DDP(nn.Sequential(nn.Linear(6, 6)))
+    optimizers = adamw(first), adamw(second)
+    losses = []
+    for inputs, classes in data.batches():
+        some = torch.where(torch.arange(len(classes)) % 2 == 0, classes, -100)
+        loss = first(inputs).square().mean() + first(inputs.flip(0)).square().mean()
+        heads = second(inputs).split(3, dim=1)
+        loss = loss + F.cross_entropy(heads[0], classes) + F.cross_entropy(heads[1], some)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def followed(data, *, averages=False, gradients=False):
     """A student with a teacher that does not train, a copy of it or its average; with gradients that go nowhere."""
     torch.manual_seed(0)
@@ -249,6 +269,7 @@ HEALTHY = {
     "a tied tower last": (
         lambda data: towers(data, ties=(False, True)), ["Sequential 'query'", "Sequential 'document'"]),
     "a critic that all ranks load": (lambda data: SHARDED(data, loaded_by=(0, 1)), ["Generator", "Critic"]),
+    "two heads beside another root": (two_heads, ["Linear", "Sequential"]),
     "a copy": (followed, []),
     "a copy with gradients": (lambda data: followed(data, gradients=True), []),
     "an average": (lambda data: followed(data, averages=True), []),
