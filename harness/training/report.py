@@ -172,7 +172,10 @@ def _scaling(pairs: Sequence[tuple[float, float]]) -> str:
 
 #: What is not seen of modules: how they are found, and which checks it is kept from.
 _INSIDE = {
-    "compiled": f"compiled, so {codes.FINITE} does not see their outputs, nor {codes.RESHARDED} what they compute with",
+    "compiled": (
+        f"compiled, so {codes.FINITE} does not see their outputs, nor {codes.RESHARDED} the values that they compute "
+        "with"
+    ),
     "unhooked": (
         f"called in a compiled function or not at all, so {codes.RESHARDED} and {codes.FINITE} do not see their forward"
     ),

@@ -62,7 +62,7 @@ def a_function_in_it(model, **options):
 
 
 SEVEN = "'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3', 'blocks.4' and 2 more"
-COMPILED = "compiled, so D16 does not see their outputs, nor D14 what they compute with"
+COMPILED = "compiled, so D16 does not see their outputs, nor D14 the values that they compute with"
 CALLED = "called in a compiled function or not at all, so D14 and D16 do not see their forward"
 
 #: How a model is compiled, and what the summary says of it.
