@@ -46,7 +46,7 @@ def _apart(evidence: Evidence, ranks: Sequence[int]) -> list[str]:
 def _of_buffers(evidence: Evidence, ranks: Sequence[int], names: list[str], step: int) -> DoctorFinding:
     of = ranks_of(ranks)
     lines = [f"buffer {listed(names)}: equal on {of} when training begins, and not when a later step begins"]
-    if evidence.starts[ranks[0]].sends_buffers:
+    if evidence.starts[ranks[0]].reducers.sends_buffers:
         lines.append(
             "seen: DistributedDataParallel broadcasts the buffers of one rank before each forward, so that updates of "
             "other ranks are lost"

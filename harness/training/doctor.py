@@ -15,40 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardproof import folders
 from shardproof.door import PARTIAL
-from shardproof.harness.judging import codes, numerics
-from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
-from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.judging import codes
 from shardproof.harness.training import invariants, report
-from shardproof.harness.training.evidence import Evidence, Start, flat_places
+from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.ranks import Ranks
-from shardproof.harness.training.roots import (
-    MOST,
-    Mine,
-    Roots,
-    Telling,
-    is_told,
-    most_steps,
-    without_consequences,
-    without_seeds,
-)
+from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
+from shardproof.harness.training.starts import Starts
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.groups import (
-    DATA,
-    groups_of,
-    places_of_flat,
-    reducers_of,
-    samplers,
-    sizes_of_flat,
-    wrappers_of,
-)
+from shardproof.harness.watching.groups import DATA, places_of_flat, samplers
 from shardproof.harness.watching.model import LayoutOf
-from shardproof.harness.watching.names import as_list, kind_of, name_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import as_list, parameters_of
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.roots import Family, called_as
-from shardproof.harness.watching.ties import Built, Ties
+from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
 
@@ -123,20 +105,19 @@ class Doctor(Watcher):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
         self._models = as_list(model)
         optimizers = as_list(optimizer)
-        self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
-        self._ties, self._registered = [tuple(names) for names in ties], registered
+        self._starts = Starts(mesh=mesh, groups=groups, data=data, ties=ties, registered=registered)
         self._on_finding, self._report = on_finding, report
         family = Family()
-        self._watch_by = functools.partial(
+        watch_by = functools.partial(
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
             family=family,
         )  # fmt: skip
-        self._watch: Watch = self._watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
+        self._watch: Watch = watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
         self._ranks = Ranks(patience)
         self._examination = Examination(checks, waits=on_finding != "raise")
-        self._others, self._roots = Mine(family, self._steps), Roots(checks, waits=on_finding != "raise")
+        self._others = Mine(family, self._steps, watch_by, self._starts)
+        self._roots = Roots(checks, waits=on_finding != "raise")
         self._found: list[DoctorFinding] = []
-        self._most_steps = most_steps(self._steps[-1])
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
@@ -184,7 +165,10 @@ class Doctor(Watcher):
         self._watch.model.flat_places = places_of_flat(models)
         for model in models if not self._models else ():
             self._others.family.note_values(model)
-        self._mine = self._start(self._watch, models, "" if self._models else called_as())
+        self._ranks.mine = self._starts.of(
+            self._watch.model, models, call="" if self._models else called_as(),
+            has_more=not self._models and self._others.family.others_to_come(),
+        )  # fmt: skip
         if self._models:
             self._join()
 
@@ -193,8 +177,7 @@ class Doctor(Watcher):
 
     def _look_beside(self, module: nn.Module, args: Any) -> None:
         family = self._others.family
-        is_full = len(self._others) == MOST or family.steps > self._most_steps
-        if is_full or self._watch.model.engine is not None or not self._are_groups_there:
+        if self._others.is_full or self._watch.model.engine is not None or not self._are_groups_there:
             self._stop_finding()
             return
         is_root, made_for = False, None
@@ -203,20 +186,7 @@ class Doctor(Watcher):
         if is_root or not own:
             self._inside |= weakref.WeakSet(module.modules())
         if is_root:
-            self._begin_forward(self._attach_beside(module, made_for), module, args)
-
-    def _attach_beside(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
-        """Watch a further root; ``made_for`` is the optimizer that was made for it, if it has none of it."""
-        seen: list[StepRecord | int] = []
-        watch = self._watch_by(seen.append, on_drop=seen.append)
-        watch.attach(module)
-        watch.model.flat_places = places_of_flat([module])
-        self._others.add(module, watch, self._start(watch, [module], called_as()), seen)
-        if made_for is not None:
-            self._others.family.take_made_for(made_for, watch)
-        for one in self._others.family:
-            one.forget_strangers()
-        return watch
+            self._begin_forward(self._others.attach(module, made_for), module, args)
 
     def _forget_roots(self, root: nn.Module) -> None:
         super()._forget_roots(root)
@@ -225,7 +195,7 @@ class Doctor(Watcher):
 
     def _join(self) -> None:
         try:
-            found = self._ranks.begin(self._mine)
+            found = self._ranks.begin()
         except NotWatchable:
             self._detach()
             raise
@@ -233,31 +203,6 @@ class Doctor(Watcher):
         assert self._ranks.rank is not None
         self._watch.model.flat_places = flat_places([one.flat for one in self._ranks.starts], self._ranks.rank)
         self._add(found)
-
-    def _start(self, watch: Watch, models: Sequence[nn.Module], call: str) -> Start:
-        """Return what this rank is for a watch of models; ``call`` is how user code names them, where that is known."""
-        wrappers = wrappers_of(models)
-        groups = groups_of(models, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
-        parameters = list(watch.model.parameters())
-        bits = host_rows(bits_of_all([local_of(parameter) for _, parameter in parameters]))
-        found = {}
-        for (name, parameter), own in zip(parameters, bits, strict=True):
-            place = watch.model.place(name, parameter)
-            box, mesh = (None, ()) if place is None else (place.box, place.mesh)
-            found[name] = (box, mesh, tuple(own))
-        return Start(
-            groups=groups, bits=found, replicated=wrappers.replicated,
-            model=type(unwrapped(models[0])).__name__,
-            shapes={name: tuple(parameter.shape) for name, parameter in parameters},
-            flat=sizes_of_flat(models), hooks=wrappers.hooks, wrappers=reducers_of(models, wrappers),
-            bypassed=wrappers.bypassed, constant=_constant(parameters), seed=torch.initial_seed(),
-            buffers=bits_on_host(watch.model.bits_of_buffers()),
-            sends_buffers=wrappers.sends_buffers,
-            ties=tuple(self._watch.model.tied()),
-            built=Built() if self._registered is None else self._registered.built(models),
-            kind=kind_of(unwrapped(models[0])).__name__, call=call,
-            has_more=not self._models and self._others.family.others_to_come(),
-        )  # fmt: skip
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -271,7 +216,7 @@ class Doctor(Watcher):
 
     def _judge(self, record: StepRecord) -> None:
         if not self._models:
-            record.family = self._telling(record.step)
+            record.family = self._others.tell(record.step)
         if self._joining is not None:
             self._joining.append(record)
         elif records := self._meet(record):
@@ -308,7 +253,7 @@ class Doctor(Watcher):
         evidence = Evidence(records, self._ranks.starts, self._ranks.holders, self._roots.are_reduced())
         errors = []
         if step <= last:
-            found = self._with_samplers(self._examination.judge(evidence, self._ties_of(self._watch)))
+            found = self._with_samplers(self._examination.judge(evidence, self._starts.ties(self._watch.model.roots)))
             errors += self._add(found, may_raise=False)
             errors += self._add(self._examination.settle(), may_raise=False)
         errors += self._judge_beside()
@@ -322,8 +267,8 @@ class Doctor(Watcher):
         """Judge the steps of further roots that ranks have sent, and return the errors."""
         errors = []
         for number, root in enumerate(self._roots, 1):
-            is_reduced = self._roots.are_reduced(but=root) or any(one.wrappers for one in self._ranks.starts)
-            found = list(root.judge(self._steps[-1], self._ties, are_others_reduced=is_reduced))
+            is_reduced = self._roots.are_reduced(but=root) or any(one.reducers.names for one in self._ranks.starts)
+            found = list(root.judge(self._steps[-1], are_others_reduced=is_reduced))
             errors += self._tell(self._with_samplers(found), number)
         return errors
 
@@ -334,10 +279,6 @@ class Doctor(Watcher):
         seen = self._ranks.all(samplers())
         return [invariants.with_samplers(one, seen) if one.title == invariants.SAME else one for one in found]
 
-    def _telling(self, step: int) -> Telling:
-        """Return the message of this rank about further roots."""
-        return self._others.tell(step, dist.get_rank() if dist.is_initialized() else 0, self._ties_of)
-
     def _meet_last(self) -> None:
         """Exchange the rest of the steps of further roots before the process groups or the loop end."""
         self._others.end_steps()
@@ -346,7 +287,7 @@ class Doctor(Watcher):
             return
         if self._ranks.is_there is None:
             self._join()
-        self._roots.hear(self._ranks.all(self._telling(self._watch.step)))
+        self._roots.hear(self._ranks.all(self._others.tell(self._watch.step)))
         self._raise(self._judge_beside())
 
     def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
@@ -376,9 +317,6 @@ class Doctor(Watcher):
             self._joining.append(backwards)
         else:
             self._meet(backwards)
-
-    def _ties_of(self, watch: Watch) -> list[tuple[str, ...]]:
-        return [*self._ties, *(self._registered.names(watch.model.roots) if self._registered is not None else [])]
 
     def _add(self, found: Sequence[DoctorFinding], *, may_raise: bool = True) -> list[DoctorFinding]:
         """Add findings of the first root, tell those that are new, and return the errors among them."""
@@ -438,7 +376,7 @@ class Doctor(Watcher):
             for found in examination.at_the_end() if examination.seen else ():
                 new += [(number, one) for one in examination.add(found)]
         errors = [error for number, one in without_consequences(new) for error in self._tell([one], number)]
-        told = [one.root or self._ranks.starts[0].kind for one in self._found if codes.OPTIMIZED in one.checks]
+        told = [one.root or self._ranks.starts[0].name.kind for one in self._found if codes.OPTIMIZED in one.checks]
         # A name begins with the class.
         idle = [one for one in self._roots.idle(self._steps[-1]) if one.root not in [of.split()[0] for of in told]]
         return errors + self._tell(idle, 0)
@@ -502,8 +440,7 @@ class Doctor(Watcher):
         super()._detach()
         self._others.detach()
         self._patches.close()
-        if self._registered is not None:
-            self._registered.close()
+        self._starts.close()
         with contextlib.suppress(Exception):  # the user may have ended the process groups
             self._ranks.close()
 
@@ -517,11 +454,3 @@ def _unique(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     for name, parameter in parameters_of(model):
         once.setdefault(id(parameter), (name, parameter))
     return list(once.values())
-
-
-def _constant(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
-    """Return the names of plain parameters all of whose elements are equal."""
-    plain = [(name, one.detach()) for name, one in parameters if name_of(one.dtype) in numerics.EPS and one.numel()]
-    plain = [(name, one) for name, one in plain if type(one) is torch.Tensor]
-    ends = host_rows([torch.stack(torch.aminmax(one)).float() for _, one in plain])
-    return frozenset(name for (name, _), (least, most) in zip(plain, ends, strict=True) if least == most)

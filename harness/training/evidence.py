@@ -13,7 +13,8 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
-from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, StepRecord
+from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, Reducers, StepRecord
+from shardproof.harness.watching.roots import RootName
 from shardproof.harness.watching.ties import Built
 
 
@@ -28,17 +29,13 @@ class Start:
         model: the name of the model's class.
         shapes: of its parameters by canonical name, as torch reports them.
         flat: of parameters in flat ones, the elements that the rank holds and the ranks that share them.
-        hooks: the names of functions that reduce gradients in the place of the wrapper's own.
-        wrappers: the names of what reduces gradients: "DistributedDataParallel", "fully_shard".
-        bypassed: the names of wrappers around the model that the loop does not call.
+        reducers: what reduces its gradients in backward.
         constant: the names of parameters of which it holds one value alone, such as zeros.
         seed: that of torch's random numbers.
         buffers: the bits of buffers of user code's modules, by canonical name.
-        sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
         ties: the sets of names of one parameter.
         built: what has happened to parameters since the model was built, as far as it was seen.
-        kind: the name of the class that user code has given the model.
-        call: the expression by which user code calls it; empty where it is not known.
+        name: how user code names the model.
         has_more: whether optimizers have parameters of other models.
     """
 
@@ -48,17 +45,13 @@ class Start:
     model: str
     shapes: dict[str, tuple[int, ...]]
     flat: dict[str, tuple[int, tuple[int, ...]]]
-    hooks: tuple[str, ...] = ()
-    wrappers: tuple[str, ...] = ()
-    bypassed: tuple[str, ...] = ()
+    reducers: Reducers = dataclasses.field(default_factory=Reducers)
     constant: frozenset[str] = frozenset()
     seed: int = 0
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
-    sends_buffers: bool = False
     ties: tuple[tuple[str, ...], ...] = ()
     built: Built = dataclasses.field(default_factory=Built)
-    kind: str = ""
-    call: str = ""
+    name: RootName = dataclasses.field(default_factory=RootName)
     has_more: bool = False
 
 
@@ -156,8 +149,8 @@ class Evidence:
 
     @functools.cached_property
     def hooks(self) -> tuple[str, ...]:
-        """The communication hooks of wrappers; see :attr:`Start.hooks`."""
-        return tuple(dict.fromkeys(name for start in self.starts for name in start.hooks))
+        """The communication hooks of wrappers; see :class:`records.Reducers`."""
+        return tuple(dict.fromkeys(name for start in self.starts for name in start.reducers.hooks))
 
     @functools.cached_property
     def reduces_nothing(self) -> bool:

@@ -72,7 +72,7 @@ class Examination:
             found += self._of_gradients(evidence)
         else:
             self.reduced.insert(0, Reduced(is_skipped=True))
-        memory = {one.step: [record.memory for record in one.records] for one in self.seen}
+        memory = {one.step: [record.usage.memory for record in one.records] for one in self.seen}
         return [
             *found,
             *updates.check_updates(evidence),

@@ -290,7 +290,7 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
         return [f"the sum over {over} is missing, or something changes them on each rank after it"]
     if not are.are_own and are.are_alone:
         lines = [f"each rank has its own gradients: nothing has reduced them over {over}"]
-        if "DistributedDataParallel" in evidence.starts[0].wrappers:
+        if "DistributedDataParallel" in evidence.starts[0].reducers.names:
             lines.append(
                 "DistributedDataParallel reduces what required a gradient when it was made: unfreeze before that"
             )

@@ -1,6 +1,6 @@
 """What ranks of a watched training tell each other: what they are when it begins, and what each has seen of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardproof.harness.judging.texts import ranks_of
@@ -19,12 +19,14 @@ class Ranks:
 
     Attributes:
         rank: the global rank; None before the model is known.
+        mine: what this rank is; None before the model is known.
         starts: what each rank is, in the order of ranks; empty before the first exchange.
         holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
     """
 
     def __init__(self, patience: float) -> None:
         self.rank: int | None = None
+        self.mine: Start | None = None
         self.starts: list[Start] = []
         self.holders: dict[str, list[tuple[int, ...]]] = {}
         self._patience = patience
@@ -35,7 +37,7 @@ class Ranks:
         """Whether the group of the exchange still exists; None before there is one."""
         return None if self._exchange is None else self._exchange.is_there
 
-    def begin(self, mine: Start | None) -> list[DoctorFinding]:
+    def begin(self) -> list[DoctorFinding]:
         """Exchange what ranks are, and return what is wrong about it.
 
         Ranks come together where user code makes the doctor, and at the end of a step; not in a forward: the first one
@@ -46,11 +48,11 @@ class Ranks:
         """
         self._exchange = Exchange(patience=self._patience)
         self.rank = self._exchange.rank
-        self.starts = self._exchange.all(mine)
+        self.starts = self._exchange.all(self.mine)
         if problem := _different_models(self.starts):
             raise NotWatchable(f"doctor: {problem}")
-        self.holders, differ = holders_of(self.starts)
-        return [*invariants.check_start(self.starts, differ), *sharded.check_mixed(self.starts)]
+        self.holders, found = check_starts(self.starts)
+        return found
 
     def all(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order."""
@@ -65,13 +67,11 @@ class Ranks:
         """
         self._sign([seen])
         while True:
-            told = self.all(seen)
-            records = [one for one in told if isinstance(one, StepRecord)]
-            dropped = {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
+            records, dropped = parted(self.all(seen))
             if not records or not dropped:
                 return records, []
-            if any(one.backwards <= max(dropped.values()) for one in records):
-                return [], [invariants.of_skip(records[0].step, list(dropped), len(told))]
+            if found := skipped_by_some(records, dropped):
+                return [], found
             # What some drop was nothing to others, as of a rank with gradients of zeros: these come to the same step.
             if not isinstance(seen, StepRecord):
                 return [], []
@@ -100,6 +100,28 @@ class Ranks:
         """Give the group back."""
         if self._exchange is not None:
             self._exchange.close()
+
+
+def check_starts(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]], list[DoctorFinding]]:
+    """Return which ranks hold the same elements of a root when its training begins, and what is wrong by then."""
+    holders, differ = holders_of(starts)
+    return holders, [*invariants.check_start(starts, differ), *sharded.check_mixed(starts)]
+
+
+def parted(told: Sequence[StepRecord | int]) -> tuple[list[StepRecord], dict[int, int]]:
+    """Return the records among what all ranks tell of a step, and what the other ranks have dropped."""
+    records = [one for one in told if isinstance(one, StepRecord)]
+    return records, {rank: one for rank, one in enumerate(told) if isinstance(one, int)}
+
+
+def skipped_by_some(records: Sequence[StepRecord], dropped: Mapping[int, int]) -> list[DoctorFinding]:
+    """Return what is wrong where some ranks have a record and others dropped backward passes; see :func:`parted`.
+
+    Nothing where each record has more backward passes than were dropped: these ranks come to the same step.
+    """
+    if all(one.backwards > max(dropped.values()) for one in records):
+        return []
+    return [invariants.of_skip(records[0].step, list(dropped), len(records) + len(dropped))]
 
 
 def _different_models(starts: Sequence[Start]) -> str:

@@ -474,7 +474,7 @@ def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float
 def _tied_late(evidence: Evidence, names: Sequence[str]) -> list[str]:
     """Return the names of a parameter of a unit of FSDP2 that has own gradients under several of its names."""
     record = evidence.records[0]
-    is_unit = "fully_shard" in evidence.starts[0].wrappers
+    is_unit = "fully_shard" in evidence.starts[0].reducers.names
     for tied in record.modules.ties if is_unit else ():
         own = [name for name in tied if name in record.gradients.own]
         if len(own) > 1 and set(names) <= set(tied):
@@ -573,8 +573,8 @@ def _why_not_reduced(evidence: Evidence, names: Sequence[str]) -> list[str]:
         if found := list(seen(evidence, names)):
             return found
     return [
-        f"seen: {' and '.join(evidence.starts[0].wrappers)}, and nothing that switches the reduction off: it reduces "
-        "the gradients of its own forward only"
+        f"seen: {' and '.join(evidence.starts[0].reducers.names)}, and nothing that switches the reduction off: it "
+        "reduces the gradients of its own forward only"
     ]
 
 
@@ -603,7 +603,7 @@ def _seen_zeroed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 def _seen_in_no_unit(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
     parameters = evidence.records[0].parameters
     is_sharded = any(parameters[name].mesh for name in names if name in parameters)
-    if evidence.starts[0].wrappers == ("fully_shard",) and not is_sharded:
+    if evidence.starts[0].reducers.names == ("fully_shard",) and not is_sharded:
         yield "seen: they are in no unit of fully_shard: shard them, or reduce their gradients by hand"
 
 
@@ -619,7 +619,7 @@ def _seen_replaced(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 
 
 def _seen_bypassed(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
-    if around := evidence.starts[0].bypassed:
+    if around := evidence.starts[0].reducers.bypassed:
         yield (f"seen: {' and '.join(around)} around {evidence.starts[0].model}, which the loop does not call: "
                "call it, and not its .module; move the computation of other methods into forward")  # fmt: skip
 
@@ -633,7 +633,7 @@ def _seen_of_copies(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
 
 
 def _seen_no_wrapper(evidence: Evidence, names: Sequence[str]) -> Iterator[str]:
-    if not any(evidence.starts[0].wrappers):
+    if not any(evidence.starts[0].reducers.names):
         yield ("seen: neither DistributedDataParallel nor fully_shard around the module that the loop calls: "
                "call the wrapped module, or reduce gradients by hand")  # fmt: skip
 

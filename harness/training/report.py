@@ -116,7 +116,7 @@ def _facts(one: Judged, *, has_more: bool) -> Iterator[tuple[str, str]]:
         share = "every gradient is" if are_all else _share(factors[0].names, seen[-1])
         yield "reduced", f"{share} {factors[0].render()}"
     yield "norm", _norms(seen)
-    memory = [record.memory for step in (seen[1:] or seen) for record in step.records[:1]]
+    memory = [record.usage.memory for step in (seen[1:] or seen) for record in step.records[:1]]
     if len(memory) > 1 and memory[0] is not None and memory[-1] is not None:
         yield "memory", f"{memory[-1] - memory[0]:+,} B from step {seen[1].step} to step {seen[-1].step}"
 
@@ -172,8 +172,13 @@ def _scaling(pairs: Sequence[tuple[float, float]]) -> str:
 
 #: What is not seen of modules: how they are found, and which checks it is kept from.
 _INSIDE = {
-    "compiled": "compiled, so D16 does not see their outputs, nor D14 what they compute with",
-    "unhooked": "called in a compiled function or not at all, so D14 and D16 do not see their forward",
+    "compiled": (
+        f"compiled, so {codes.FINITE} does not see their outputs, nor {codes.RESHARDED} the values that they compute "
+        "with"
+    ),
+    "unhooked": (
+        f"called in a compiled function or not at all, so {codes.RESHARDED} and {codes.FINITE} do not see their forward"
+    ),
 }
 
 
@@ -215,7 +220,7 @@ def write(
         NotWritten: it cannot be written.
     """
     world = len(seen[0].records) if seen else 0
-    seconds = sum(one.records[0].seconds for one in seen)
+    seconds = sum(one.records[0].usage.seconds for one in seen)
     cases = []
     for check in sorted(checks, key=lambda name: int(name[1:])) if seen else ():
         mine = [one for one in findings if check in one.checks and not one.is_note]

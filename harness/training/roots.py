@@ -7,19 +7,24 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.judging import codes
 from shardproof.harness.training import invariants, reduction
-from shardproof.harness.training.evidence import Evidence, Start, holders_of
+from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.findings import DoctorFinding, listed
+from shardproof.harness.training.ranks import check_starts, parted, skipped_by_some
+from shardproof.harness.training.starts import Starts
+from shardproof.harness.watching.groups import places_of_flat
 from shardproof.harness.watching.records import StepRecord
-from shardproof.harness.watching.roots import Family, labels
+from shardproof.harness.watching.roots import Family, called_as, labels
 from shardproof.harness.watching.watch import Watch
 
 #: The number of further roots that are watched.
-MOST = 7
+_MOST = 7
 
 #: For how many steps more ranks meet where a root that has begun has steps to come.
 _FURTHER = 16
@@ -40,7 +45,7 @@ class Told(NamedTuple):
     Attributes:
         start: what the rank is for it.
         seen: the steps that have ended since the message before, or how many backward passes a step has dropped.
-        ties: the names of what was one parameter.
+        ties: the names of parameters that should be one.
     """
 
     key: Key
@@ -87,21 +92,39 @@ class Mine:
     Args:
         family: all watches of the loop.
         steps: those to watch.
+        watch_by: makes a watch, from what takes its records and its drops.
+        starts: makes their starts.
     """
 
-    def __init__(self, family: Family, steps: Sequence[int]) -> None:
+    def __init__(self, family: Family, steps: Sequence[int], watch_by: Callable[..., Watch], starts: Starts) -> None:
         self.family = family
         self._last = steps[-1]
+        self._watch_by, self._starts = watch_by, starts
         self._all: list[_Mine] = []
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, module: nn.Module, watch: Watch, start: Start, seen: list[StepRecord | int]) -> None:
-        """Add one; the watch puts into ``seen`` what it sees."""
+    @property
+    def is_full(self) -> bool:
+        """Whether no more of them are looked for."""
+        return len(self._all) == _MOST or self.family.steps > (_MOST + 1) * (self._last + 1) + _FURTHER
+
+    def attach(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
+        """Watch one; ``made_for`` is the optimizer that was made for it, if it has none of its parameters."""
+        seen: list[StepRecord | int] = []
+        watch = self._watch_by(seen.append, on_drop=seen.append)
+        watch.attach(module)
+        watch.model.flat_places = places_of_flat([module])
+        start = self._starts.of(watch.model, [module], call=called_as(), has_more=self.family.others_to_come())
         names = start.model, tuple(start.bits)
         number = sum(one.key[:2] == names for one in self._all)
         self._all.append(_Mine((*names, number), start, watch, seen, module))
+        if made_for is not None:
+            self.family.take_made_for(made_for, watch)
+        for one in self.family:
+            one.forget_strangers()
+        return watch
 
     def drop_inside(self, root: nn.Module) -> None:
         """Forget those that are parts of a root."""
@@ -121,9 +144,10 @@ class Mine:
         for one in self._all:
             yield from one.module.modules()
 
-    def tell(self, step: int, rank: int, ties: Callable[[Watch], list[tuple[str, ...]]]) -> Telling:
+    def tell(self, step: int) -> Telling:
         """Return what is new of them when a step of the first root ends."""
-        told = [one.told(ties(one.watch), rank) for one in self._all]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        told = [one.told(self._starts.ties(one.watch.model.roots), rank) for one in self._all]
         return Telling(told, self._wait(step), self.family.idle())
 
     def _wait(self, step: int) -> bool:
@@ -169,40 +193,40 @@ class Root:
         self._queues[rank] += told.seen
         self._ties = told.ties
 
-    def judge(self, last: int, ties: Sequence[tuple[str, ...]], *, are_others_reduced: bool) -> Iterator[DoctorFinding]:
+    def judge(self, last: int, *, are_others_reduced: bool) -> Iterator[DoctorFinding]:
         """Judge the steps of which all ranks have sent records.
 
         Args:
             last: the last step to watch.
-            ties: names of parameters that the user says are one.
             are_others_reduced: whether something reduces the gradients of another root.
         """
         if not self.is_of_all:
             return
         if self._holders is None:
-            self._holders, differ = holders_of(self.starts)
-            yield from self.examination.add(invariants.check_start(self.starts, differ))
+            self._holders, found = check_starts(self.starts)
+            yield from self.examination.add(found)
         while not self._is_over and all(self._queues):
-            heads = [queue[0] for queue in self._queues]
-            records = [one for one in heads if isinstance(one, StepRecord)]
-            dropped = {rank: one for rank, one in enumerate(heads) if isinstance(one, int)}
-            for queue in self._queues:
-                if not dropped or isinstance(queue[0], int):
-                    queue.pop(0)
+            records, dropped = self._take_heads()
             if records and dropped:
-                if any(one.backwards <= max(dropped.values()) for one in records):
-                    self._is_over = True
-                    yield from self.examination.add([invariants.of_skip(records[0].step, list(dropped), len(heads))])
+                found = skipped_by_some(records, dropped)
+                self._is_over = bool(found)
+                yield from self.examination.add(found)
             elif records:
-                yield from self._judge(records, [*self._ties, *ties], are_others_reduced=are_others_reduced)
+                yield from self._judge(records, are_others_reduced=are_others_reduced)
                 self._is_over = records[0].step >= last
 
-    def _judge(
-        self, records: list[StepRecord], ties: list[tuple[str, ...]], *, are_others_reduced: bool
-    ) -> Iterator[DoctorFinding]:
+    def _take_heads(self) -> tuple[list[StepRecord], dict[int, int]]:
+        """Return what is first of each rank, as :func:`parted` does; a record waits where other ranks have dropped."""
+        records, dropped = parted([queue[0] for queue in self._queues])
+        for queue in self._queues:
+            if not dropped or isinstance(queue[0], int):
+                queue.pop(0)
+        return records, dropped
+
+    def _judge(self, records: list[StepRecord], *, are_others_reduced: bool) -> Iterator[DoctorFinding]:
         assert self._holders is not None
         evidence = Evidence(records, self.starts, self._holders, are_others_reduced)
-        yield from self.examination.add(self.examination.judge(evidence, ties))
+        yield from self.examination.add(self.examination.judge(evidence, self._ties))
         yield from self.examination.add(self.examination.settle())
 
 
@@ -237,7 +261,7 @@ class Roots:
 
     def are_reduced(self, *, but: Root | None = None) -> bool:
         """Whether something reduces the gradients of one of them, or of one but for another."""
-        return any(start.wrappers for root in self if root is not but and root.is_of_all for start in root.starts)
+        return any(start.reducers.names for root in self if root is not but and root.is_of_all for start in root.starts)
 
     def idle(self, step: int) -> Iterator[DoctorFinding]:
         """D4, after the last step: what is called and gets gradients, which a wrapper reduces, is in an optimizer."""
@@ -259,7 +283,7 @@ class Roots:
     def unseen(self) -> Iterator[str]:
         """Lines of the summary about roots that are not watched."""
         for root in self:
-            kind = root.starts[0].kind
+            kind = root.starts[0].name.kind
             if not root.is_of_all:
                 yield f"the {kind} that not all ranks train"
             elif any(one.title == reduction.PARTS for one in root.examination.findings):
@@ -268,12 +292,7 @@ class Roots:
     def labels(self, first: Sequence[Start]) -> list[str]:
         """Return how messages name the first root, and further ones."""
         every = [*first[:1], *(root.starts[0] for root in self)]
-        return labels((one.kind, one.call) for one in every)
-
-
-def most_steps(last: int) -> int:
-    """Return after how many steps of optimizers no more roots are looked for."""
-    return (MOST + 1) * (last + 1) + _FURTHER
+        return labels(one.name for one in every)
 
 
 def is_told(finding: DoctorFinding, told: Sequence[DoctorFinding]) -> bool:

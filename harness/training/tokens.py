@@ -53,9 +53,12 @@ def _parts(evidence: Evidence, calls: Sequence[_Counted]) -> Iterator[tuple[str,
 def _are_microbatches(evidence: Evidence, calls: Sequence[_Counted]) -> bool:
     """Whether each loss is that of a microbatch.
 
-    Of several losses of one forward each may be divided by labels of its own kind. The first of the first step is not
-    seen where user code looks the function up before the forward in which watching begins.
+    Of several losses of one forward each may be divided by labels of its own kind, and of several roots a forward of
+    one says nothing of the losses of another. The first of the first step is not seen where user code looks the
+    function up before the forward in which watching begins.
     """
+    if any(start.has_more for start in evidence.starts):
+        return False
     most = [max(one.forwards.count, one.backwards) for one in evidence.after_drops.records]
     return all(len(mine) <= count for mine, count in zip(calls, most, strict=True))
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
-from shardproof.harness.watching.records import Groups, NotWatchable
+from shardproof.harness.watching.records import Groups, NotWatchable, Reducers
 
 #: The names of mesh dimensions over which ranks have different data, as trainers call them.
 DATA = (
@@ -184,9 +184,10 @@ class _Naming:
             self.over_data.append(name)
 
 
-def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> tuple[str, ...]:
-    """Return the names of what reduces the gradients of models in backward."""
-    return (*wrappers.names, *(["fully_shard"] if any(meshes_of_units(model) for model in models) else []))
+def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> Reducers:
+    """Return what reduces the gradients of models in backward."""
+    units = ["fully_shard"] if any(meshes_of_units(model) for model in models) else []
+    return Reducers((*wrappers.names, *units), wrappers.hooks, wrappers.bypassed, wrappers.sends_buffers)
 
 
 def samplers() -> list[str]:

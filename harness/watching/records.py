@@ -226,6 +226,14 @@ class LossRecord:
     are_means: bool = True  # whether each of them divides by its own labels that count
 
 
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """The memory and the time of a step."""
+
+    memory: int | None = None  # allocated bytes of the accelerator after the step, or None
+    seconds: float = 0.0
+
+
 @dataclasses.dataclass
 class StepRecord:
     """What one rank has seen of one step."""
@@ -244,8 +252,7 @@ class StepRecord:
     not_finite: list[NotFinite] = dataclasses.field(default_factory=list)
     collectives: Trace = dataclasses.field(default_factory=Trace)  # that Python issued, in order
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
-    memory: int | None = None  # allocated bytes of the accelerator after the step, or None
-    seconds: float = 0.0
+    usage: Usage = dataclasses.field(default_factory=Usage)
     family: Any = None  # of the first root that a loop trains: what the rank tells of the others
 
     def since(self, backwards: int) -> "StepRecord":
@@ -254,6 +261,16 @@ class StepRecord:
             self, backwards=self.backwards - backwards, forwards=self.forwards.since(backwards),
             gradients=self.gradients.since(backwards),
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Reducers:
+    """The wrappers and units that reduce gradients in backward."""
+
+    names: tuple[str, ...] = ()  # "DistributedDataParallel", "fully_shard"
+    hooks: tuple[str, ...] = ()  # the names of functions that reduce gradients in the place of the wrapper's own
+    bypassed: tuple[str, ...] = ()  # the names of wrappers around the model that the loop does not call
+    sends_buffers: bool = False  # whether DDP replaces the buffers of all ranks by those of one before each forward
 
 
 @dataclasses.dataclass(frozen=True)

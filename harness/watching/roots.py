@@ -10,7 +10,7 @@ import os
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,18 @@ from shardproof.harness.watching.names import (
 )
 from shardproof.harness.watching.optimizers import have_shapes, optimizers_of_process, parameters_of_optimizers
 from shardproof.harness.watching.pending import few_values
+
+
+class RootName(NamedTuple):
+    """How user code names a root.
+
+    Attributes:
+        kind: the name of the class that it has given it.
+        call: the expression by which it calls it; empty where it is not known.
+    """
+
+    kind: str = ""
+    call: str = ""
 
 
 class Watch(Protocol):
@@ -231,8 +243,8 @@ def _is_name(expression: ast.expr) -> bool:
     return isinstance(expression, ast.Name)
 
 
-def labels(roots: Iterable[tuple[str, str]]) -> list[str]:
-    """Return how messages name roots, each of which has the name of its class and the expression of its call.
+def labels(roots: Iterable[RootName]) -> list[str]:
+    """Return how messages name roots.
 
     By the class where that tells them apart, else by the call as well, else by a number.
     """

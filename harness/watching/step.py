@@ -41,6 +41,7 @@ from shardproof.harness.watching.records import (
     NormRecord,
     NotFinite,
     StepRecord,
+    Usage,
 )
 from shardproof.harness.watching.updates import Updates
 
@@ -396,10 +397,10 @@ class WatchedStep:
             gradients=self._gradients(is_skipped=is_skipped), parameters=self.updates.parameters(),
             modules=self._modules(gathered), optimizers=self.updates.stepped,
             norms=self.norms.record(dropped.norms), losses=self.losses.record(dropped.tokens), not_finite=not_finite,
-            collectives=self.collectives, unseen=sorted(self._model.unseen), seconds=seconds,
+            collectives=self.collectives, unseen=sorted(self._model.unseen),
         )  # fmt: skip
-        if torch.accelerator.is_available():
-            record.memory = torch.accelerator.memory_allocated()
+        memory = torch.accelerator.memory_allocated() if torch.accelerator.is_available() else None
+        record.usage = Usage(memory, seconds)
         return record
 
     def _modules(self, gathered: Gathered) -> ModuleRecord:

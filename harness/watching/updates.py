@@ -24,6 +24,36 @@ from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
 from shardproof.harness.watching.samples import Samples, is_narrow
 
 
+class Strangers:
+    """The optimizers that have stepped and have none of the parameters of the roots.
+
+    Attributes:
+        steps: by the names of their classes, the last step in which each did, and whether the process groups were
+            destroyed by then.
+        said: the lines about what they have, which the model's ``unseen`` has too.
+        are_destroyed: whether the process groups are destroyed.
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[str, tuple[int, bool]] = {}
+        self.said: set[str] = set()
+        self.are_destroyed = False
+
+    def note(self, kind: str, step: int) -> None:
+        """Note that an optimizer of a class has stepped."""
+        self.steps[kind] = step, self.are_destroyed
+
+    def say(self, texts: Collection[str], model: Model) -> None:
+        """Add lines about what they have to what is not seen of a model."""
+        self.said.update(texts)
+        model.unseen.update(texts)
+
+    def forget(self, model: Model) -> None:
+        """Forget them, and take their lines back."""
+        self.steps.clear()
+        model.unseen -= self.said
+
+
 class Nesting:
     """The optimizers in whose step the process is, and how many had stepped when it began.
 
@@ -35,15 +65,11 @@ class Nesting:
     Attributes:
         evaluations: how often the closure was called that the step of an optimizer was given.
         is_in_closure: whether it is being called.
-        strangers: the optimizers that have stepped and have none of the parameters of the roots: the names of their
-            classes, with the last step in which each did, and whether the process groups were destroyed by then.
-        are_destroyed: whether these are.
     """
 
     def __init__(self, only: Sequence[torch.optim.Optimizer]) -> None:
         self.evaluations = 0
-        self.is_in_closure = self.are_destroyed = False
-        self.strangers: dict[str, tuple[int, bool]] = {}
+        self.is_in_closure = False
         self._only = [weakref.ref(one) for one in only]
         self._open: list[tuple[int, int]] = []
         #: Those that have ended inside of another's step.

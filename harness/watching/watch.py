@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from shardproof.harness.watching.records import Optimizer, StepRecord
 from shardproof.harness.watching.roots import Family
 from shardproof.harness.watching.step import WatchedStep
 from shardproof.harness.watching.tensors import TensorHooks
-from shardproof.harness.watching.updates import Nesting
+from shardproof.harness.watching.updates import Nesting, Strangers
 
 
 class _Forward:
@@ -62,6 +62,37 @@ class _Forward:
     def __init__(self) -> None:
         self.depth = 0
         self.is_training = self.is_late = False
+
+
+class _Hooks:
+    """All hooks of a watch.
+
+    Attributes:
+        tensors: those of tensors, where autograd puts gradients.
+        handles: those of modules and optimizers.
+        patches: replacements of torch's functions.
+    """
+
+    def __init__(self, tensors: TensorHooks) -> None:
+        self.tensors = tensors
+        self.handles: list[Any] = []
+        self.patches = contextlib.ExitStack()
+
+    def remove(self) -> None:
+        """Remove them, and forget what was found with them."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.tensors.clear()
+        self.patches.close()
+
+
+class _Callbacks(NamedTuple):
+    """The functions that a watch calls, of its arguments of these names."""
+
+    on_end: Callable[[StepRecord], None]
+    on_drop: Callable[[int], None]
+    on_destroy: Callable[[], None]
 
 
 class Watch:
@@ -108,7 +139,7 @@ class Watch:
         family: Family | None = None,
         on_destroy: Callable[[], None] | None = None,
     ) -> None:
-        self._on_end, self._on_drop, self._before_destroy = on_end, on_drop, on_destroy
+        self._calls = _Callbacks(on_end, on_drop or _nothing, on_destroy or _nothing)
         self.family = Family() if family is None else family
         self.family.add(self)
         self._on_error, self._passes = on_error, passes
@@ -121,40 +152,34 @@ class Watch:
         self._now = WatchedStep(self.model, self._takes, [])
         self._forward = _Forward()
         self._nesting = Nesting(optimizers)
-        self._tensors = TensorHooks(self._on_gradient, self._on_accumulated)
-        self._handles: list[Any] = []
-        self._patches = contextlib.ExitStack()
-        self._of_strangers: set[str] = set()  # what is said of optimizers that have parameters of no root
+        self._strangers = Strangers()
+        self._hooks = _Hooks(TensorHooks(self._on_gradient, self._on_accumulated))
 
     # Attaching ------------------------------------------------------------------------------
 
     def watch_optimizers(self) -> None:
         """See the steps of optimizers, also before there is a root: the first forward may be in a closure of one."""
-        if not self._handles:
-            self._handles.append(STEPS.add(self._before_optimizer, self._after_optimizer))
+        if not self._hooks.handles:
+            self._hooks.handles.append(STEPS.add(self._before_optimizer, self._after_optimizer))
 
     def attach(self, root: nn.Module) -> None:
         """Add a root: hooks on all its modules; the first root's also begin steps."""
         if not self.model.roots:
             self.watch_optimizers()
-            self._patches.enter_context(calls.observed(self))
+            self._hooks.patches.enter_context(calls.observed(self))
         for name, module in self.model.add(root, self.family.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
             after = Hook(functools.partial(self._after_module, name, module is root))
             if module._compiled_call_impl is not None:
-                self._handles.append(Compiled(module, before, after))
+                self._hooks.handles.append(Compiled(module, before, after))
                 continue
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            self._hooks.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._hooks.handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def detach(self) -> None:
         """Remove all hooks and forget everything."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._tensors.clear()
-        self._patches.close()
+        self._hooks.remove()
         fingerprints.forget()
 
     def forget_roots(self) -> None:
@@ -170,8 +195,7 @@ class Watch:
 
     def forget_strangers(self) -> None:
         """Forget which optimizers were none of a root: another root has come, whose some may be."""
-        self._nesting.strangers.clear()
-        self.model.unseen -= self._of_strangers
+        self._strangers.forget(self.model)
 
     @property
     def has_computed(self) -> bool:
@@ -181,7 +205,7 @@ class Watch:
     @property
     def is_attached(self) -> bool:
         """Whether there are hooks of a root."""
-        return bool(self._handles and self.model.roots)
+        return bool(self._hooks.handles and self.model.roots)
 
     @property
     def is_watching(self) -> bool:
@@ -190,8 +214,8 @@ class Watch:
 
     @property
     def strangers(self) -> dict[str, tuple[int, bool]]:
-        """The optimizers that have stepped without a parameter of the roots; see :class:`updates.Nesting`."""
-        return self._nesting.strangers
+        """The optimizers that have stepped without a parameter of the roots; see :class:`updates.Strangers`."""
+        return self._strangers.steps
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -230,12 +254,12 @@ class Watch:
         if self.is_watching:
             self._take_drops(is_last=True)
             if self.is_attached:  # else another rank has stepped where this one has not
-                record = self._now.record(self.step, self._tensors.gathered)
+                record = self._now.record(self.step, self._hooks.tensors.gathered)
         self.step += 1
         self._begin(self._now.zeroed_since)
         self._nesting.begin_anew()
         if record is not None:
-            self._on_end(record)
+            self._calls.on_end(record)
         if self.step > max(self._steps):
             self.detach()
 
@@ -245,8 +269,8 @@ class Watch:
             return
         count = self._now.backwards.count if self.is_watching else 0
         self._begin(self._now.zeroed)
-        if count and self._on_drop is not None:
-            self._on_drop(count)
+        if count:
+            self._calls.on_drop(count)
 
     # Forward --------------------------------------------------------------------------------
 
@@ -294,14 +318,14 @@ class Watch:
         if self._forward.is_late:
             self._forward.is_late = False
             for root in self.model.roots:
-                self._tensors.find("", root, self.model)
+                self._hooks.tensors.find("", root, self.model)
         if forwards.wants_batch and not is_root:
             self._take_batch((args, kwargs))
         forwards.take_divided((args, kwargs))
         if self._takes.sink is not None and torch.is_autocast_enabled(device := device_of(args)):
             forwards.autocast = name_of(torch.get_autocast_dtype(device))
         self.last = f"forward of {name or 'the model'!r}"
-        self._tensors.find_with_children(name, module, self.model)
+        self._hooks.tensors.find_with_children(name, module, self.model)
 
     @guarded
     def _after_module(self, name: str, is_root: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -311,7 +335,7 @@ class Watch:
             self._forward.depth -= 1
             if self._forward.is_late and is_seen:  # it has no module that began after it
                 self._forward.is_late = False
-                self._tensors.find(name, module, self.model)
+                self._hooks.tensors.find(name, module, self.model)
         if not is_seen:
             return
         for tensor in readable_of(output) if self._takes.digests else ():
@@ -360,8 +384,8 @@ class Watch:
         for drop in self._now.drops.take(is_last=is_last):
             if self._now.backwards.count == drop.backwards:
                 self._now.backwards.after.clear()
-            if not drop.is_meant and self._on_drop is not None:
-                self._on_drop(drop.backwards)
+            if not drop.is_meant:
+                self._calls.on_drop(drop.backwards)
 
     @guarded
     def _on_output_gradient(self, of: dict[str, Any], gradient: torch.Tensor) -> None:
@@ -409,7 +433,7 @@ class Watch:
         backwards.count += 1
         backwards.own.digest()
         if now.has_stepped:  # in this backward pass; its units reshard when it ends
-            self._tensors.gathered.end(dict(self.model.parameters()))
+            self._hooks.tensors.gathered.end(dict(self.model.parameters()))
         if self.model.engine is None:  # else they are read when it steps
             backwards.after = now.gradients(Stage.GRADIENT)
             now.drops.end_backward(self.model)
@@ -463,13 +487,13 @@ class Watch:
             others = self.family.parameters(but=self)
             seen, outside = seen_of(optimizer, dict(self.model.parameters()), self.model.roots, others)
             now.updates.stepped.append(seen)
-            self._say_of_strangers(outside)
+            self._strangers.say(outside, self.model)
         ended = self._nesting.take_ended(optimizer)
         if ended and self.is_watching:
             now.updates.release_all(ended)
             if now.backwards.is_running:  # the optimizers of parameters that follow may have no gradient yet
                 return
-            self._tensors.gathered.end(dict(self.model.parameters()))
+            self._hooks.tensors.gathered.end(dict(self.model.parameters()))
             if now.updates.has_all(now.backwards.own.names):
                 now.updates.end_it = True
                 self.end_step()
@@ -527,15 +551,11 @@ class Watch:
         return any(id(one) in held for _, one in self.model.parameters())
 
     def _note_stranger(self, kind: str) -> None:
-        self._nesting.strangers[kind] = self.step, self._nesting.are_destroyed
+        self._strangers.note(kind, self.step)
         if self.model.roots:
             watched = type(unwrapped(self.model.roots[0])).__name__
             text = f"the model that another {kind} steps, which has no parameter of the watched {watched}"
-            self._say_of_strangers([f"{text}: give each model a doctor(model, optimizer)"])
-
-    def _say_of_strangers(self, texts: Collection[str]) -> None:
-        self._of_strangers.update(texts)
-        self.model.unseen.update(texts)
+            self._strangers.say([f"{text}: give each model a doctor(model, optimizer)"], self.model)
 
     def _counts(self, optimizer: torch.optim.Optimizer) -> bool:
         return self.model.engine is None and self._nesting.counts(optimizer)
@@ -587,10 +607,13 @@ class Watch:
     @guarded
     def on_destroy(self) -> None:
         # Layouts and the exchange need the process groups.
-        if self._before_destroy is not None:
-            self._before_destroy()
+        self._calls.on_destroy()
         self.end_step()
-        self._nesting.are_destroyed = True
+        self._strangers.are_destroyed = True
+
+
+def _nothing(*_: Any) -> None:
+    """The callback of a watch that was given none."""
 
 
 def _place(tensor: torch.Tensor, plain: Layout | None = None) -> Layout | None:

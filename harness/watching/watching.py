@@ -84,7 +84,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 self.on_compiled(one)
             self._watch.watch_optimizers()
             return
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not _has_met():
             raise NotWatchable(
                 f"{self.name}: torch.distributed is not initialized; call it after init_process_group "
                 "(in one process: WORLD_SIZE=1 works)"
@@ -97,12 +97,7 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             raise
 
     def _on_first_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or module in self._inside or not torch.is_grad_enabled():
-            return
-        if self._finds_more and self._watch.model.roots and self._has_looked_at(module):
-            return
-        if self._watch.has_computed and not self._finds_more:
-            self._stop_finding()
+        if not self._is_looked_for(module):
             return
         if self._watch.model.roots and any(is_compiled(one) for one in module.modules()):
             self._stop_finding()  # a hook of all modules would change what is compiled
@@ -111,11 +106,22 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         if self._watch.has_computed or not self._is_root(module):
             if self._finds_more and self._watch.model.roots:
                 self._guarded(lambda: self._look_beside(module, args))
-            return
-        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            held = parameters_of_optimizers()
-            if not any(id(one) in held for one in module.parameters()):
-                return  # while a model is built, before ranks meet
+        elif not _is_being_built(module):
+            self._take_root(module, args)
+
+    def _is_looked_for(self, module: nn.Module) -> bool:
+        """Whether a module that is called may be a root that is not known yet."""
+        if torch.compiler.is_compiling() or module in self._inside or not torch.is_grad_enabled():
+            return False
+        if self._finds_more:
+            return not self._watch.model.roots or not self._has_looked_at(module)
+        if self._watch.has_computed:
+            self._stop_finding()
+            return False
+        return True
+
+    def _take_root(self, module: nn.Module, args: Any) -> None:
+        """Watch the module whose forward begins as the first root."""
         self._inside = weakref.WeakSet(module.modules())
         # Until something is computed for a step it may be called for another reason, such as a parametrization when it
         # is registered. Hooks of all modules would change what is compiled.
@@ -218,3 +224,16 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         self._is_over = True
         self._stop_finding()
         self._watch.detach()
+
+
+def _has_met() -> bool:
+    """Whether there is one process alone, or torch.distributed is initialized."""
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) <= 1
+
+
+def _is_being_built(module: nn.Module) -> bool:
+    """Whether a module is called while a model is built: before ranks meet, and before its optimizer is made."""
+    if _has_met():
+        return False
+    held = parameters_of_optimizers()
+    return not any(id(one) in held for one in module.parameters())

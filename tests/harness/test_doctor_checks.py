@@ -41,6 +41,7 @@ from shardproof.harness.watching.records import (
     NotFinite,
     Optimizer,
     Parameter,
+    Reducers,
     StepRecord,
 )
 from shardproof.harness.watching.sharding import Sharding
@@ -141,7 +142,7 @@ class Made:
             parameters[name] = dataclasses.replace(parameters[name], **changes)
 
     def wrap(self, *wrappers):
-        self.starts = [dataclasses.replace(one, wrappers=wrappers) for one in self.starts]
+        self.starts = [dataclasses.replace(one, reducers=Reducers(wrappers)) for one in self.starts]
 
     def shard(self, had, *, is_kept=True, count=16):
         """Have ranks have had full parameters: bits, whether of one value, and writes by rank and name."""
@@ -437,7 +438,7 @@ FOUND = {
         "and not when a later step begins|meant, as for statistics of each rank's own data that training does not use? "
         "else reduce them over these ranks before they change the buffer"),
     "D20-sent": ("buffers_ever", lambda m: (put(m.modules[2:3], buffers={"load": (2,)}), setattr(m, "starts", [
-        dataclasses.replace(one, sends_buffers=True) for one in m.starts])),
+        dataclasses.replace(one, reducers=Reducers(sends_buffers=True)) for one in m.starts])),
         "note: step 0: buffers differ between ranks [D20, S9]|...|seen: DistributedDataParallel broadcasts the buffers "
         "of one rank before each forward, so that updates of other ranks are lost|meant, ..."),
     "D19-by-hand": ("frozen_ever", lambda m: (put(m.gradients, own={}), m.put("b", is_frozen=True)),
@@ -614,7 +615,7 @@ def test_ranks_that_nothing_reduces_may_train_apart(is_equal):
 
 def test_a_hook_that_compresses_is_a_note_and_one_that_loses_a_rank_a_finding():
     made = Made(sharded=False)
-    made.starts = [dataclasses.replace(one, hooks=("my_hook",)) for one in made.starts]
+    made.starts = [dataclasses.replace(one, reducers=Reducers(hooks=("my_hook",))) for one in made.starts]
     torch.manual_seed(1)
     noise = {name: torch.randn(shape).double() for name, shape in SHAPES.items()}
     made.reduce(lambda name, rank: made.mean(name, rank) + noise[name] / 4)

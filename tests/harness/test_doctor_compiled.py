@@ -62,7 +62,7 @@ def a_function_in_it(model, **options):
 
 
 SEVEN = "'blocks.0', 'blocks.1', 'blocks.2', 'blocks.3', 'blocks.4' and 2 more"
-COMPILED = "compiled, so D16 does not see their outputs, nor D14 what they compute with"
+COMPILED = "compiled, so D16 does not see their outputs, nor D14 the values that they compute with"
 CALLED = "called in a compiled function or not at all, so D14 and D16 do not see their forward"
 
 #: How a model is compiled, and what the summary says of it.
@@ -126,7 +126,7 @@ def test_compiled_modules_are_named_and_keep_their_graphs(name, backend, is_full
         watched, more, others = train(compiles, **options)
     assert (watched, others) == (losses, breaks) == (losses, {})
     assert more == graphs + (name == "a function in it")
-    told = [line.strip() for line in watching.summary().splitlines() if "inside of" in line]
+    told = [line.strip() for line in watching.summary().splitlines() if "inside of '" in line]
     assert told == ([f"not seen  {said}"] if said else []) and not watching.findings
     assert "steps 0-2 of 1 rank, Net, 30 parameters" in watching.summary()
     assert "1 different microbatches, 1 a step" in watching.summary()

@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from shardproof.harness.judging.finding import Stage
+from shardproof.harness.watching.records import Usage
 from shardproof.harness.watching.watch import Watch
 from tests.harness.test_doctor import net, sgd, train
 
@@ -21,7 +22,7 @@ def watched(**options):
     losses = train(model, sgd(model), steps=2, microbatches=2)
     watch.end_step()
     assert not watch.is_attached
-    return [dataclasses.replace(one, seconds=0.0) for one in records], losses
+    return [dataclasses.replace(one, usage=Usage()) for one in records], losses
 
 
 def test_events_come_in_execution_order_with_what_each_tensor_is():
