@@ -230,6 +230,31 @@ def _key_of(name: str) -> EntryKey:
     return EntryKey(OPTIMIZER, f"group {group}", last.partition(".")[0])
 
 
+def renamed(state: State, rules: Sequence[str]) -> State:
+    """Return a state with other names of parameters, by rules "REGEX=NEW" as of ``re.sub``, each after the others.
+
+    Raises:
+        BadFile: a rule is none, or gives two entries one name; in one line.
+    """
+    changed = dataclasses.replace(state, entries=dict(state.entries))
+    for rule in rules:
+        pattern, equals, new = rule.rpartition("=")
+        try:
+            names = {key: re.sub(pattern, new, key.name) for key in changed.entries}
+        except (re.error, IndexError) as error:
+            raise BadFile(f"--rename {rule}: {error}") from error
+        if not equals or not pattern:
+            raise BadFile(f"--rename {rule}: expected REGEX=NEW, such as 'lora_(.)=lora_\\1.default'")
+        entries: dict[EntryKey, Entry] = {}
+        for key, entry in changed.entries.items():
+            own = key._replace(name=names[key])
+            if own in entries:
+                raise BadFile(f"--rename {rule}: two entries get the name {own}, one of them {key}")
+            entries[own] = dataclasses.replace(entry, key=own)
+        changed.entries = entries
+    return changed
+
+
 def prefixes(names: Iterable[str]) -> Iterator[str]:
     """Yield what names may begin with in a file: nothing, and each chain of first words with a dot behind."""
     found = {""}

@@ -18,6 +18,7 @@ examples:
   shardproof state before after             what was resumed is what was saved
   shardproof state checkpoint/              what a file has
   shardproof state now file.pt --earlier step0 --earlier step5
+  shardproof state now adapter/ --rename 'lora_(.)=lora_\\1.default'
 
 A state is a folder that shardproof.state(model, optimizer, out=...) wrote, or a checkpoint: a file of torch.save or
 safetensors, a folder of torch.distributed.checkpoint or of Hugging Face. A checkpoint is read tensor by tensor: no more
@@ -37,7 +38,7 @@ def state(arguments: Sequence[str]) -> int:
         found = [*comparing.check(a)]
         _print([*_summary(a), "", *comparing.lines(found)] if found else _summary(a))
         return DIFFERS if found else 0
-    b, prefix = sides.aligned(sides.read(options.b), a)
+    b, prefix = sides.aligned(sides.renamed(sides.read(options.b), options.rename), a)
     earlier = [sides.aligned(sides.read(one), a)[0] for one in options.earlier]
     found = [
         *(one._replace(text=f"in {a.path}: {one.text}") for one in comparing.check(a)),
@@ -77,4 +78,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("b", metavar="B", nargs="?", help="the state to judge, of any number of ranks")
     parser.add_argument("--earlier", action="append", default=[], metavar="OLD", help="an earlier state of the "
                         "training, whose entries B may have instead; may be repeated")  # fmt: skip
+    parser.add_argument("--rename", action="append", default=[], metavar="REGEX=NEW", help="replace this part of the "
+                        "names of B, as re.sub() does; may be repeated")  # fmt: skip
     return parser

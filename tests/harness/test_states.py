@@ -383,6 +383,35 @@ def test_a_state_changes_nothing(tmp_path):
     assert torch.equal(torch.get_rng_state(), random) and not optimizer.state
 
 
+def test_names_of_a_file_are_replaced_by_rules(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"lora_A": nn.ModuleDict({"default": nn.Linear(4, 2)}), "b": nn.Linear(2, 2)})
+    shardproof.state(model, out=tmp_path / "one")
+    save_file(
+        {f"base_model.{name.replace('.default', '')}": one for name, one in model.state_dict().items()},
+        tmp_path / "adapter.safetensors",
+    )
+    ask = (tmp_path / "one", tmp_path / "adapter.safetensors")
+    assert said(capsys, *ask, "--rename", r"lora_(.)=lora_\1.default", code=0) == "nothing differs"
+    assert "lora_A.default.weight" in said(capsys, *ask, code=1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        ("lora", "--rename lora: expected REGEX=NEW"),
+        ("(=x", "--rename (=x: missing ), unterminated subpattern"),
+        (r"a=\2", r"--rename a=\\2: invalid group reference 2"),
+        ("up|down=x", "two entries get the name x.weight, one of them down.weight"),
+    ],
+)
+def test_a_rule_that_is_none_is_one_line(rule, told, tmp_path, capsys):
+    shardproof.state(Net(), out=tmp_path / "one")
+    assert main(["state", str(tmp_path / "one"), str(tmp_path / "one"), "--rename", rule]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line, line
+
+
 def test_a_safetensors_file_is_read_without_its_optimizer(tmp_path, capsys):
     torch.manual_seed(0)
     model = Net(is_tied=False)
