@@ -401,7 +401,7 @@ def test_names_of_a_file_are_replaced_by_rules(tmp_path, capsys):
     [
         ("lora", "--rename lora: expected REGEX=NEW"),
         ("(=x", "--rename (=x: missing ), unterminated subpattern"),
-        (r"a=\2", r"--rename a=\\2: invalid group reference 2"),
+        (r"a=\2", "invalid group reference 2"),
         ("up|down=x", "two entries get the name x.weight, one of them down.weight"),
     ],
 )
