@@ -311,6 +311,11 @@ def _of_parts(evidence: Evidence, names: list[str]) -> DoctorFinding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
+    if record.gradients.are_consumed:
+        return (
+            "not judged, as an optimizer steps within backward and consumes gradients there (a hook of a parameter "
+            "calls step()): after its first step in a backward no own gradient is read"
+        )
     if record.modules.compiled or record.modules.unhooked:
         return "not judged, as its own gradient is computed inside of a compiled module or function"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
