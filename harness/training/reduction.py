@@ -443,6 +443,12 @@ def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float
             "fully_shard() that were made before the tie have two; tie before fully_shard()"
         )
         return DoctorFinding((codes.REDUCED_ONCE,), codes.UNTIED, evidence.step, UNKNOWN, (line, more))
+    if any(record.norms.clipped_scaled for record in evidence.records):
+        more = (
+            "seen: gradients were clipped, and the loss scaler unscaled them after that: once all microbatches of the "
+            "step are accumulated, call scaler.unscale_(optimizer), then clip"
+        )
+        return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, (line, more))
     lines = line, "and they match no known mistake"
     return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
 

@@ -266,9 +266,7 @@ def _noting(function: Callable[..., Any], stepped: "weakref.WeakSet[torch.amp.Gr
     return step
 
 
-def _after_update(
-    function: Callable[..., Any], stepped: "weakref.WeakSet[torch.amp.GradScaler]"
-) -> Callable[..., Any]:
+def _after_update(function: Callable[..., Any], stepped: "weakref.WeakSet[torch.amp.GradScaler]") -> Callable[..., Any]:
     @functools.wraps(function)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
