@@ -359,25 +359,16 @@ def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
 
 def _of_same(evidence: Evidence, readers: Sequence[tuple[int, ...]]) -> Iterator[DoctorFinding]:
     """Find data ranks that read the same; a note where that may be meant, and nothing where it must be so."""
-    over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
     ranks = sorted(rank for one in readers for rank in one)
     lines = [
-        f"the {len(readers)} ranks{over} ({ranks_of(ranks)}) read the same data in the step"
-        if len(ranks) == len(readers)
-        else f"the {len(readers)} data-parallel ranks{over}, which are {_sets(evidence, readers)}, read the same data "
-        "in the step",
+        f"the {_named_readers(evidence, readers, ranks)} read the same data in the step",
         "each must read its own part: give the sampler the number of ranks and this rank",
     ]
     # Ranks that compute parts of one model read the same, and nothing tells that these do not.
-    parts = [] if evidence.are_readers_known else [name for name in evidence.parts if not _is_constant(evidence, name)]
+    unlike = {} if evidence.are_readers_known else evidence.parts
+    parts = [name for name in unlike if name not in evidence.starts[0].constant]
     if peers := [name for name in parts if _is_part_of_each(evidence, name, ranks)]:
-        if not _compute_copies_alike(evidence, ranks):
-            line = (
-                f"{ranks_of(ranks)} read the same data in the step, as ranks must that compute parts of one model: "
-                f'{listed(peers)} differ from the start, and are not reduced; name the groups: doctor(model, groups={{"'
-                'dp": ..., "tp": ...}), or give each rank data of its own'
-            )
-            yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME_OF_PARTS, (line,), is_note=True)
+        yield from _of_peers(evidence, ranks, peers)
         return
     is_note = bool(parts)
     if parts:
@@ -386,7 +377,7 @@ def _of_same(evidence: Evidence, readers: Sequence[tuple[int, ...]]) -> Iterator
             'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
         )
     # Each with its own of the other data ranks: those of one data rank may compute parts of a gradient.
-    names = [name for name in evidence.trained if not parts or name not in evidence.parts]
+    names = [name for name in evidence.trained if not parts or name not in unlike]
     if any(_compute_apart(evidence, one, names) for one in zip(*readers, strict=False)):
         has_dropout = any(evidence.records[rank].modules.has_dropout for rank in ranks)
         is_note |= not has_dropout
@@ -394,8 +385,26 @@ def _of_same(evidence: Evidence, readers: Sequence[tuple[int, ...]]) -> Iterator
     yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
 
 
-def _is_constant(evidence: Evidence, name: str) -> bool:
-    return name in evidence.starts[0].constant
+def _named_readers(evidence: Evidence, readers: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> str:
+    """Name data ranks: "2 ranks of dp (ranks 0-1)", or with the ranks of each where these are several."""
+    over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
+    if len(ranks) == len(readers):
+        return f"{len(readers)} ranks{over} ({ranks_of(ranks)})"
+    return f"{len(readers)} data-parallel ranks{over}, which are {_sets(evidence, readers)},"
+
+
+def _of_peers(evidence: Evidence, ranks: Sequence[int], names: list[str]) -> Iterator[DoctorFinding]:
+    """Note, of ranks that began with values of their own and do not reduce them, that they read the same.
+
+    Not of those that are seen to compute one model together.
+    """
+    if not _compute_copies_alike(evidence, ranks):
+        line = (
+            f"{ranks_of(ranks)} read the same data in the step, as ranks must that compute parts of one model: "
+            f"{listed(names)} differ from the start, and are not reduced; name the groups: "
+            'doctor(model, groups={"dp": ..., "tp": ...}), or give each rank data of its own'
+        )
+        yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME_OF_PARTS, (line,), is_note=True)
 
 
 def _is_part_of_each(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
@@ -440,7 +449,7 @@ def check_batches_ever(records: Sequence[Evidence], noted: Sequence[DoctorFindin
     """D9, after the last step: a rank does not read in each step what it has read in the one before.
 
     Args:
-        noted: notes of ranks that read the same, which are told here (see :func:`may_be_fixed`).
+        noted: notes of ranks that read the same, which have waited (see :func:`may_be_fixed`).
     """
     batches = [[frozenset(record.forwards.batches) for record in one.records] for one in records]
     ranks = [rank for rank, mine in enumerate(zip(*batches, strict=True)) if all(mine) and len(set(mine)) == 1]

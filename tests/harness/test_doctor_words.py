@@ -1,4 +1,4 @@
-"""What the doctor says of a loop is true of it: reasons, counts, samplers, and who reads the same.
+"""The doctor's lines about a loop are true of it: reasons, counts, samplers, and who reads the same.
 
 Each row is close to a script of a blind trial, of which a line was untrue or of no use.
 """
@@ -87,7 +87,7 @@ def test_of_ranks_that_compute_parts_of_one_model_nothing_is_said_of_their_data(
 
 @pytest.mark.sampled
 @world(2)
-def test_parts_of_one_model_whose_copies_drift_are_told_one_line_of_their_data(rank: Rank) -> None:
+def test_parts_of_one_model_whose_copies_drift_have_one_line_about_their_data(rank: Rank) -> None:
     found, _ = told(functools.partial(divided, sums=False), rank)
     (note,) = [one.splitlines() for one in found if "D9" in one]
     assert note[0] == "note: step 0: ranks with parameters of their own read the same data [D9, S11]"
@@ -171,7 +171,7 @@ def steps_in_backward(rank: Rank):
 
 @pytest.mark.sampled
 @world(2)
-def test_what_an_optimizer_in_backward_has_consumed_is_named_as_such(rank: Rank) -> None:
+def test_gradients_that_an_optimizer_in_backward_has_consumed_are_named_as_such(rank: Rank) -> None:
     found, summary = told(steps_in_backward, rank)
     assert not found and "not judged, as an optimizer steps within backward and consumes gradients there" in summary
     assert "no forward of a watched module" not in summary
@@ -206,12 +206,13 @@ def test_a_scaler_that_is_updated_without_a_step_drops_no_microbatch(rank: Rank,
     found, summary = told(functools.partial(scaled, is_each=is_each, clips=clips), rank)
     assert "6 different microbatches, 3 a step on a rank" in summary
     assert ("every gradient is the mean over 2 ranks (c = 0.5 x the sum of 6 parts" in summary) != is_each
-    assert len(found) == is_each and all("[D11" in one for one in found), found
+    # Of a bias of three elements alone no weights are known, so that it has a finding of its own.
+    assert bool(found) == is_each and all("[D11" in one for one in found), found
     seen = "seen: gradients were clipped, and the loss scaler unscaled them after that"
     assert all((seen in one) == clips and ("next: record" in one) != clips for one in found), found
 
 
-def test_what_is_to_be_recorded_has_its_condition_beside_it():
+def test_the_recordings_to_make_have_their_condition_next_to_them():
     text = " ".join(next_lines(2))
     assert "the rows of a step must be the same in both" in text and "by rank are not the same" in text
 
@@ -290,7 +291,7 @@ def test_data_of_all_ranks_that_change_are_noted_as_before(rank: Rank) -> None:
 
 @pytest.mark.sampled
 @world(2)
-def test_a_note_that_waits_is_told_where_the_loop_fails(rank: Rank) -> None:
+def test_a_note_that_waits_is_reported_if_the_loop_fails(rank: Rank) -> None:
     watching = doctor(on_finding="collect", patience=20)
     with pytest.raises(ZeroDivisionError), watching:
         torch.manual_seed(0)
