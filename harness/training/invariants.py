@@ -376,13 +376,19 @@ def _of_same(evidence: Evidence, readers: Sequence[tuple[int, ...]]) -> Iterator
             f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
             'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
         )
-    # Each with its own of the other data ranks: those of one data rank may compute parts of a gradient.
-    names = [name for name in evidence.trained if not parts or name not in unlike]
-    if any(_compute_apart(evidence, one, names) for one in zip(*readers, strict=False)):
-        has_dropout = any(evidence.records[rank].modules.has_dropout for rank in ranks)
-        is_note |= not has_dropout
-        lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
+    if why := _why_apart(evidence, readers, [name for name in evidence.trained if not parts or name not in unlike]):
+        is_note |= why != _UNDER_DROPOUT
+        lines.append(why)
     yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
+
+
+def _why_apart(evidence: Evidence, readers: Sequence[tuple[int, ...]], names: Sequence[str]) -> str:
+    """Return the line about gradients that data ranks compute from the same; empty if these are the same too."""
+    # Each with its own of the other data ranks: those of one data rank may compute parts of a gradient.
+    if not any(_compute_apart(evidence, one, names) for one in zip(*readers, strict=False)):
+        return ""
+    has_dropout = any(evidence.records[rank].modules.has_dropout for one in readers for rank in one)
+    return _UNDER_DROPOUT if has_dropout else _FROM_THE_SAME
 
 
 def _named_readers(evidence: Evidence, readers: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> str:
