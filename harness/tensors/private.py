@@ -86,6 +86,7 @@ NAMES = tuple(
                 "_C._functorch.get_unwrapped", "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
             )
         ),
+        ("utils.data.dataloader._BaseDataLoaderIter", "the samplers of loaders that a loop does not keep", _UNSEEN),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),

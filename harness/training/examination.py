@@ -35,6 +35,9 @@ class Examination:
         self._of_replicas: list[Evidence] = []
         #: Findings of microbatches that were dropped, until another step tells whether each step drops as many.
         self._doubts: list[tuple[Evidence, list[DoctorFinding]]] = []
+        #: Notes of ranks that read the same data, until all steps tell whether these are the same in each.
+        self._same: list[DoctorFinding] = []
+        self._is_at_the_end = False
         #: Findings of ranks that train apart, until their parameters are equal when a later step begins.
         self._apart: list[DoctorFinding] = []
         self._are_averaged = False
@@ -44,7 +47,11 @@ class Examination:
         new: list[DoctorFinding] = []
         for one in found:
             is_known = any(one.key == other.key and not self._is_sure(one, other) for other in (*self.findings, *new))
-            if set(one.checks) & self.checks and not is_known:
+            if not set(one.checks) & self.checks or is_known:
+                continue
+            if self._waits and not self._is_at_the_end and invariants.may_be_fixed(one):
+                self._same = self._same or [one]
+            else:
                 new.append(one)
         self.findings += new
         return new
@@ -99,14 +106,17 @@ class Examination:
 
     def take_waiting(self) -> list[DoctorFinding]:
         """Return the findings that a later step might have cleared, and keep them no longer."""
-        found = [*(one for _, found in self._doubts for one in found), *self._apart]
+        found = [*self._same, *(one for _, found in self._doubts for one in found), *self._apart]
+        self._same.clear()
         self._doubts.clear()
         self._apart.clear()
+        self._is_at_the_end = True
         return found
 
     def at_the_end(self) -> Iterator[list[DoctorFinding]]:
         """What all steps together show; each is added before the next is asked for."""
         yield self.settle()
+        same, self._same = self._same, []
         yield self.take_waiting()
         yield list(updates.check_optimizers_ever(self.seen))
         yield list(invariants.check_gradients_ever(self.seen))
@@ -114,7 +124,7 @@ class Examination:
         yield list(updates.check_moments_ever(self.seen))
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
-        yield list(invariants.check_batches_ever(self.seen))
+        yield list(invariants.check_batches_ever(self.seen, same))
         yield list(invariants.check_gathered_ever(self.seen))
         # Of all steps in which replicas were to be alike; those that differ explain theirs.
         if not self._are_averaged and not any(map(_is_of_replicas, self.findings)):

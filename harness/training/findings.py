@@ -60,7 +60,8 @@ def count_of(number: int, one: str, more: str) -> str:
 def next_lines(ranks: int) -> tuple[str, ...]:
     """Return what to run where a finding does not show its cause: the script of this process, recorded and compared."""
     return (
-        "next: record the same data in each step on one rank and on these ranks, and see where the runs first diverge",
+        "next: record one rank and these ranks, and see where the runs first diverge; the rows of a step must be",
+        "the same in both: one rank reads those of all (data that a script seeds or draws by rank are not the same)",
         f"  {launched('record --out ref', 1, sys.argv)}",
         f"  {launched('record --out run', ranks, sys.argv)}",
         "  shardproof compare ref run",

@@ -31,12 +31,21 @@ APART = "model-parallel ranks read different data"
 #: The title of the finding that data-parallel ranks read the same data.
 SAME = "ranks read the same data"
 
+#: The title of the note of ranks that read the same data, and seem to hold parts of one model.
+SAME_OF_PARTS = "ranks with parameters of their own read the same data"
+
 #: Of ranks that read the same and compute other gradients: dropout explains it, or the loop draws something else.
 _UNDER_DROPOUT = "their gradients differ by dropout"
 _FROM_THE_SAME = (
     "their gradients differ: meant, as where each rank draws its own actions, noise or labels for the same inputs? "
     "then leave it"
 )
+
+#: Of inputs that are the same in all steps too.
+_DRAWN = " for which each rank draws its own actions, noise or labels"
+
+#: Where no loader tells why ranks read the same.
+_NO_LOADER = "no DataLoader was seen: each rank must read its own part of the data"
 
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
@@ -338,7 +347,7 @@ def check_data(evidence: Evidence) -> Iterator[DoctorFinding]:
         same.setdefault(batches[ranks[0]], []).append(number)
     for batch, numbers in same.items():
         if len(numbers) > 1 and batch:
-            yield _of_same(evidence, [evidence.readers[number] for number in numbers])
+            yield from _of_same(evidence, [evidence.readers[number] for number in numbers])
     yield from _read_twice(evidence.after_drops)
 
 
@@ -348,39 +357,87 @@ def _read_apart(evidence: Evidence, ranks: Sequence[int]) -> bool:
     return len(set(batches)) > 1 and all(batches) and not _divide_inputs(evidence, ranks)
 
 
-def _of_same(evidence: Evidence, sets: Sequence[Sequence[int]]) -> DoctorFinding:
-    """Make the finding of data ranks that read the same; a note where that may be meant."""
-    readers = [rank for ranks in sets for rank in ranks]
-    over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
+def _of_same(evidence: Evidence, readers: Sequence[tuple[int, ...]]) -> Iterator[DoctorFinding]:
+    """Find data ranks that read the same; a note where that may be meant, and nothing where it must be so."""
+    ranks = sorted(rank for one in readers for rank in one)
     lines = [
-        f"the {len(readers)} ranks{over} ({ranks_of(readers)}) read the same data in the step",
+        f"the {_named_readers(evidence, readers, ranks)} read the same data in the step",
         "each must read its own part: give the sampler the number of ranks and this rank",
     ]
     # Ranks that compute parts of one model read the same, and nothing tells that these do not.
-    parts = [] if evidence.are_readers_known else list(evidence.parts)
-    is_note = False
-    if parts := [name for name in parts if name not in evidence.starts[0].constant]:
-        is_note = True
+    unlike = {} if evidence.are_readers_known else evidence.parts
+    parts = [name for name in unlike if name not in evidence.starts[0].constant]
+    if peers := [name for name in parts if _is_part_of_each(evidence, name, ranks)]:
+        yield from _of_peers(evidence, ranks, peers)
+        return
+    is_note = bool(parts)
+    if parts:
         lines.append(
             f"meant, as where ranks compute parts of one model ({listed(parts)} differ from the start)? then "
             'name the groups: doctor(model, groups={"dp": ..., "tp": ...})'
         )
-    if _compute_apart(evidence, sets):
-        has_dropout = any(evidence.records[rank].modules.has_dropout for rank in readers)
-        is_note |= not has_dropout
-        lines.append(_UNDER_DROPOUT if has_dropout else _FROM_THE_SAME)
-    return DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
+    if why := _why_apart(evidence, readers, [name for name in evidence.trained if not parts or name not in unlike]):
+        is_note |= why != _UNDER_DROPOUT
+        lines.append(why)
+    yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME, tuple(lines), is_note)
 
 
-def _compute_apart(evidence: Evidence, sets: Sequence[Sequence[int]]) -> bool:
-    """Whether data ranks that read the same compute other gradients from it, as far as they compute those of the same.
+def _why_apart(evidence: Evidence, readers: Sequence[tuple[int, ...]], names: Sequence[str]) -> str:
+    """Return the line about gradients that data ranks compute from the same; empty if these are the same too."""
+    # Each with its own of the other data ranks: those of one data rank may compute parts of a gradient.
+    if not any(_compute_apart(evidence, one, names) for one in zip(*readers, strict=False)):
+        return ""
+    has_dropout = any(evidence.records[rank].modules.has_dropout for one in readers for rank in one)
+    return _UNDER_DROPOUT if has_dropout else _FROM_THE_SAME
 
-    Each of ``sets`` is one data rank. Its ranks have parts of a gradient, under sequence parallelism also if each
-    has all elements, so that the first ranks of the sets are compared, and the second, and so on.
+
+def _named_readers(evidence: Evidence, readers: Sequence[tuple[int, ...]], ranks: Sequence[int]) -> str:
+    """Name data ranks: "2 ranks of dp (ranks 0-1)", or with the ranks of each where these are several."""
+    over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
+    if len(ranks) == len(readers):
+        return f"{len(readers)} ranks{over} ({ranks_of(ranks)})"
+    return f"{len(readers)} data-parallel ranks{over}, which are {_sets(evidence, readers)},"
+
+
+def _of_peers(evidence: Evidence, ranks: Sequence[int], names: list[str]) -> Iterator[DoctorFinding]:
+    """Note, of ranks that began with values of their own and do not reduce them, that they read the same.
+
+    Not of those that are seen to compute one model together.
     """
+    if not _compute_copies_alike(evidence, ranks):
+        line = (
+            f"{ranks_of(ranks)} read the same data in the step, as ranks must that compute parts of one model: "
+            f"{listed(names)} differ from the start, and are not reduced; name the groups: "
+            'doctor(model, groups={"dp": ..., "tp": ...}), or give each rank data of its own'
+        )
+        yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, SAME_OF_PARTS, (line,), is_note=True)
+
+
+def _is_part_of_each(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
+    """Whether each rank began with values of its own of a parameter, and its gradient is what it computes alone."""
+    if any(len(evidence.parts[name].get(rank, ())) != 1 for rank in ranks):
+        return False
+    computed = [evidence.computed(name, rank) for rank in ranks]
+    return all(one is not None and fit(*one)[1] <= 8 * evidence.tolerance(name) for one in computed)
+
+
+def _compute_copies_alike(evidence: Evidence, ranks: Sequence[int]) -> bool:
+    """Whether ranks that hold parts of one model compute the same gradients of all else, of which each has a copy.
+
+    By other layers they would not, unless they send each other what these return.
+    """
+    copies = [name for name in evidence.trained if name not in evidence.parts]
+    has_some = any(
+        float(vector_of(one).norm()) > 0 for name in copies for _, one in evidence.gradients[ranks[0]].own.get(name, [])
+    )
+    return has_some and not _compute_apart(evidence, ranks, copies)
+
+
+def _compute_apart(evidence: Evidence, readers: Sequence[int], names: Iterable[str]) -> bool:
+    """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
     distance = size = 0.0
-    for name, ranks in itertools.product(evidence.trained, zip(*sets, strict=False)):
-        own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in ranks]
+    for name in names:
+        own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in readers]
         if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
             continue
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
@@ -389,12 +446,26 @@ def _compute_apart(evidence: Evidence, sets: Sequence[Sequence[int]]) -> bool:
     return distance > numerics.ALIKE**2 * size
 
 
-def check_batches_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
-    """D9, after the last step: a rank does not read in each step what it has read in the one before."""
+def may_be_fixed(finding: DoctorFinding) -> bool:
+    """Whether a finding is a note that later steps may explain: all ranks read fixed data, from no loader."""
+    return finding.title == SAME and finding.lines[1:] in ((_NO_LOADER, _UNDER_DROPOUT), (_NO_LOADER, _FROM_THE_SAME))
+
+
+def check_batches_ever(records: Sequence[Evidence], noted: Sequence[DoctorFinding] = ()) -> Iterator[DoctorFinding]:
+    """D9, after the last step: a rank does not read in each step what it has read in the one before.
+
+    Args:
+        noted: notes of ranks that read the same, which have waited (see :func:`may_be_fixed`).
+    """
     batches = [[frozenset(record.forwards.batches) for record in one.records] for one in records]
     ranks = [rank for rank, mine in enumerate(zip(*batches, strict=True)) if all(mine) and len(set(mine)) == 1]
     # Copies that train by themselves, as in meta-learning, take a few steps on one batch.
-    if len(records) > 1 and ranks and not all(one.reduces_nothing for one in records):
+    is_fixed = len(records) > 1 and bool(ranks) and not all(one.reduces_nothing for one in records)
+    if is_fixed and noted and len(set(batches[0])) == 1 and len(ranks) == len(batches[0]):
+        yield _of_fixed(noted[0], f"{records[0].step}-{records[-1].step}", len(ranks))
+        return
+    yield from noted
+    if is_fixed:
         lines = (
             f"{ranks_of(ranks)} read the same microbatches in the steps {records[0].step}-{records[-1].step}",
             "meant, as for a batch to be learned by heart or to serve several steps, or for made-up data of a "
@@ -402,6 +473,16 @@ def check_batches_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         )
         title = "each step reads the same data"
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, title, lines, is_note=True)
+
+
+def _of_fixed(note: DoctorFinding, steps: str, count: int) -> DoctorFinding:
+    """Make one note, of one line, of data that are the same on all ranks and in each step."""
+    by, drawn = (" by dropout", "") if _UNDER_DROPOUT in note.lines else ("", _DRAWN)
+    line = (
+        f"the {count} ranks read the same microbatches in all of the steps {steps}, and compute other gradients{by}: "
+        f"meant, as for fixed inputs{drawn}? else give each rank and step its own part of the data"
+    )
+    return dataclasses.replace(note, title="ranks and steps read the same data", lines=(line,))
 
 
 def _read_twice(evidence: Evidence) -> Iterator[DoctorFinding]:
@@ -515,7 +596,7 @@ def with_samplers(finding: DoctorFinding, seen: Sequence[Sequence[str]]) -> Doct
     is_note = finding.is_note
     if not any(seen):
         is_note |= _UNDER_DROPOUT in finding.lines  # no sampler shows that the data are meant to differ
-        told = "no DataLoader was seen: each rank must read its own part of the data"
+        told = _NO_LOADER
     elif streams := [one for one in seen[0] if one.startswith(ITERABLE)]:
         told = (
             f"seen: {', '.join(streams[:3])} on each rank, without a sampler: divide the data by rank in __iter__(), "

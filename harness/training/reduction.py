@@ -340,6 +340,11 @@ def _of_copies(evidence: Evidence, names: list[str]) -> DoctorFinding:
 def _why_unseen(evidence: Evidence, name: str) -> str:
     """Say why the own gradient of a parameter is not known, so that its reduction is not judged."""
     record = evidence.records[0]
+    if record.gradients.are_consumed:
+        return (
+            "not judged, as an optimizer steps within backward and consumes gradients there (a hook of a parameter "
+            "calls step()): after its first step in a backward no own gradient is read"
+        )
     if record.modules.compiled or record.modules.unhooked:
         return "not judged, as its own gradient is computed inside of a compiled module or function"
     return "not judged, as no forward of a watched module found it, so its own gradient was not seen"
@@ -467,6 +472,12 @@ def _of_none(evidence: Evidence, names: Sequence[str], who: str, residual: float
             "fully_shard() that were made before the tie have two; tie before fully_shard()"
         )
         return DoctorFinding((codes.REDUCED_ONCE,), codes.UNTIED, evidence.step, UNKNOWN, (line, more))
+    if any(record.norms.clipped_scaled for record in evidence.records):
+        more = (
+            "seen: gradients were clipped, and the loss scaler unscaled them after that: once all microbatches of the "
+            "step are accumulated, call scaler.unscale_(optimizer), then clip"
+        )
+        return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, (line, more))
     lines = line, "and they match no known mistake"
     return DoctorFinding((codes.REDUCED_ONCE,), "", evidence.step, UNKNOWN, lines, is_open=True)
 

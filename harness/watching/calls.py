@@ -12,6 +12,7 @@ import functools
 import importlib
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,7 +45,7 @@ class Observer(Protocol):
         """Before a loss scaler unscales the gradients of an optimizer."""
 
     def on_scaler_update(self) -> None:
-        """After a loss scaler was updated."""
+        """After a loss scaler was updated that has stepped an optimizer, or skipped its step, since the last time."""
 
     def on_engine_step(self, engine: nn.Module) -> None:
         """Before a call of DeepSpeed's ``engine.step()``."""
@@ -188,7 +189,9 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
     yield "torch.optim.Optimizer.zero_grad", _before_zero_grad(torch.optim.Optimizer.zero_grad)
     yield "torch.nn.Module.zero_grad", _before_zero_grad(nn.Module.zero_grad)
-    yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update)
+    stepped: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+    yield "torch.amp.GradScaler.step", _noting(torch.amp.GradScaler.step, stepped)
+    yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update, stepped)
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
     if (engine := sys.modules.get(engines.MODULE)) is not None:
         yield engines.STEP, _around_step(engine.DeepSpeedEngine.step)
@@ -254,12 +257,23 @@ def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     return backward
 
 
-def _after_update(function: Callable[..., Any]) -> Callable[..., Any]:
+def _noting(function: Callable[..., Any], stepped: "weakref.WeakSet[torch.amp.GradScaler]") -> Callable[..., Any]:
+    @functools.wraps(function)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stepped.add(self)
+        return function(self, *args, **kwargs)
+
+    return step
+
+
+def _after_update(function: Callable[..., Any], stepped: "weakref.WeakSet[torch.amp.GradScaler]") -> Callable[..., Any]:
     @functools.wraps(function)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
-        for one in _observers:
+        # One that is updated for each microbatch has skipped no step by that.
+        for one in _observers if self in stepped else ():
             one.on_scaler_update()
+        stepped.discard(self)
         return result
 
     return update

@@ -13,9 +13,10 @@ from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from shardproof.harness.tensors import private
 from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
 from shardproof.harness.watching.records import Groups, NotWatchable, Reducers
 
@@ -193,19 +194,28 @@ def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> Reducers:
 def samplers() -> list[str]:
     """Return the samplers of the data loaders of this process: "DistributedSampler(num_replicas=2, rank=0)".
 
-    Of an IterableDataset, which has none, it is the data set: "the IterableDataset Stream".
+    Of an IterableDataset, which has none, it is the data set: "the IterableDataset Stream". A loop that makes a loader
+    where it begins, as in ``for batch in DataLoader(data)``, keeps what iterates over it alone.
     """
+    iterator = private.find("torch.utils.data.dataloader._BaseDataLoaderIter") or DataLoader
     found = []
     for one in gc.get_objects():
-        if issubclass(type(one), DataLoader):
-            sampler, kind = one.sampler, type(one.sampler).__name__
-            is_of_ranks = isinstance(sampler, DistributedSampler)
-            if isinstance(one.dataset, IterableDataset):  # which torch gives a sampler that says nothing
-                found.append(f"{ITERABLE} {type(one.dataset).__name__}")
-            else:
-                of_ranks = f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})" if is_of_ranks else kind
-                found.append(of_ranks)
+        if issubclass(type(one), DataLoader):  # not by isinstance, which asks proxies of dead objects
+            found.append(_sampler_of(one.dataset, one.sampler if one.batch_sampler is None else one.batch_sampler))
+        elif issubclass(type(one), iterator):
+            found.append(_sampler_of(one._dataset, one._index_sampler))
     return list(dict.fromkeys(found))
+
+
+def _sampler_of(data: Any, sampler: Any) -> str:
+    """Name what gives a rank its part of a data set; ``sampler`` may be that of batches."""
+    if isinstance(data, IterableDataset):  # which torch gives a sampler that says nothing
+        return f"{ITERABLE} {type(data).__name__}"
+    sampler = sampler.sampler if type(sampler) is BatchSampler else sampler
+    kind = type(sampler).__name__
+    if isinstance(sampler, DistributedSampler):
+        return f"{kind}(num_replicas={sampler.num_replicas}, rank={sampler.rank})"
+    return kind
 
 
 def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -165,6 +165,8 @@ class GradientRecord:
     zeroed: list[int] = dataclasses.field(default_factory=list)
     drops: list[Drop] = dataclasses.field(default_factory=list)
     leaks: bool = False  # whether gradients that were computed for another model's optimizer are in those of the step
+    # Whether an optimizer has stepped in the middle of a backward pass: of what this computes later none is own.
+    are_consumed: bool = False
 
     def every(self) -> list[Gradient]:
         """Return those at the optimizer's step, and all before their reduction."""

@@ -145,11 +145,12 @@ class Backwards:
         own: the gradients of this rank alone.
         after: those in ``.grad`` after the last.
         unplaced: parameters with a gradient of which nobody knows where its elements belong.
+        has_steps: whether an optimizer has stepped in the middle of one.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.is_running = self.is_ending = False
+        self.is_running = self.is_ending = self.has_steps = False
         self.own = OwnGradients()
         self.after: dict[str, Pending] = {}
         self.unplaced: set[str] = set()
@@ -354,6 +355,7 @@ class WatchedStep:
     def gradients(self, stage: Stage, *, of: torch.optim.Optimizer | None = None) -> dict[str, Pending]:
         """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         model, found = self._model, dict[str, Pending]()
+        self.backwards.has_steps |= self.backwards.is_running and of is not None
         steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
         for name, parameter in model.parameters():
             if (gradient := model.gradient(parameter)) is None:
@@ -412,6 +414,7 @@ class WatchedStep:
         record = GradientRecord(
             unplaced=sorted(self.backwards.unplaced), zeroed=self.zeroed,
             drops=self.drops.gone(is_skipped=is_skipped), leaks=self.drops.leaks,
+            are_consumed=self.backwards.has_steps,
         )  # fmt: skip
         first = self._first_names()
         pending = [(record.own, *one) for one in own.counted()]
