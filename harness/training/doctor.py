@@ -35,6 +35,7 @@ from shardproof.harness.training.roots import (
     without_seeds,
 )
 from shardproof.harness.watching import calls
+from shardproof.harness.watching.acts import Acts
 from shardproof.harness.watching.groups import (
     DATA,
     groups_of,
@@ -48,6 +49,7 @@ from shardproof.harness.watching.model import LayoutOf
 from shardproof.harness.watching.names import as_list, kind_of, name_of, parameters_of, unwrapped
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.roots import Family, called_as
+from shardproof.harness.watching.sharding import varied_in
 from shardproof.harness.watching.ties import Built, Ties
 from shardproof.harness.watching.watch import Watch
 from shardproof.harness.watching.watching import Watcher
@@ -78,7 +80,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D22"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D26"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -150,6 +152,7 @@ class Doctor(Watcher):
 
     def __enter__(self) -> "Doctor":
         self._patches.enter_context(calls.joins(self))
+        self._acts = self._patches.enter_context(Acts())
         self._attach(self._models)
         return self
 
@@ -255,7 +258,7 @@ class Doctor(Watcher):
             sends_buffers=wrappers.sends_buffers,
             ties=tuple(self._watch.model.tied()),
             built=Built() if self._registered is None else self._registered.built(models),
-            kind=kind_of(unwrapped(models[0])).__name__, call=call,
+            varied=varied_in(parameters), kind=kind_of(unwrapped(models[0])).__name__, call=call,
             has_more=not self._models and self._others.family.others_to_come(),
         )  # fmt: skip
 
@@ -270,6 +273,7 @@ class Doctor(Watcher):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
+        record.acts = self._acts.take()
         if not self._models:
             record.family = self._telling(record.step)
         if self._joining is not None:

@@ -226,6 +226,31 @@ class LossRecord:
     are_means: bool = True  # whether each of them divides by its own labels that count
 
 
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """A scheduler that steps an optimizer which does not step, while another one steps its parameters."""
+
+    scheduler: str  # the name of its class
+    optimizer: str  # that of its optimizer's
+    stepping: str  # that of the one that steps
+    calls: int  # how often the scheduler was stepped since its optimizer was
+    rates: tuple[float, float]  # the learning rate of its optimizer's first group after the first of them and the last
+    rate: float  # that of the one that steps, at each step
+    is_dropped: bool  # whether nothing but schedulers refers to its optimizer
+
+
+@dataclasses.dataclass
+class ActRecord:
+    """Calls of user code since the step before that concern the process: loss scalers, schedulers and state dicts."""
+
+    # The classes of optimizers whose gradients a loss scaler has divided, and has divided again with those added since.
+    divided: list[str] = dataclasses.field(default_factory=list)
+    idle: list[Idle] = dataclasses.field(default_factory=list)
+    # The classes of modules that were given their own tensors to load, which optimizers have written since they were
+    # taken, and how many steps these have made.
+    restored: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass
 class StepRecord:
     """What one rank has seen of one step."""
@@ -246,6 +271,7 @@ class StepRecord:
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     seconds: float = 0.0
+    acts: ActRecord = dataclasses.field(default_factory=ActRecord)  # of the first root alone
     family: Any = None  # of the first root that a loop trains: what the rank tells of the others
 
     def since(self, backwards: int) -> "StepRecord":

@@ -1,4 +1,7 @@
-"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others."""
+"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others.
+
+And what shards are when training begins.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host
+from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.names import parameters_of
@@ -22,6 +25,9 @@ from shardproof.harness.watching.records import Bits
 from shardproof.harness.watching.samples import some_of
 
 _PATH = "torch.distributed.fsdp.fully_shard"
+
+#: Those of parameters whose elements can be compared.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +116,19 @@ class Shardings:
 
 
 @torch.no_grad()
+def varied_in(parameters: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    """Return the names of DTensors of whose local shard not all rows are equal; of one row, not all elements."""
+    names, flags = [], []
+    for name, one in parameters:
+        local = local_of(one.detach())
+        if isinstance(one, DTensor) and type(local) is torch.Tensor and local.dtype in _DTYPES and local.numel():
+            rows = local.reshape(-1, 1) if local.ndim < 2 or len(local) == 1 else local
+            names.append(name)
+            flags.append((rows != rows[:1]).any())
+    return frozenset(name for name, is_varied in zip(names, host_rows(flags), strict=True) if is_varied)
+
+
+@torch.no_grad()
 def _full_in(modules: Sequence[nn.Module]) -> Iterator[_Full]:
     """Yield the full parameters of modules that have values."""
     once: set[int] = set()
@@ -126,9 +145,7 @@ def _full_in(modules: Sequence[nn.Module]) -> Iterator[_Full]:
 
 def _is_full(parameter: nn.Parameter) -> bool:
     is_plain = type(parameter.data) is torch.Tensor and not parameter.is_inference()
-    return is_plain and parameter.device.type != "meta" and parameter.dtype in (
-        torch.float32, torch.float64, torch.bfloat16, torch.float16
-    )  # fmt: skip
+    return is_plain and parameter.device.type != "meta" and parameter.dtype in _DTYPES
 
 
 @torch.no_grad()
