@@ -35,7 +35,6 @@ from shardproof.harness.training.roots import (
     without_seeds,
 )
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.acts import Acts
 from shardproof.harness.watching.groups import (
     DATA,
     groups_of,
@@ -152,7 +151,7 @@ class Doctor(Watcher):
 
     def __enter__(self) -> "Doctor":
         self._patches.enter_context(calls.joins(self))
-        self._acts = self._patches.enter_context(Acts())
+        self._patches.enter_context(self._ranks.acts)
         self._attach(self._models)
         return self
 
@@ -273,7 +272,6 @@ class Doctor(Watcher):
         self._detach()
 
     def _judge(self, record: StepRecord) -> None:
-        record.acts = self._acts.take()
         if not self._models:
             record.family = self._telling(record.step)
         if self._joining is not None:

@@ -37,7 +37,7 @@ class Start:
         sends_buffers: whether DDP replaces the buffers of all ranks by those of one before each forward.
         ties: the sets of names of one parameter.
         built: what has happened to parameters since the model was built, as far as it was seen.
-        varied: the names of DTensors of whose local shard not all rows are equal.
+        varied: the DTensors of whose local shard not all rows are equal, each with the device type of its mesh.
         kind: the name of the class that user code has given the model.
         call: the expression by which user code calls it; empty where it is not known.
         has_more: whether optimizers have parameters of other models.
@@ -58,7 +58,7 @@ class Start:
     sends_buffers: bool = False
     ties: tuple[tuple[str, ...], ...] = ()
     built: Built = dataclasses.field(default_factory=Built)
-    varied: frozenset[str] = frozenset()
+    varied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kind: str = ""
     call: str = ""
     has_more: bool = False

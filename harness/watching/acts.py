@@ -184,9 +184,9 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             is_dropped = _is_dropped(one.optimizer)
             scheduler, optimizer, stepping = one.scheduler(), one.optimizer(), other.optimizer()
             if _has_all(stepping, optimizer) or (is_dropped and _has_replaced(stepping, optimizer)):
-                kinds = (type(each).__name__ for each in (scheduler, optimizer, stepping))
+                kind, own, stepping_kind = (type(each).__name__ for each in (scheduler, optimizer, stepping))
                 ends = one.calls[0][1][0], one.calls[-1][1][0]
-                yield Idle(*kinds, len(one.calls), ends, other.steps[-1][1][0], is_dropped)
+                yield Idle(kind, own, stepping_kind, len(one.calls), ends, other.steps[-1][1][0], is_dropped)
 
     def _pairs(self) -> Iterator[tuple[_Scheduled, _Stepped]]:
         """Yield what a scheduler does to an optimizer that does not step, with another that steps by constant rates.

@@ -81,7 +81,7 @@ class Joiner(Protocol):
 
 
 class Witness(Protocol):
-    """Is told of calls that concern the process, of the first two while a model is observed. None may raise."""
+    """Hears of calls that concern the process, and of the first two while a model is observed. None may raise."""
 
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a backward pass begins; see :class:`Observer`."""

@@ -238,6 +238,9 @@ def drawn(data, *, seeds=(0, 0), draws="shards", names=("0", "2"), mesh=None, no
     with torch.no_grad():
         for name, one in model.named_parameters():
             local, full = one.to_local(), torch.randn(one.shape)
+            if draws == "tensors":  # on CPUs alike on all ranks
+                nn.init.normal_(one)
+                continue
             if draws == "rows":  # of one row, as Mamba's A_log
                 local.copy_(torch.arange(1.0, one.shape[-1] + 1) if one.ndim > 1 else torch.ones(()))
             elif name.endswith("bias"):
@@ -279,6 +282,7 @@ HEALTHY = {
     "loaded at once": (loaded_at_once, ""),
     "shards of full parameters": (lambda data: drawn(data, draws="full"), ""),
     "shards by two seeds": (lambda data: drawn(data, seeds=(0, 1)), ""),
+    "shards that torch draws": (lambda data: drawn(data, draws="tensors"), ""),
     "shards of one row": (lambda data: drawn(data, draws="rows"), ""),
     "shards of replicas": (lambda data: drawn(data, mesh=(2, 1)), ""),
     "a parameter by one seed": (lambda data: drawn(data, names=("2",)), COPIED),
