@@ -21,7 +21,7 @@ def check_acts(evidence: Evidence) -> Iterator[DoctorFinding]:
 
 def _check_divided(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D24: a loss scaler divides each gradient once."""
-    seen = {record.rank: record.acts.divided for record in evidence.records if record.acts.divided}
+    seen = {record.rank: record.modules.acts.divided for record in evidence.records if record.modules.acts.divided}
     if seen:
         divided = next(iter(seen.values()))
         lines = (
@@ -39,7 +39,7 @@ def _check_idle(evidence: Evidence) -> Iterator[DoctorFinding]:
         seen = {
             record.rank: found
             for record in evidence.records
-            if (found := [one for one in record.acts.idle if one.is_dropped != is_note])
+            if (found := [one for one in record.modules.acts.idle if one.is_dropped != is_note])
         }
         if seen:
             yield _of_idle(evidence, next(iter(seen.values()))[0], _on(seen), is_note=is_note)
@@ -63,7 +63,7 @@ def _of_idle(evidence: Evidence, idle: Idle, where: str, *, is_note: bool) -> Do
 
 def _check_restored(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D26: a state that is loaded back is not what the model has."""
-    seen = {record.rank: record.acts.restored for record in evidence.records if record.acts.restored}
+    seen = {record.rank: record.modules.acts.restored for record in evidence.records if record.modules.acts.restored}
     if seen:
         kind, steps = next(iter(seen.values()))[0]
         lines = (

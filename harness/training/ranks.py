@@ -97,7 +97,7 @@ class Ranks:
         assert self.rank is not None
         for one in seen:
             if isinstance(one, StepRecord):
-                one.rank, one.acts = self.rank, self.acts.take()
+                one.rank, one.modules.acts = self.rank, self.acts.take()
 
     def close(self) -> None:
         """Give the group back."""

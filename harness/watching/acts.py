@@ -222,11 +222,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     @_quiet
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Note where a module is given the tensors that it has, and nothing but optimizers has written them."""
-        own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-        given = {name: one for name, one in state.items() if name in own and isinstance(one, torch.Tensor)}
-        if not all(_is_same(one, own[name]) for name, one in given.items()):
-            return
-        tensors = [one for name, one in given.items() if isinstance(own[name], nn.Parameter)]
+        tensors = _own_tensors(module, state)
         taken = [self._taken[id(one)] for one in tensors if id(one) in self._taken]
         if taken and len(taken) == len(tensors) and all(one.after is not None for one in taken):
             steps = self._steps - max(one.steps for one in taken)
@@ -297,6 +293,15 @@ def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     once = dict(zip(places, local, strict=True))
     bits = dict(zip(once, bits_of_all(list(once.values())), strict=True))
     return [bits[place] for place in places]
+
+
+def _own_tensors(module: nn.Module, state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a state that are a module's own parameters; none if one of it is no tensor of its own."""
+    own = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    given = {name: one for name, one in state.items() if name in own and isinstance(one, torch.Tensor)}
+    if not all(_is_same(one, own[name]) for name, one in given.items()):
+        return []
+    return [one for name, one in given.items() if isinstance(own[name], nn.Parameter)]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -184,48 +184,6 @@ def _since(gradients: _ByBackward, backwards: int) -> _ByBackward:
     return {name: parts for name, parts in kept.items() if parts}
 
 
-@dataclasses.dataclass
-class ModuleRecord:
-    """The modules of the model in a step, by the canonical names of their parameters."""
-
-    idle: list[str] = dataclasses.field(default_factory=list)  # of those that no forward of the step has called
-    detached: list[str] = dataclasses.field(default_factory=list)  # of those called, and never with gradients enabled
-    # Parameters that are still gathered after the optimizer's step.
-    gathered: list[str] = dataclasses.field(default_factory=list)
-    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
-    outdated: list[str] = dataclasses.field(default_factory=list)
-    ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
-    # Parameters that have replaced those which DistributedDataParallel was made with, and how many of these are gone.
-    replaced: list[str] = dataclasses.field(default_factory=list)
-    gone: int = 0
-    # The modules whose recomputation in backward draws other random numbers than their forwards did, and whether each
-    # is torch's own and recomputed by torch.
-    redrawn: dict[str, bool] = dataclasses.field(default_factory=dict)
-    has_dropout: bool = False  # whether one drops elements at random in this step
-    # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
-    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
-    compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
-    # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
-    unhooked: list[str] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class NormRecord:
-    """The calls of functions of norms."""
-
-    calls: list[NormCall] = dataclasses.field(default_factory=list)
-    clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
-
-
-@dataclasses.dataclass
-class LossRecord:
-    """The cross-entropies."""
-
-    # Of each the labels that count, and the gradient of the loss with respect to that of one of them.
-    tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    are_means: bool = True  # whether each of them divides by its own labels that count
-
-
 @dataclasses.dataclass(frozen=True)
 class Idle:
     """A scheduler that steps an optimizer which does not step, while another one steps its parameters."""
@@ -252,6 +210,50 @@ class ActRecord:
 
 
 @dataclasses.dataclass
+class ModuleRecord:
+    """The modules of the model in a step, by the canonical names of their parameters."""
+
+    idle: list[str] = dataclasses.field(default_factory=list)  # of those that no forward of the step has called
+    detached: list[str] = dataclasses.field(default_factory=list)  # of those called, and never with gradients enabled
+    # Parameters that are still gathered after the optimizer's step.
+    gathered: list[str] = dataclasses.field(default_factory=list)
+    # Parameters of which a forward found other values gathered than those of the shards, as before an earlier step.
+    outdated: list[str] = dataclasses.field(default_factory=list)
+    ties: list[tuple[str, ...]] = dataclasses.field(default_factory=list)  # sets of names of one parameter
+    # Parameters that have replaced those which DistributedDataParallel was made with, and how many of these are gone.
+    replaced: list[str] = dataclasses.field(default_factory=list)
+    gone: int = 0
+    # The modules whose recomputation in backward draws other random numbers than their forwards did, and whether each
+    # is torch's own and recomputed by torch.
+    redrawn: dict[str, bool] = dataclasses.field(default_factory=dict)
+    has_dropout: bool = False  # whether one drops elements at random in this step
+    # The bits of buffers of user code's modules when the first forward of the step begins, by their canonical names.
+    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
+    # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
+    unhooked: list[str] = dataclasses.field(default_factory=list)
+    # Calls of user code that concern the process; of the first root alone.
+    acts: ActRecord = dataclasses.field(default_factory=ActRecord)
+
+
+@dataclasses.dataclass
+class NormRecord:
+    """The calls of functions of norms."""
+
+    calls: list[NormCall] = dataclasses.field(default_factory=list)
+    clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
+
+
+@dataclasses.dataclass
+class LossRecord:
+    """The cross-entropies."""
+
+    # Of each the labels that count, and the gradient of the loss with respect to that of one of them.
+    tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    are_means: bool = True  # whether each of them divides by its own labels that count
+
+
+@dataclasses.dataclass
 class StepRecord:
     """What one rank has seen of one step."""
 
@@ -271,7 +273,6 @@ class StepRecord:
     unseen: list[str] = dataclasses.field(default_factory=list)  # what cannot be seen, one line each
     memory: int | None = None  # allocated bytes of the accelerator after the step, or None
     seconds: float = 0.0
-    acts: ActRecord = dataclasses.field(default_factory=ActRecord)  # of the first root alone
     family: Any = None  # of the first root that a loop trains: what the rank tells of the others
 
     def since(self, backwards: int) -> "StepRecord":

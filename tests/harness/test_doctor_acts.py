@@ -92,21 +92,22 @@ def scaled_by_two(data):
 # Schedulers
 
 
-def scheduled(data, *, stage=None, make=None, again=False, keeps=False, wrap=DDP):
+def scheduled(data, *, stage=None, make=None, again=False, keeps=None, wrap=DDP):
     """A scheduler from the start; after so many steps the optimizer is made anew, perhaps with a scheduler."""
     model = wrap(perceptron())
     make = make or (lambda optimizer: CosineAnnealingLR(optimizer, T_max=20))
     optimizer = adamw(model)
-    scheduler, kept = make(optimizer), []
+    scheduler, kept = make(optimizer), None
     for step, (inputs, labels) in enumerate(data.batches()):
         if step == stage:
-            kept += [optimizer] if keeps else []
+            kept = keeps(optimizer) if keeps else None
             optimizer = adamw(model)
             scheduler = make(optimizer) if again else scheduler
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         scheduler.step()
+    del kept
 
 
 def scheduled_before_sharding(data):
@@ -273,7 +274,8 @@ HEALTHY = {
     "scheduler of an outer optimizer": (scheduled_outside, ""),
     "scheduler whose rates are copied": (scheduled_by_copies, ""),
     "schedulers of other models": (scheduled_beside, ""),
-    "scheduler of a kept optimizer": (lambda data: scheduled(data, stage=0, keeps=True), IDLE),
+    "scheduler of an optimizer in a list": (lambda data: scheduled(data, stage=0, keeps=lambda one: [one]), IDLE),
+    "scheduler of an optimizer with a name": (lambda data: scheduled(data, stage=0, keeps=lambda one: one), IDLE),
     "restored from clones": (lambda data: restored(data, lambda one: copy.deepcopy(one.state_dict())), ""),
     "restored from a file": (lambda data: restored(data, saved), ""),
     "restored in part": (lambda data: restored(data, part=True), ""),

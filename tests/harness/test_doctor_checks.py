@@ -196,7 +196,7 @@ class Made:
 
     @property
     def acts(self):
-        return [record.acts for record in self.records]
+        return [record.modules.acts for record in self.records]
 
     def put_all(self, **changes):
         put(self.records, **changes)
