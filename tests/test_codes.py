@@ -10,7 +10,13 @@ import pytest
 from shardproof.harness.judging import codes
 from shardproof.harness.training import doctor
 from tests import test_incidents
-from tests.harness import test_doctor_checks, test_doctor_gathers, test_doctor_loops, test_doctor_states
+from tests.harness import (
+    test_doctor_acts,
+    test_doctor_checks,
+    test_doctor_gathers,
+    test_doctor_loops,
+    test_doctor_states,
+)
 from tests.harness.inner import ROOT
 
 TABLE = "harness/judging/codes.py"
@@ -26,6 +32,7 @@ PLANTED: dict[str, list[Mapping[str, Any]]] = {
     "tests/harness/test_doctor_checks.py": [test_doctor_checks.FOUND],
     "tests/harness/test_doctor_gathers.py": [test_doctor_gathers.LOOPS],
     "tests/harness/test_doctor_loops.py": [test_doctor_loops.BROKEN],
+    "tests/harness/test_doctor_acts.py": [test_doctor_acts.BROKEN],
     "tests/harness/test_doctor_states.py": [test_doctor_states.BROKEN],
 }
 
@@ -71,7 +78,7 @@ def test_a_code_in_any_text_is_seen(source: str, count: int) -> None:
 
 def test_codes_are_numbered_and_each_constant_has_its_row() -> None:
     assert list(codes.SIGNATURES) == [f"S{number}" for number in range(1, 14)]
-    assert list(codes.CHECKS) == list(doctor.CHECKS) == [f"D{number}" for number in range(1, 23)]
+    assert list(codes.CHECKS) == list(doctor.CHECKS) == [f"D{number}" for number in range(1, 27)]
     constants = [value for name, value in vars(codes).items() if name.isupper() and isinstance(value, str)]
     assert [one for one in constants if CODE.fullmatch(one)] == [row.code for row in ROWS]
     names = [row.name for row in ROWS]

@@ -13,7 +13,8 @@ where its values are:
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
-  D20 ``training.buffers``, D21 ``training.sharded``, D22 ``training.recomputing``.
+  D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D26
+  ``training.acts``.
 
 A signature never decides a verdict.
 """
@@ -62,6 +63,10 @@ FROZEN: Final = "D19"
 BUFFERS: Final = "D20"
 INITIAL: Final = "D21"
 RECOMPUTED: Final = "D22"
+COPIED: Final = "D23"
+UNSCALED: Final = "D24"
+SCHEDULED: Final = "D25"
+RESTORED: Final = "D26"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,7 @@ _INCIDENTS = "tests/test_incidents.py::"
 _LOOPS = "tests/harness/test_doctor_loops.py::"
 _STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
+_ACTS = "tests/harness/test_doctor_acts.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -221,5 +227,19 @@ CHECKS = _by_code([
          "a recomputation in backward draws the random numbers of its forward (a note of modules of user code, and of "
          "recomputations other than torch's)",
          "leave `preserve_rng_state=True` of activation checkpoints", _STATES + "recomputes another dropout"),
+    Code(COPIED, "shards-are-no-copies",
+         "when training begins, the shards of a parameter on different ranks are not equal bit for bit, unless their "
+         "rows are all equal (a note where this holds of some parameters only)",
+         "draw the full parameter by one seed and take the rank's part, or draw shards by a seed for each rank",
+         _ACTS + "shards by one seed"),
+    Code(UNSCALED, "gradients-are-unscaled-once",
+         "a loss scaler divides each gradient once before the step",
+         "call `unscale_()` once in a step, after the last backward", _ACTS + "unscaled in each microbatch"),
+    Code(SCHEDULED, "schedulers-drive-what-steps",
+         "a scheduler sets the learning rates of an optimizer that steps (a note where this optimizer may step later)",
+         "make the scheduler anew with the optimizer", _ACTS + "scheduler of an earlier optimizer"),
+    Code(RESTORED, "what-is-restored-is-a-copy",
+         "a state dict that is loaded back is not the model's own tensors, which optimizers have written since",
+         "keep a copy: `copy.deepcopy(model.state_dict())`", _ACTS + "restored from its own tensors"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

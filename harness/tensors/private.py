@@ -128,6 +128,8 @@ NAMES = tuple(
         ("distributed.fsdp.FSDPModule._set_unshard_async_op", "calls that change no training", "it is not called"),
         ("distributed.tensor.placement_types._StridedShard", "cases of tensor parallelism", _UNMET),
         ("distributed.device_mesh.DeviceMesh._flatten", "cases on several mesh dimensions that count as one", _UNMET),
+        ("distributed.tensor._dispatch.is_rng_supported_mesh", "the doctor's check of shards that are copies, on CPUs",
+         "not checked on CPUs"),
         ("distributed.tensor.DTensor._local_tensor", "tensors with hooks of the all-gather", _UNMET),
         ("Tensor._backward_hooks", "gradients before hooks of user code", "the doctor does not see them"),
         ("Tensor._make_wrapper_subclass", "tensors with hooks of the all-gather", _UNMET),

@@ -36,6 +36,7 @@ class Start:
         ties: the sets of names of one parameter.
         built: what has happened to parameters since the model was built, as far as it was seen.
         name: how user code names the model.
+        varied: the DTensors of whose local shard not all rows are equal, each with the device type of its mesh.
         has_more: whether optimizers have parameters of other models.
     """
 
@@ -52,6 +53,7 @@ class Start:
     ties: tuple[tuple[str, ...], ...] = ()
     built: Built = dataclasses.field(default_factory=Built)
     name: RootName = dataclasses.field(default_factory=RootName)
+    varied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_more: bool = False
 
 

@@ -3,7 +3,18 @@
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from shardproof.harness.judging import codes
-from shardproof.harness.training import buffers, freezing, invariants, norms, recomputing, reduction, tokens, updates
+from shardproof.harness.training import (
+    acts,
+    buffers,
+    freezing,
+    invariants,
+    norms,
+    recomputing,
+    reduction,
+    sharded,
+    tokens,
+    updates,
+)
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.training.reduction import Reduced, check_reduction
@@ -72,9 +83,11 @@ class Examination:
             *invariants.check_contributions(evidence),
             *updates.check_optimizers(evidence),
             *invariants.check_ties(evidence, ties),
+            *acts.check_acts(evidence),
+            *(sharded.check_copied(evidence) if len(self.seen) == 1 else ()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
-        causes = (invariants.NOT_FINITE, updates.DEAD, invariants.APART)
+        causes = (invariants.NOT_FINITE, updates.DEAD, invariants.APART, acts.DIVIDED)
         if not any(one.title in causes and not one.is_note for one in found):
             found += self._of_gradients(evidence)
         else:

@@ -8,6 +8,7 @@ from shardproof.harness.training import invariants, sharded
 from shardproof.harness.training.evidence import Start, holders_of
 from shardproof.harness.training.exchange import Exchange
 from shardproof.harness.training.findings import DoctorFinding
+from shardproof.harness.watching.acts import Acts
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
 
@@ -22,6 +23,7 @@ class Ranks:
         mine: what this rank is; None before the model is known.
         starts: what each rank is, in the order of ranks; empty before the first exchange.
         holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
+        acts: calls of user code, which records of this rank tell to the others.
     """
 
     def __init__(self, patience: float) -> None:
@@ -29,6 +31,7 @@ class Ranks:
         self.mine: Start | None = None
         self.starts: list[Start] = []
         self.holders: dict[str, list[tuple[int, ...]]] = {}
+        self.acts = Acts()
         self._patience = patience
         self._exchange: Exchange | None = None
 
@@ -90,11 +93,11 @@ class Ranks:
         return steps, len({len(one) for one in every}) == 1
 
     def _sign(self, seen: Sequence[StepRecord | int]) -> None:
-        """Write into records of which rank they are: a watch does not know it."""
+        """Write into records of which rank they are, and its calls: a watch does not know them."""
         assert self.rank is not None
         for one in seen:
             if isinstance(one, StepRecord):
-                one.rank = self.rank
+                one.rank, one.modules.acts = self.rank, self.acts.take()
 
     def close(self) -> None:
         """Give the group back."""

@@ -1,11 +1,13 @@
-"""Is a parameter that ``fully_shard()`` has sharded one rank's, or a mixture of what ranks had? (D21)"""
+"""Are the shards of parameters those of one model, and not a mixture of ranks' (D21), or copies (D23)?"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardproof.harness.judging import codes
 from shardproof.harness.judging.texts import ranks_of
-from shardproof.harness.training.evidence import Start
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import DoctorFinding, count_of, listed
+from shardproof.harness.watching.records import Bits
 from shardproof.harness.watching.sharding import Sharding
 
 #: The fewest elements of which no rank draws equal ones by chance.
@@ -73,3 +75,47 @@ def _of_mixed(
     return DoctorFinding(
         (codes.INITIAL,), codes.APART, 0, title, tuple(lines), is_note=not constant, is_open=not constant
     )
+
+
+def check_copied(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D23, in the first step: the shards of a parameter on different ranks are not copies of each other.
+
+    Rows that are all equal may be meant to be: those of zeros, or of one row that is repeated. Where some parameters
+    alone are copied, these may be meant to begin alike, as experts that are made of one layer.
+    """
+    judged = {name: is_copied for name in evidence.names if (is_copied := _is_copied(evidence, name)) is not None}
+    copied = [name for name, is_copied in judged.items() if is_copied]
+    if not copied:
+        return
+    is_note = len(copied) < len(judged) or len(copied) == 1
+    ranks = [rank for rank, start in enumerate(evidence.starts) if copied[0] in start.bits]
+    all_of = f"all {len(copied)}" if not is_note else f"{len(copied)} of {len(judged)}"
+    mend = "draw the full parameter on each rank by one seed and take its part, or draw shards by a seed for each rank"
+    lines = (
+        f"{listed(copied)}: {ranks_of(ranks)} hold different elements, and the same bits, as of {all_of} sharded "
+        "parameters whose rows are not all equal",
+        f"meant, as where parts of a parameter begin as copies? else {mend}" if is_note
+        else f"as where each rank draws its shard by the same seed: {mend}",
+    )  # fmt: skip
+    yield DoctorFinding((codes.COPIED,), "", evidence.step, "shards are copies", lines, is_note)
+
+
+def _is_copied(evidence: Evidence, name: str) -> bool | None:
+    """Whether shards of other elements and equal sizes have the same bits; None where that cannot be told."""
+    found: dict[Box, Bits] = {}
+    for start, record in zip(evidence.starts, evidence.records, strict=True):
+        held = record.parameters.get(name)
+        if held is None or name not in start.bits:
+            continue
+        # What is loaded after training began is not judged.
+        if held.box is None or name not in start.varied or held.before != start.bits[name][2]:
+            return None
+        # Random numbers of DTensors that torch draws alike on CPUs are other ones on accelerators.
+        if start.varied[name] == "cpu" and start.built.draws_alike:
+            return None
+        found[held.box] = start.bits[name][2]
+    by_size: dict[int, list[Bits]] = {}
+    for box, bits in found.items():
+        by_size.setdefault(box.numel, []).append(bits)
+    large = [bits for size, bits in by_size.items() if size >= _FEW and len(bits) > 1]
+    return all(len(set(bits)) == 1 for bits in large) if large else None

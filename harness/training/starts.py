@@ -15,6 +15,7 @@ from shardproof.harness.watching.groups import groups_of, reducers_of, sizes_of_
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import kind_of, name_of, unwrapped
 from shardproof.harness.watching.roots import RootName
+from shardproof.harness.watching.sharding import varied_in
 from shardproof.harness.watching.ties import Built, Ties
 
 
@@ -68,7 +69,8 @@ class Starts:
             buffers=bits_on_host(model.bits_of_buffers()),
             ties=tuple(model.tied()),
             built=Built() if self._registered is None else self._registered.built(roots),
-            name=RootName(kind_of(unwrapped(roots[0])).__name__, call), has_more=has_more,
+            varied=varied_in(parameters), name=RootName(kind_of(unwrapped(roots[0])).__name__, call),
+            has_more=has_more,
         )  # fmt: skip
 
     def ties(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:

@@ -17,6 +17,7 @@ never gathers, waits for a stream or changes what it sees.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
   that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
+- ``acts``: calls of user code that concern the process: loss scalers, schedulers, state dicts.
 - ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.

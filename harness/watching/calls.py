@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardproof.harness.collectives.announce import METHODS, collective_of
 from shardproof.harness.collectives.trace import Collective
@@ -80,6 +81,25 @@ class Joiner(Protocol):
         """After it has ended, on all ranks together; one that an exception leaves is none that has ended."""
 
 
+class Witness(Protocol):
+    """Hears of calls that concern the process, and of the first two while a model is observed. None may raise."""
+
+    def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Before a backward pass begins; see :class:`Observer`."""
+
+    def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
+        """Before a loss scaler unscales the gradients of an optimizer."""
+
+    def on_schedule(self, scheduler: Any) -> None:
+        """After a scheduler was stepped; not while it is made."""
+
+    def on_state_dict(self, state: Any) -> None:
+        """After a module has returned its state dict."""
+
+    def on_load(self, module: nn.Module, state: Any) -> None:
+        """Before values of a state dict are copied into a module."""
+
+
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
 
 #: Kinds of collectives whose two sides differ, or that have no tensors.
@@ -134,6 +154,55 @@ def joins(joiner: Joiner) -> contextlib.AbstractContextManager[None]:
 def compilations(finder: Finder) -> contextlib.AbstractContextManager[None]:
     """Tell of each ``module.compile()`` in this context."""
     return _finders.including(finder)
+
+
+def witnessed(witness: Witness) -> contextlib.AbstractContextManager[None]:
+    """Tell a witness of the calls in this context."""
+    return _witnesses.including(witness)
+
+
+def _of_witnesses() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield f"{LRScheduler.__module__}.LRScheduler.step", _after_schedule(LRScheduler.step)
+    yield "torch.nn.Module.state_dict", _after_state_dict(nn.Module.state_dict)
+    yield "torch.nn.Module.load_state_dict", _before_load(nn.Module.load_state_dict)
+
+
+def _after_schedule(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = function(self, *args, **kwargs)
+        for one in _witnesses if not getattr(self, "_is_initial", False) else ():
+            one.on_schedule(self)
+        return value
+
+    return step
+
+
+def _after_state_dict(function: Callable[..., Any]) -> Callable[..., Any]:
+    depth = [0]  # it calls itself for each child
+
+    @functools.wraps(function)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        try:
+            value = function(self, *args, **kwargs)
+        finally:
+            depth[0] -= 1
+        for one in _witnesses if depth[0] == 0 else ():
+            one.on_state_dict(value)
+        return value
+
+    return state_dict
+
+
+def _before_load(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        for one in _witnesses if not assign else ():
+            one.on_load(self, state_dict)
+        return function(self, state_dict, strict, assign)
+
+    return load_state_dict
 
 
 def _of_compilations() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -246,7 +315,7 @@ def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if depth[0] == 0:
-            for one in _observers:
+            for one in (*_observers, *_witnesses):
                 one.on_backward([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
         depth[0] += 1
         try:
@@ -291,10 +360,12 @@ def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _before_unscale(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def unscale_(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def unscale_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         for one in _observers if self.is_enabled() else ():
             one.on_unscale()
-        return function(self, *args, **kwargs)
+        for witness in _witnesses if self.is_enabled() else ():
+            witness.on_unscaling(self, optimizer)
+        return function(self, optimizer, *args, **kwargs)
 
     return unscale_
 
@@ -363,4 +434,5 @@ def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 _observers: _Observers[Observer] = _Observers(_functions)
 _finders: _Observers[Finder] = _Observers(_of_compilations)
+_witnesses: _Observers[Witness] = _Observers(_of_witnesses)
 _joiners: _Observers[Joiner] = _Observers(_of_joins)

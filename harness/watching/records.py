@@ -186,6 +186,31 @@ def _since(gradients: _ByBackward, backwards: int) -> _ByBackward:
     return {name: parts for name, parts in kept.items() if parts}
 
 
+@dataclasses.dataclass(frozen=True)
+class Idle:
+    """A scheduler that steps an optimizer which does not step, while another one steps its parameters."""
+
+    scheduler: str  # the name of its class
+    optimizer: str  # that of its optimizer's
+    stepping: str  # that of the one that steps
+    calls: int  # how often the scheduler was stepped since its optimizer was
+    rates: tuple[float, float]  # the learning rate of its optimizer's first group after the first of them and the last
+    rate: float  # that of the one that steps, at each step
+    is_dropped: bool  # whether nothing but schedulers refers to its optimizer
+
+
+@dataclasses.dataclass
+class ActRecord:
+    """Calls of user code since the step before that concern the process: loss scalers, schedulers and state dicts."""
+
+    # The classes of optimizers whose gradients a loss scaler has divided, and has divided again with those added since.
+    divided: list[str] = dataclasses.field(default_factory=list)
+    idle: list[Idle] = dataclasses.field(default_factory=list)
+    # The classes of modules that were given their own tensors to load, which optimizers have written since they were
+    # taken, and how many steps these have made.
+    restored: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+
+
 @dataclasses.dataclass
 class ModuleRecord:
     """The modules of the model in a step, by the canonical names of their parameters."""
@@ -209,6 +234,8 @@ class ModuleRecord:
     compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
     # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
     unhooked: list[str] = dataclasses.field(default_factory=list)
+    # Calls of user code that concern the process; of the first root alone.
+    acts: ActRecord = dataclasses.field(default_factory=ActRecord)
 
 
 @dataclasses.dataclass

@@ -1,4 +1,7 @@
-"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others."""
+"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others.
+
+And what shards are when training begins.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host
+from shardproof.harness.tensors import private
+from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.names import parameters_of
@@ -22,6 +26,12 @@ from shardproof.harness.watching.records import Bits
 from shardproof.harness.watching.samples import some_of
 
 _PATH = "torch.distributed.fsdp.fully_shard"
+
+#: DTensor asks it before it draws random numbers.
+_IS_SUPPORTED = "torch.distributed.tensor._dispatch.is_rng_supported_mesh"
+
+#: Those of parameters whose elements can be compared.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +70,22 @@ class _Full(NamedTuple):
 
 
 class Shardings:
-    """Notes the parameters that calls of ``fully_shard()`` shard; :meth:`close` ends it."""
+    """Notes the parameters that calls of ``fully_shard()`` shard; :meth:`close` ends it.
+
+    Attributes:
+        draws_alike: whether torch may have drawn random numbers of DTensors on a mesh on which each rank draws them by
+            its own generator, as on CPUs.
+    """
 
     def __init__(self) -> None:
         #: By the id of a sharded parameter, what it was, and the bits of the sample of the rank's shard.
         self._seen: dict[int, tuple[weakref.ref[torch.Tensor], _Full, torch.Tensor | None]] = {}
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(calls.replaced(_PATH, self._around(fsdp.fully_shard)))
+        is_supported = private.find(_IS_SUPPORTED)
+        self.draws_alike = is_supported is None
+        if is_supported is not None:
+            self._patches.enter_context(calls.replaced(_IS_SUPPORTED, self._before_draw(is_supported)))
 
     def close(self) -> None:
         """Note no more, and forget what was noted."""
@@ -102,11 +121,36 @@ class Shardings:
 
         return fully_shard
 
+    def _before_draw(self, function: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(function)
+        def is_rng_supported_mesh(*args: Any, **kwargs: Any) -> bool:
+            is_supported = function(*args, **kwargs)
+            self.draws_alike = self.draws_alike or not is_supported
+            return is_supported
+
+        return is_rng_supported_mesh
+
     def _note(self, found: Sequence[_Full]) -> None:
         for full in found:
             now = full.owner._parameters.get(full.last)
             if isinstance(now, DTensor):
                 self._seen[id(now)] = weakref.ref(now), full, _bits_of(now)
+
+
+@torch.no_grad()
+def varied_in(parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Return the DTensors of whose local shard not all rows are equal, or not all elements of one row.
+
+    By name, each with the device type of its mesh.
+    """
+    found, flags = dict[str, str](), []
+    for name, one in parameters:
+        local = local_of(one.detach())
+        if isinstance(one, DTensor) and type(local) is torch.Tensor and local.dtype in _DTYPES and local.numel():
+            rows = local.reshape(-1, 1) if local.ndim < 2 or len(local) == 1 else local
+            found[name] = one.device_mesh.device_type
+            flags.append((rows != rows[:1]).any())
+    return {name: kind for (name, kind), is_varied in zip(found.items(), host_rows(flags), strict=True) if is_varied}
 
 
 @torch.no_grad()
@@ -126,9 +170,7 @@ def _full_in(modules: Sequence[nn.Module]) -> Iterator[_Full]:
 
 def _is_full(parameter: nn.Parameter) -> bool:
     is_plain = type(parameter.data) is torch.Tensor and not parameter.is_inference()
-    return is_plain and parameter.device.type != "meta" and parameter.dtype in (
-        torch.float32, torch.float64, torch.bfloat16, torch.float16
-    )  # fmt: skip
+    return is_plain and parameter.device.type != "meta" and parameter.dtype in _DTYPES
 
 
 @torch.no_grad()

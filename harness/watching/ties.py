@@ -23,11 +23,13 @@ class Built:
         thawed: those that require a gradient, and have replaced ones that did not.
         untied: the pairs that were one parameter until user code replaced one of the two, which may be meant.
         sharded: what each was when ``fully_shard()`` sharded it.
+        draws_alike: whether ranks may have drawn random numbers of DTensors alike; see :class:`sharding.Shardings`.
     """
 
     thawed: tuple[str, ...] = ()
     untied: tuple[tuple[str, ...], ...] = ()
     sharded: Mapping[str, Sharding] = dataclasses.field(default_factory=dict)
+    draws_alike: bool = True
 
 
 class _Pair:
@@ -68,7 +70,8 @@ class Ties:
 
     def built(self, roots: Sequence[nn.Module]) -> Built:
         """Return what has happened to the parameters of these roots."""
-        return Built(self._thawed_in(roots), tuple(self._names(roots, is_apart=True)), self._shardings.of(roots))
+        untied = tuple(self._names(roots, is_apart=True))
+        return Built(self._thawed_in(roots), untied, self._shardings.of(roots), self._shardings.draws_alike)
 
     def names(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:
         """Return the canonical names of what was one parameter in these roots, and which nobody means to be two."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.training.doctor import CHECKS
 from shardproof.harness.training.examination import Examination
-from shardproof.harness.watching.records import Drop, Narrow, NormCall, NotFinite, Optimizer
+from shardproof.harness.watching.records import Drop, Idle, Narrow, NormCall, NotFinite, Optimizer
 from tests.harness.test_doctor_checks import EVERY, SHAPES, Made, gradient
 
 
@@ -74,6 +74,11 @@ CHANGES = {
     ),
     "no place": _parameter(box=None),
     "another buffer": lambda record, *_: record.modules.buffers.update(load=(record.rank,)),
+    "divided again": lambda record, *_: record.modules.acts.divided.append("AdamW"),
+    "idle scheduler": lambda record, *_: record.modules.acts.idle.append(
+        Idle("CosineAnnealingLR", "SGD", "AdamW", 2, (0.1, 0.05), 0.1, record.rank == 0)
+    ),
+    "restored": lambda record, *_: record.modules.acts.restored.append(("Net", 1)),
     "no buffer": lambda record, *_: record.modules.buffers.clear(),
     "idle": lambda record, name, _: record.modules.idle.append(name),
     "gathered": lambda record, name, _: record.modules.gathered.append(name),

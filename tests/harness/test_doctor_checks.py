@@ -13,6 +13,7 @@ from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 from shardproof.harness.training import (
+    acts,
     buffers,
     comparing,
     freezing,
@@ -33,6 +34,7 @@ from shardproof.harness.watching.records import (
     ForwardRecord,
     Gradient,
     Groups,
+    Idle,
     Inputs,
     LossRecord,
     Narrow,
@@ -151,6 +153,16 @@ class Made:
             for name in SHAPES for bits, is_constant, writes in [had(rank, name)]
         })) for rank, one in enumerate(self.starts)]  # fmt: skip
 
+    def copy(self, names, *, copied=""):
+        """Have ranks hold parts of 32 elements, of equal bits; of all but one parameter, of other bits."""
+        for rank, record in enumerate(self.records):
+            begin = rank % 2 * 32
+            for name in names:
+                box, bits = Box((64,), (((begin, begin + 32),),)), (begin if copied and name != copied else 7,)
+                record.parameters[name] = dataclasses.replace(record.parameters[name], box=box, before=bits)
+                self.starts[rank].bits[name] = box, tuple(EVERY), bits
+            self.starts[rank] = dataclasses.replace(self.starts[rank], varied=dict.fromkeys(names, "cuda"))
+
     def seed(self, seeds):
         self.starts = [dataclasses.replace(one, seed=seed) for one, seed in zip(self.starts, [*seeds, 3], strict=True)]
 
@@ -183,6 +195,10 @@ class Made:
     def modules(self):
         return [record.modules for record in self.records]
 
+    @property
+    def acts(self):
+        return [record.modules.acts for record in self.records]
+
     def put_all(self, **changes):
         put(self.records, **changes)
 
@@ -203,6 +219,8 @@ CHECKS |= {
     "tokens": lambda made: tokens.check_tokens(made.evidence()),
     "mixed": lambda made: sharded.check_mixed(made.starts),
     "recomputed": lambda made: recomputing.check_recomputed(made.evidence()),
+    "copied": lambda made: sharded.check_copied(made.evidence()),
+    "acts": lambda made: acts.check_acts(made.evidence()),
     "start": lambda made: invariants.check_start(made.starts, holders_of(made.starts)[1]),
     "ever": lambda made: invariants.check_gradients_ever([made.evidence()]),
     "optimizers_ever": lambda made: updates.check_optimizers_ever([made.evidence()]),
@@ -433,6 +451,29 @@ FOUND = {
     "D22-own": ("recomputed", lambda m: put(m.modules[1:], redrawn={"": False}),
         "note: step 0: recomputations draw other random numbers [D22]|'the model': ...|meant, as where these random "
         "numbers have no part in gradients? else leave preserve_rng_state=True for ..."),
+    "D23": ("copied", lambda m: m.copy(("w", "b")),
+        "step 0: shards are copies [D23]|'w', 'b': ranks 0-3 hold different elements, and the same bits, as of all 2 "
+        "sharded parameters whose rows are not all equal|as where each rank draws its shard by the "
+        "same seed: draw the full parameter ..."),
+    "D23-some": ("copied", lambda m: m.copy(("w", "b"), copied="b"),
+        "note: step 0: shards are copies [D23]|'b': ranks 0-3 ..., as of 1 of 2 sharded parameters ...|"
+        "meant, as where parts of a parameter begin as copies? else draw the full parameter ..."),
+    "D24": ("acts", lambda m: put(m.acts[1:3], divided=["SGD", "SGD"]),
+        "step 0: gradients are unscaled again [D24, S5]|unscale_() divides gradients of SGD that an earlier unscale_() "
+        "has divided, and to which a backward has added others: 2 times since the step before, on ranks 1-2|gradients "
+        "of early microbatches are divided by the scale again and again: call unscale_(), ..."),
+    "D25": ("acts", lambda m: put(m.acts, idle=[Idle("StepLR", "SGD", "AdamW", 3, (0.1, 0.05), 0.2, True)]),
+        "step 0: a scheduler steps an optimizer that does not step [D25]|StepLR was stepped 3 times and moves the "
+        "learning rate of a SGD from 0.1 to 0.05; this optimizer does not step, and an AdamW steps its parameters by "
+        "0.2 each time, on ranks 0-3|seen: nothing but schedulers refers to the optimizer of the scheduler|make the "
+        "scheduler anew, of the AdamW that steps"),
+    "D25-kept": ("acts", lambda m: put(m.acts, idle=[Idle("StepLR", "SGD", "AdamW", 3, (0.1, 0.05), 0.2, False)]),
+        "note: step 0: a scheduler steps an optimizer that does not step [D25]|...|meant, as where two optimizers take "
+        "turns? else make the scheduler anew, of the AdamW that steps"),
+    "D26": ("acts", lambda m: put(m.acts[:1], restored=[("Net", 1)]),
+        "step 0: a restored state is the current one [D26]|load_state_dict() of Net is given the tensors that the "
+        "model has: its own state_dict() from 1 step before, which optimizers have written since then, on rank 0|the "
+        "load changes nothing: keep copies, as by copy.deepcopy(model.state_dict())"),
     "D20": ("buffers_ever", lambda m: put(m.modules[2:3], buffers={"load": (2,)}),
         "note: step 0: buffers differ between ranks [D20, S9]|buffer 'load': equal on ranks 0-3 when training begins, "
         "and not when a later step begins|meant, as for statistics of each rank's own data that training does not use? "

@@ -1,0 +1,82 @@
+"""Do loss scalers, schedulers and state dicts do what they are called for? (D24, D25, D26)"""
+
+from collections.abc import Iterable, Iterator
+
+from shardproof.harness.judging import codes
+from shardproof.harness.judging.texts import ranks_of
+from shardproof.harness.training.evidence import Evidence
+from shardproof.harness.training.findings import DoctorFinding, count_of
+from shardproof.harness.watching.records import Idle
+
+#: The title of the finding that explains gradients which are no sum of what ranks computed.
+DIVIDED = "gradients are unscaled again"
+
+
+def check_acts(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D24 to D26, in each step: calls that cannot have the effect for which they are made."""
+    yield from _check_divided(evidence)
+    yield from _check_idle(evidence)
+    yield from _check_restored(evidence)
+
+
+def _check_divided(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D24: a loss scaler divides each gradient once."""
+    seen = {record.rank: record.modules.acts.divided for record in evidence.records if record.modules.acts.divided}
+    if seen:
+        divided = next(iter(seen.values()))
+        lines = (
+            f"unscale_() divides gradients of {divided[0]} that an earlier unscale_() has divided, and to which a "
+            f"backward has added others: {count_of(len(divided), 'time', 'times')} since the step before{_on(seen)}",
+            "gradients of early microbatches are divided by the scale again and again: call unscale_(), step() and "
+            "update() of the scaler once in a step, after the last backward",
+        )
+        yield DoctorFinding((codes.UNSCALED,), codes.WEIGHTED, evidence.step, DIVIDED, lines)
+
+
+def _check_idle(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D25: a scheduler sets the rates of an optimizer that steps; a note where that one may step later."""
+    for is_note in (False, True):
+        seen = {
+            record.rank: found
+            for record in evidence.records
+            if (found := [one for one in record.modules.acts.idle if one.is_dropped != is_note])
+        }
+        if seen:
+            yield _of_idle(evidence, next(iter(seen.values()))[0], _on(seen), is_note=is_note)
+
+
+def _of_idle(evidence: Evidence, idle: Idle, where: str, *, is_note: bool) -> DoctorFinding:
+    first, last = idle.rates
+    mend = f"make the scheduler anew, of the {idle.stepping} that steps"
+    lines = [
+        f"{idle.scheduler} was stepped {idle.calls} times and moves the learning rate of {_a(idle.optimizer)} from "
+        f"{first:.4g} to {last:.4g}; this optimizer does not step, and {_a(idle.stepping)} steps its parameters by "
+        f"{idle.rate:.4g} each time{where}"
+    ]
+    if is_note:
+        lines.append(f"meant, as where two optimizers take turns? else {mend}")
+    else:
+        lines += ["seen: nothing but schedulers refers to the optimizer of the scheduler", mend]
+    title = "a scheduler steps an optimizer that does not step"
+    return DoctorFinding((codes.SCHEDULED,), "", evidence.step, title, tuple(lines), is_note)
+
+
+def _check_restored(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D26: a state that is loaded back is not what the model has."""
+    seen = {record.rank: record.modules.acts.restored for record in evidence.records if record.modules.acts.restored}
+    if seen:
+        kind, steps = next(iter(seen.values()))[0]
+        lines = (
+            f"load_state_dict() of {kind} is given the tensors that the model has: its own state_dict() from "
+            f"{count_of(steps, 'step', 'steps')} before, which optimizers have written since then{_on(seen)}",
+            "the load changes nothing: keep copies, as by copy.deepcopy(model.state_dict())",
+        )
+        yield DoctorFinding((codes.RESTORED,), "", evidence.step, "a restored state is the current one", lines)
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind[:1] in "AEIOU" else f"a {kind}"
+
+
+def _on(ranks: Iterable[int]) -> str:
+    return f", on {ranks_of(ranks)}"
