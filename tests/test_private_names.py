@@ -26,7 +26,7 @@ OF_MODULES = "what subclasses of nn.Module are written against"
 #: Attributes of objects whose class a scan cannot tell, by the reason why they may stand where they are. Those that the
 #: tables list by the class of the object may too.
 OF_OBJECTS = {
-    OF_MODULES: {"_apply", "_buffers", "_metadata", "_parameters", "_version"},
+    OF_MODULES: {"_apply", "_buffers", "_metadata", "_non_persistent_buffers_set", "_parameters", "_version"},
     "marks that torch and spmd_types leave on objects": {
         "_checkpoint_wrapped_module", "_comm_hook", "_comm_hooks", "_compiled_call_impl", "_in_backward_optimizers",
         "_local_type",

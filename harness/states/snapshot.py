@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardproof import folders
 from shardproof.harness.states.blocks import sums
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.trees import local_of
@@ -124,7 +125,7 @@ def state(
             ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Only of full tensors.
 
     Raises:
-        ValueError: the folder has a state of this rank, or a sharded tensor has views; in one line.
+        ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
@@ -136,11 +137,7 @@ def state(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
     found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found)))
-    os.replace(partial, path)
+    folders.write_file(path, "".join(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found))))
 
 
 def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:

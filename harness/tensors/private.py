@@ -4,7 +4,8 @@ A torch that lacks one still runs whatever does not need it. What can be done wi
 the other names a class takes the place that raises :class:`MissingName` when it is called, or when an object is made of
 a class derived from it; a case in which that happens is unmet. Attributes of objects (``_schema``, ``_flatten``) are
 used where they are needed, and listed here all the same. Not listed is what subclasses of ``nn.Module`` are written
-against: ``_parameters``, ``_buffers``, ``_apply``, ``_version`` and the ``_metadata`` of state dicts.
+against: ``_parameters``, ``_buffers``, ``_non_persistent_buffers_set``, ``_apply``, ``_version`` and the ``_metadata``
+of state dicts.
 """
 
 import contextlib
