@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -227,7 +228,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         if taken and len(taken) == len(tensors) and all(one.after is not None for one in taken):
             steps = self._steps - max(one.steps for one in taken)
             # Of its own objects: the state may be taken again before the step has ended.
-            seen = [dataclasses.replace(one) for one in taken]
+            seen = [copy.copy(one) for one in taken]
             self._loads.append(_Load(type(module).__name__, steps, seen, _bits(tensors)))
 
 

@@ -20,12 +20,20 @@ from tests.harness.inner import torchrun
 from tests.harness.state_trainings import Net
 
 
+#: The trainings by the number of their ranks.
+KINDS = {2: ("ddp", "fsdp2", "fsdp1", "untied"), 4: ("hsdp", "tp")}
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The folder with the states and checkpoints of all trainings."""
     folder = tmp_path_factory.mktemp("states")
-    torchrun(2, "-m", "tests.harness.state_trainings", folder, "ddp", "fsdp2", "fsdp1", "untied", code=0)
-    torchrun(4, "-m", "tests.harness.state_trainings", folder, "hsdp", "tp", code=0)
+    for ranks, kinds in KINDS.items():
+        # A process may abort while it exits, with everything written: F-20 of findings/.
+        done = torchrun(ranks, "-m", "tests.harness.state_trainings", folder, *kinds)
+        written = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+        wanted = {f"{kind}/rank{rank:05}.jsonl" for kind in kinds for rank in range(ranks)}
+        assert wanted <= written, done.stdout + done.stderr
     return folder
 
 
