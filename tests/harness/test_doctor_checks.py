@@ -10,12 +10,11 @@ import torch
 from shardproof.harness.collectives.trace import Collective, Trace
 from shardproof.harness.judging import codes
 from shardproof.harness.tensors.fingerprints import Box, digest, on_host
-from shardproof.harness.training import (
-    acts, buffers, freezing, invariants, norms, recomputing, sharded, tokens, updates,
-)  # fmt: skip
+from shardproof.harness.training import acts, buffers, freezing, invariants, norms, recomputing, sharded, updates
 from shardproof.harness.training.evidence import Evidence, Start, holders_of
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.reduction import Reduced, check_reduction
+from shardproof.harness.training.tokens import check_tokens
 from shardproof.harness.watching.records import (
     Drop,
     ForwardRecord,
@@ -203,7 +202,7 @@ CHECKS = {
     for name in names
 }
 CHECKS |= {
-    "tokens": lambda made: tokens.check_tokens(made.evidence()),
+    "tokens": lambda made: check_tokens(made.evidence()),
     "mixed": lambda made: sharded.check_mixed(made.starts),
     "recomputed": lambda made: recomputing.check_recomputed(made.evidence()),
     "copied": lambda made: sharded.check_copied(made.evidence()),

@@ -19,7 +19,6 @@ from tests.errors import error_of
 from tests.harness.inner import torchrun
 from tests.harness.state_trainings import Net
 
-
 #: The trainings by the number of their ranks.
 KINDS = {2: ("ddp", "fsdp2", "fsdp1", "untied"), 4: ("hsdp", "tp")}
 
