@@ -132,7 +132,11 @@ class Doctor(Watcher):
     def __enter__(self) -> "Doctor":
         self._patches.enter_context(calls.joins(self))
         self._patches.enter_context(self._ranks.acts)
-        self._attach(self._models)
+        try:
+            self._attach(self._models)
+        except BaseException:  # of a model that is refused no patch may stay
+            self._patches.close()
+            raise
         return self
 
     def close(self) -> None:

@@ -240,9 +240,9 @@ UNSEEN = (
         (0, "sys.exit(0)", 0, UNSEEN, 0),
         (0, "sys.exit(3)", 3, "the training ended with SystemExit", 0),
         (0, "raise OSError('mine')", OSError, "the training ended with OSError", 0),
-        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 22),
-        (2, "sys.exit()", 0, "", 22),
-        (4, "sys.exit(3)", 3, "", 22),
+        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 26),
+        (2, "sys.exit()", 0, "", 26),
+        (4, "sys.exit(3)", 3, "", 26),
     ],
 )
 def test_a_report_is_written_however_the_script_ends(
@@ -341,7 +341,7 @@ def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, s
     assert "internal error" not in done.stdout, done.stdout
     assert done.stdout.count(f"shardproof doctor: {line}\n") == bool(line), done.stdout
     assert f"shardproof doctor: {seen} of 2 ranks" in done.stdout, done.stdout
-    assert len(load_run(tmp_path / "run.json").cases) == 22
+    assert len(load_run(tmp_path / "run.json").cases) == 26
     assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
 
 
