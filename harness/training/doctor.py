@@ -404,6 +404,14 @@ class Doctor(Watcher):
             self._tell(root.examination.add(root.examination.take_waiting()), number)
 
     def _abandon(self, error: BaseException) -> None:
+        seen = self._examination.seen
+        if seen and seen[-1].step >= self._steps[-1]:  # it only waited for further roots, which are to come no more
+            self._is_over = True
+            self._end_all()
+            if self._on_finding != "collect":
+                self._say(self.summary())
+            self._write_report()
+            return
         self._add_waiting()
         self._write_report(f"the training ended with {type(error).__name__}")
 
