@@ -251,7 +251,8 @@ def test_a_report_is_written_however_the_script_ends(
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     # Of a model that is not trained: the doctor waits for its first forward after the steps of the script's.
-    other = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    module = torch.nn.Linear(2, 2)
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
     script, report = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(TRAINS.format(steps=steps, end=end))
     arguments = ["doctor", "--report", str(report), str(script)]
