@@ -10,11 +10,11 @@ of ``tensors.fingerprints``, by which distances are known between tensors that a
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from shardproof.harness.tensors.fingerprints import Box, K, digests, strided
+from shardproof.harness.tensors.fingerprints import Box, K, digests, host_rows, strided, words_of
 from shardproof.harness.tensors.pieces import Spans
 
 MOST = 64
@@ -24,7 +24,6 @@ MOST = 64
 _CHUNK = 1 << 20
 
 _MASK = (1 << 64) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclasses.dataclass
@@ -90,10 +89,10 @@ def sums(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Sums]:
             mine.append((block, part.numel()))
             numbers.append(torch.stack([_hash(part, positions), _squares(part).view(torch.int64)]))
         places.append(mine)
-    rows = iter(_on_host(numbers))
+    rows = iter(host_rows(numbers))
     sketches = [one.numbers[:K] for one in digests([_countable(one) for one in parts], boxes)]
     found = []
-    for mine, sketch in zip(places, _on_host(sketches), strict=True):
+    for mine, sketch in zip(places, host_rows(sketches), strict=True):
         blocks: dict[int, BlockSums] = {}
         for block, numel in mine:
             hashed, squares = next(rows)
@@ -106,18 +105,6 @@ def sums(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Sums]:
 def _countable(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of which sketches can be made: booleans as numbers."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def _on_host(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-    """Return the values of tensors of one shape, by one copy for each device."""
-    devices: dict[torch.device, list[int]] = {}
-    for position, one in enumerate(tensors):
-        devices.setdefault(one.device, []).append(position)
-    found: list[list[Any]] = [[] for _ in tensors]
-    for positions in devices.values():
-        for position, row in zip(positions, torch.stack([tensors[i] for i in positions]).tolist(), strict=True):
-            found[position] = row
-    return found
 
 
 class Positions(NamedTuple):
@@ -148,7 +135,7 @@ def _parts(tensor: torch.Tensor, box: Box) -> Iterator[tuple[int, torch.Tensor, 
                 yield block, flat[one - start : other - start][None], Positions(size, None, one - first)
         return
     dims = box.dims or tuple(((0, size),) for size in shape)
-    held = tensor.reshape(sum(stop - start for start, stop in dims[0]), -1)
+    held = tensor.reshape(box.held_shape[0], -1)
     done = 0
     for start, stop in dims[0]:
         for block in range(start // rows, -(-stop // rows)):
@@ -161,7 +148,7 @@ def _parts(tensor: torch.Tensor, box: Box) -> Iterator[tuple[int, torch.Tensor, 
 
 def _hash(part: torch.Tensor, positions: Positions) -> torch.Tensor:
     """Return the hash of a part of a block, int64 []: the sum of the words times the numbers of their positions."""
-    words = _words(part)
+    words = words_of(part.contiguous())
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     height, width = part.shape[0], part.numel() // max(1, part.shape[0])
     words = words.reshape(height, width, -1)
@@ -201,16 +188,6 @@ def _columns(positions: Positions, width: int, device: torch.device) -> torch.Te
         held = torch.cat(mine) if mine else torch.zeros(0, dtype=torch.int64, device=device)
         found = (found[:, None] * size + held).flatten()
     return found
-
-
-def _words(part: torch.Tensor) -> torch.Tensor:
-    """Return the bits of elements as integers, [elements, words of an element]."""
-    if part.is_complex():
-        part = torch.view_as_real(part.resolve_conj())
-    if part.dtype == torch.bool:
-        part = part.to(torch.uint8)
-    part = part.contiguous()
-    return part.view(_WORDS[part.element_size()])
 
 
 def _squares(part: torch.Tensor) -> torch.Tensor:

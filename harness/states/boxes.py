@@ -42,17 +42,13 @@ def held_by(name: str, wrapper: Wrapper) -> list[tuple[Box, View]]:
     else:
         raise PickleError(f"{name} is a {wrapper.kind}, whose parts are not known")
     for box, view in found:
-        shape = _shape_of(box)
+        shape = box.held_shape
         if view.shape != shape or view.dtype != wrapper.dtype:
             raise PickleError(
                 f"the part of {name} has the shape {view.shape} and {view.dtype}, and is said to have {shape} and "
                 f"{wrapper.dtype}"
             )
     return found
-
-
-def _shape_of(box: Box) -> tuple[int, ...]:
-    return box.shape if box.dims is None else tuple(sum(stop - start for start, stop in spans) for spans in box.dims)
 
 
 def _of_sharded_tensor(wrapper: Wrapper) -> list[tuple[Box, View]]:

@@ -15,6 +15,7 @@ from shardproof.harness.states import blocks
 from shardproof.harness.states.blocks import Sums
 from shardproof.harness.states.sides import Entry, EntryKey, State
 from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.watching.names import name_of
 
 
 class Difference(NamedTuple):
@@ -183,7 +184,7 @@ def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
     """Return the rank whose shard a tensor of a file is."""
     for one in entry.held:
         if not one.box.is_full and tensor.numel() == one.box.numel:
-            shard = tensor.reshape(-1) if one.box.flat else tensor.reshape(_local(one.box))
+            shard = tensor.reshape(-1) if one.box.flat else tensor.reshape(one.box.held_shape)
             (its,) = blocks.sums([shard], [one.box])
             if hashes_of(its) == hashes_of(one.sums):
                 return one.source
@@ -202,20 +203,16 @@ def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tupl
     return "shape", said
 
 
-def _local(box: Box) -> tuple[int, ...]:
-    dims = box.dims or tuple(((0, size),) for size in box.shape)
-    return tuple(sum(stop - start for start, stop in spans) for spans in dims)
-
-
 def _is(entry: Entry, tensor: torch.Tensor) -> bool:
     """Whether a tensor of a file has the values of an entry."""
-    if tuple(tensor.shape) != entry.shape or str(tensor.dtype).removeprefix("torch.") != entry.dtype:
+    if tuple(tensor.shape) != entry.shape or name_of(tensor.dtype) != entry.dtype:
         return False
     (its,) = blocks.sums([tensor], [Box(entry.shape)])
     return hashes_of(its) == hashes_of(entry.total)
 
 
 def hashes_of(sums: Sums) -> tuple[int, ...]:
+    """Return what is equal for equal elements: number, hash and size of each block."""
     return tuple(part for number, block in sorted(sums.blocks.items()) for part in (number, block.hash, block.numel))
 
 

@@ -1,10 +1,12 @@
 """A state that is compared: the snapshot of a training, or checkpoint files; its entries put together over ranks."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +16,11 @@ from shardproof import door
 from shardproof.door import BadFile
 from shardproof.harness.states import blocks, files
 from shardproof.harness.states.blocks import BlockSums, Sums
-from shardproof.harness.states.snapshot import EXTRA, HOW, MODEL, OPTIMIZER, EntryLine, RankLine
-from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine
+from shardproof.harness.tensors.fingerprints import Box, K
+from shardproof.harness.tensors.layouts import put_into
+from shardproof.harness.tensors.lines import box_of
+from shardproof.harness.watching.names import name_of
 from shardproof.jsonfiles import RecordError, decode
 
 
@@ -71,9 +76,9 @@ class Entry:
         """A holder of each part of the tensor, without replicas."""
         return [*{one.box: one for one in reversed(self.held)}.values()]
 
-    @property
+    @functools.cached_property
     def total(self) -> Sums:
-        """The sums of all parts."""
+        """The sums of all parts, once all are held."""
         return blocks.total(one.sums for one in self.parts)
 
     @property
@@ -116,10 +121,25 @@ def read(path: str) -> State:
     return _snapshot(path, ranks) if ranks else _checkpoint(path)
 
 
-def _line(value: object) -> RankLine | EntryLine:
+class _Line(NamedTuple):
+    """A line of an entry, with the part of a tensor that it has."""
+
+    fields: EntryLine
+    box: Box
+    sums: Sums
+
+
+def _line(value: object) -> RankLine | _Line:
     if not isinstance(value, Mapping):
         raise RecordError("a line is no object")
-    return decode(RankLine, value) if "world" in value else decode(EntryLine, value)
+    if "world" in value:
+        return decode(RankLine, value)
+    fields = decode(EntryLine, value)
+    sketch = tuple(map(float, fields.sketch))
+    if fields.dtype and len(sketch) != K:
+        raise RecordError(f"sketch: a sketch has {K} numbers, and not {len(sketch)}")
+    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in fields.blocks}
+    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch))
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
@@ -132,13 +152,14 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
             raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
         heads.append(head)
         for line in lines:
-            if not isinstance(line, EntryLine):
+            if isinstance(line, RankLine):
                 raise BadFile(f"{file}: a second line that says the rank")
             _add(found, line, f"rank {head.rank}", file)
     world = heads[0].world
-    missing = sorted({*range(world)} - {one.rank for one in heads})
-    if missing or any(one.world != world for one in heads):
-        raise BadFile(f"{path}: of {world} ranks it has {len(heads)}: rank {missing[0] if missing else '?'} is missing")
+    if other := [one for one in heads if one.world != world]:
+        raise BadFile(f"{path}: rank {heads[0].rank} is of {world} ranks, and rank {other[0].rank} of {other[0].world}")
+    if missing := sorted({*range(world)} - {one.rank for one in heads}):
+        raise BadFile(f"{path}: of {world} ranks it has {len(heads)}: rank {missing[0]} is missing")
     found.sources = tuple(f"rank {one.rank}" for one in heads)
     found.step = heads[0].step
     at = "" if found.step is None else f" after step {found.step}"
@@ -146,25 +167,20 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
     return found
 
 
-def _add(state: State, line: EntryLine, source: str, file: Path) -> None:
-    key = EntryKey(line.section, line.name, line.key)
-    entry = state.entries.setdefault(
-        key,
-        Entry(
-            key, line.kind, line.dtype, tuple(line.shape), trains=line.trains, stepped_by=line.stepped_by,
-            position=line.position, tied=line.tied,
-        ),
+def _add(state: State, line: _Line, source: str, file: Path) -> None:
+    fields, shape = line.fields, line.box.shape
+    key = EntryKey(fields.section, fields.name, fields.key)
+    made = Entry(
+        key, fields.kind, fields.dtype, shape, trains=fields.trains, stepped_by=fields.stepped_by,
+        position=fields.position, tied=fields.tied,
     )  # fmt: skip
-    if line.value is not None:
-        entry.values[source] = line.value
-    if line.dtype:
-        if (entry.dtype, entry.shape) != (line.dtype, tuple(line.shape)):
+    entry = state.entries.setdefault(key, made)
+    if fields.value is not None:
+        entry.values[source] = fields.value
+    if fields.dtype:
+        if (entry.dtype, entry.shape) != (fields.dtype, shape):
             raise BadFile(f"{file}: {key}: another dtype or shape than on an earlier rank")
-        dims = None if line.dims is None else tuple(tuple((one[0], one[1]) for one in spans) for spans in line.dims)
-        flat = None if line.flat is None else (line.flat[0], line.flat[1])
-        held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in line.blocks}
-        sketch = tuple(map(float, line.sketch))
-        entry.held.append(Holding(source, Box(tuple(line.shape), dims, flat), Sums(held, sketch)))
+        entry.held.append(Holding(source, line.box, line.sums))
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -178,15 +194,15 @@ def _checkpoint(path: str) -> State:
     )
     for one in found:
         key = _key_of(one.name)
-        if key.section == OPTIMIZER and key.key in HOW:
+        if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
-        if one.shape is None:
+        if one.shape is None or one.dtype is None:
             if not one.unread:  # of a class of others, whose value is not known
                 entry.values[sources[0] if sources else path] = json.dumps(one.value)
             entry.kind = "value"
         else:
-            entry.dtype, entry.shape = str(one.dtype).removeprefix("torch."), tuple(one.shape)
+            entry.dtype, entry.shape = name_of(one.dtype), tuple(one.shape)
             for part in one.parts:
                 # One at a time, and let go of: a checkpoint is larger than memory.
                 tensor = part.load()
@@ -200,8 +216,6 @@ def _checkpoint(path: str) -> State:
 
 def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
     def load() -> torch.Tensor:
-        from shardproof.harness.tensors.layouts import put_into
-
         if len(entry.parts) == 1 and entry.parts[0].box.is_full:
             return entry.parts[0].load()
         full = torch.zeros(entry.shape or (), dtype=entry.dtype)
@@ -213,7 +227,7 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
 
 
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
-_OF_OPTIMIZER = re.compile(r"(?:^|.*\.)?(?:optim\w*|opt)\.(state|param_groups)\.(.*)$|^(state|param_groups)\.(.*)$")
+_OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
 
 
 def _key_of(name: str) -> EntryKey:
@@ -221,7 +235,7 @@ def _key_of(name: str) -> EntryKey:
     match = _OF_OPTIMIZER.match(name)
     if match is None:
         return EntryKey(MODEL, name)
-    what, rest = (match[1], match[2]) if match[1] else (match[3], match[4])
+    what, rest = match[1], match[2]
     if what == "state":
         parameter, _, last = rest.rpartition(".")
         return EntryKey(OPTIMIZER, parameter, last) if parameter else EntryKey(EXTRA, name)
@@ -255,13 +269,19 @@ def renamed(state: State, rules: Sequence[str]) -> State:
     return changed
 
 
-def prefixes(names: Iterable[str]) -> Iterator[str]:
-    """Yield what names may begin with in a file: nothing, and each chain of first words with a dot behind."""
-    found = {""}
+#: The most words that may precede a name.
+_MOST_WORDS = 5
+
+
+def _beginning(names: Iterable[str], wanted: Collection[str]) -> str:
+    """Return what most names begin with, words and dots, before one that is wanted; the shortest of several."""
+    counts = Counter({"": 0})
     for name in names:
         words = name.split(".")
-        found.update(".".join(words[:count]) + "." for count in range(1, min(len(words), 6)))
-    yield from sorted(found, key=len)
+        for count in range(min(len(words), _MOST_WORDS + 1)):
+            if ".".join(words[count:]) in wanted:
+                counts["".join(f"{word}." for word in words[:count])] += 1
+    return max(counts, key=lambda one: (counts[one], -len(one)))
 
 
 def aligned(state: State, to: State) -> tuple[State, str]:
@@ -271,11 +291,7 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
     wanted = {key.name for key in to.entries if key.section == MODEL}
-    mine = [key.name for key in state.entries if key.section == MODEL]
-    best = max(
-        prefixes(mine),
-        key=lambda one: (sum(name.startswith(one) and name[len(one) :] in wanted for name in mine), -len(one)),
-    )
+    best = _beginning((key.name for key in state.entries if key.section == MODEL), wanted)
     numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():

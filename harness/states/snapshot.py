@@ -17,10 +17,13 @@ from torch import nn
 from shardproof import folders
 from shardproof.harness.states.blocks import sums
 from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.layouts import layout_of
+from shardproof.harness.tensors.lines import Count, Name, Shape, Spanned
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.groups import places_of_flat, shapes_of_flat
 from shardproof.harness.watching.model import LayoutOf, Model
-from shardproof.harness.watching.names import modules_of, parameters_of
+from shardproof.harness.watching.names import as_list, modules_of, name_of, parameters_of
+from shardproof.harness.watching.optimizers import HOW
 from shardproof.jsonfiles import Number, described, encode, says
 
 VERSION = 1
@@ -28,14 +31,10 @@ VERSION = 1
 MODEL, OPTIMIZER, SCHEDULER, EXTRA = SECTIONS = ("model", "optimizer", "scheduler", "extra")
 """The parts of a state."""
 
-#: Entries of a group of an optimizer that say how a step is computed, and not what it makes.
-HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "maximize"})
+UNCOMPARED = frozenset({"params", "maximize", *HOW})
+"""The entries of a group of an optimizer that a state leaves out."""
 
-Count = Annotated[int, ("minimum", 0), ("maximum", (1 << 63) - 1)]
 Hash = Annotated[int, ("minimum", 0), ("maximum", (1 << 64) - 1)]
-Name = Annotated[str, ("maxLength", 1 << 16)]
-Shape = Annotated[Sequence[Count], ("maxItems", 64)]
-Spanned = Annotated[Sequence[Sequence[int]], ("maxItems", 4096)]
 
 
 @described()
@@ -127,8 +126,7 @@ def state(
     Raises:
         ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    models = as_list(model)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     path = Path(out) / f"rank{rank:05}.jsonl"
     if path.exists():
@@ -136,7 +134,7 @@ def state(
     head = RankLine(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
-    found = [*entries(models, list(optimizers), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
+    found = [*entries(models, as_list(optimizer), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
     folders.write_file(path, "".join(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found))))
 
 
@@ -153,7 +151,7 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
                 for number, block in mine.blocks.items()
             ]
             fields |= {
-                "dtype": str(one.tensor.dtype).removeprefix("torch."), "shape": one.box.shape,
+                "dtype": name_of(one.tensor.dtype), "shape": one.box.shape,
                 "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
             }  # fmt: skip
         yield EntryLine(**fields)
@@ -166,7 +164,7 @@ def entries(
     """Yield what this rank has of a training: parameters, buffers, optimizer states, settings, and other values."""
     watched = Model(layout)
     watched.roots.extend(models)
-    watched.know(shapes_of_flat(models), places_of_flat(models) if dist.is_initialized() else {})
+    watched.know(shapes_of_flat(models), places_of_flat(models))
     names: dict[int, str] = {}
     boxes: dict[int, Box] = {}
     steppers = _steppers(optimizers)
@@ -224,7 +222,7 @@ def _of_optimizer(
 ) -> Iterator[Found]:
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key not in HOW:
+            if key not in UNCOMPARED:
                 yield from _tree(OPTIMIZER, f"group {number}", value, key)
         for position, parameter in enumerate(group["params"]):
             name = names.get(id(parameter), f"{position} of group {number}")
@@ -241,8 +239,7 @@ def _of_optimizer(
 
 
 def _tensor(fields: Mapping[str, Any], tensor: torch.Tensor) -> Found:
-    place = Model(None).place("", tensor)
-    return Found({"kind": "state", **fields}, local_of(tensor), place.box if place else Box(tuple(tensor.shape)))
+    return Found({"kind": "state", **fields}, local_of(tensor), layout_of(tensor).box)
 
 
 def _tree(section: str, name: str, value: Any, key: str = "") -> Iterator[Found]:

@@ -63,9 +63,14 @@ class Box:
         """The number of elements."""
         if self.flat is not None:
             return self.flat[1] - self.flat[0]
+        return math.prod(self.held_shape)
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of the elements of ``dims``; a range of the flattened tensor has none."""
         if self.dims is None:
-            return math.prod(self.shape)
-        return math.prod(sum(stop - start for start, stop in spans) for spans in self.dims)
+            return self.shape
+        return tuple(sum(stop - start for start, stop in spans) for spans in self.dims)
 
     @property
     def is_full(self) -> bool:
@@ -212,6 +217,15 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a contiguous tensor as integers of its elements' size; a complex element is two."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype == torch.bool:
+        tensor = tensor.to(torch.uint8)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
 def _stacks(tensors: Sequence[torch.Tensor], keys: Sequence[Any]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield all tensors with their positions: small ones of one shape, dtype and key stacked, the others one by one.
 
@@ -262,12 +276,8 @@ def _bits(stack: torch.Tensor) -> torch.Tensor:
 
 def _placed(stack: torch.Tensor) -> torch.Tensor:
     """Return a number for the bits and places of the elements of each tensor of a contiguous stack: int64 [tensors]."""
-    if stack.is_complex():
-        stack = torch.view_as_real(stack.resolve_conj())
-    if stack.dtype == torch.bool:
-        stack = stack.to(torch.uint8)
     total = torch.zeros(len(stack), dtype=torch.int64, device=stack.device)
-    words = stack.view(_INTEGERS[stack.element_size()]).reshape(len(stack), -1)
+    words = words_of(stack).reshape(len(stack), -1)
     step = _chunk_on(stack.device)
     for start in range(0, words.shape[1], step):
         part = words[:, start : start + step].to(torch.int64, copy=True)
@@ -315,7 +325,7 @@ def _parts(stack: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tu
         yield from _cut(stack.reshape(len(stack), -1), *box.flat, shape, ())
         return
     dims = box.dims or tuple(((0, size),) for size in box.shape)
-    stack = stack.reshape([len(stack), *(sum(stop - start for start, stop in spans) for spans in dims)])
+    stack = stack.reshape([len(stack), *box.held_shape])
     if len(shape) == len(dims):
         yield stack, dims
         return

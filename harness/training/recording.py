@@ -44,7 +44,7 @@ from shardproof.harness.tensors.fingerprints import (
     row_hashes,
 )  # fmt: skip
 from shardproof.harness.tensors.layouts import Layout
-from shardproof.harness.tensors.pieces import Spans
+from shardproof.harness.tensors.lines import Count, Name, Shape, Spanned, box_of, size_checked
 from shardproof.harness.tensors.trees import on_host as values_on_host
 from shardproof.harness.watching.groups import DATA, groups_of, wrappers_of
 from shardproof.harness.watching.model import LayoutOf
@@ -62,7 +62,6 @@ from shardproof.jsonfiles import (
     encode,
     kind_of,
     says,
-    shown,
 )  # fmt: skip
 
 VERSION = 1
@@ -85,10 +84,6 @@ _MOST_WAITING = 1 << 22
 _NEARLY = 0.9
 
 Version = Annotated[int, ("const", VERSION)]
-Count = Annotated[int, ("minimum", 0), ("maximum", (1 << 63) - 1)]
-Shape = Annotated[Sequence[Count], ("maxItems", 64)]
-Spanned = Annotated[Sequence[Sequence[int]], ("maxItems", 4096)]
-Name = Annotated[str, ("maxLength", 1 << 16)]
 
 
 @described()
@@ -813,15 +808,8 @@ class _Reading:
         return tuple(ranks)
 
     def _layout_of(self, line: LayoutLine) -> Layout:
-        shape = _size_checked(line.shape)
-        dims = flat = None
-        if line.dims is not None:
-            if len(line.dims) != len(shape):
-                raise RecordError(f"dims: it has {len(line.dims)} dimensions, and shape {len(shape)}")
-            dims = tuple(_spans(spans, size) for spans, size in zip(line.dims, shape, strict=True))
-        if line.flat is not None:
-            [flat] = _spans([line.flat], math.prod(shape))
-        return Layout(Box(shape, dims, flat), self._ranks(line.pending, "pending"), self._ranks(line.mesh, "mesh"))
+        box = box_of(line.shape, line.dims, line.flat)
+        return Layout(box, self._ranks(line.pending, "pending"), self._ranks(line.mesh, "mesh"))
 
     def _seen(self, line: EventLine) -> RecordedEvent:
         self._taken += 1
@@ -830,7 +818,7 @@ class _Reading:
         if line.layout is not None and line.layout not in self._layouts:
             raise RecordError(f"layout: no line before this one has layout {line.layout}")
         layout = self._layouts[line.layout] if line.layout is not None else None
-        shape = _size_checked(line.shape)
+        shape = size_checked(line.shape)
         box = layout.box if layout is not None else Box(shape)
         if line.microbatch >= self._taken:
             # A list has a place for each: a number alone must not make it long.
@@ -844,19 +832,3 @@ class _Reading:
             line.key, mark, line.n, line.step, shape, line.dtype, line.by_rows, tuple(line.rows), line.value,
             line.noise,
         )  # fmt: skip
-
-
-def _size_checked(shape: Sequence[int]) -> tuple[int, ...]:
-    if math.prod(shape) >= 1 << 63:
-        raise RecordError(f"shape: {shown(list(shape))} has more than 2^63 elements")
-    return tuple(shape)
-
-
-def _spans(spans: Sequence[Sequence[int]], size: int) -> Spans:
-    """Check ranges of positions along a dimension."""
-    for span in spans:
-        if len(span) != 2 or not 0 <= span[0] <= span[1] <= size:
-            raise RecordError(f"{shown(list(span))} is no range of {size} positions")
-    if sum(stop - start for start, stop in spans) > size:
-        raise RecordError(f"ranges of more than {size} positions")
-    return tuple((start, stop) for start, stop in spans)

@@ -240,18 +240,18 @@ def sizes_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, tuple[int
 
 def shapes_of_flat(models: Sequence[nn.Module]) -> dict[str, torch.Size]:
     """Return the full shapes of the original parameters in flat ones."""
-    shapes: dict[int, torch.Size] = {}
+    shapes = {id(parameter): flat._shapes[number] for flat, number, parameter in _in_flat(models)}
+    every = (pair for model in models for pair in parameters_of(model))
+    return {name: shapes[id(parameter)] for name, parameter in every if id(parameter) in shapes}
+
+
+def _in_flat(models: Sequence[nn.Module]) -> Iterator[tuple[Any, int, nn.Parameter]]:
+    """Yield the original parameters of units of FSDP1, each with its flat one and its number in that."""
     for model in models:
         for module in model.modules():
             handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
             for number, parameter in enumerate((handle and handle.flat_param._params) or ()):
-                shapes[id(parameter)] = handle.flat_param._shapes[number]
-    return {
-        name: shapes[id(parameter)]
-        for model in models
-        for name, parameter in parameters_of(model)
-        if id(parameter) in shapes
-    }
+                yield handle.flat_param, number, parameter
 
 
 def places_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
@@ -260,17 +260,13 @@ def places_of_flat(models: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
     As sizes of all ranks tell it, without asking them: a unit of FSDP1 knows which part of each it has.
     """
     flat: dict[int, tuple[int, int]] = {}
-    for model in models:
-        for module in model.modules():
-            handle: Any = getattr(module, "_handle", None) if _is_flat(module) else None
-            for number, parameter in enumerate((handle and handle.flat_param._params) or ()):
-                infos = handle.flat_param._shard_param_infos
-                full = handle.flat_param._shapes[number].numel()
-                if infos[number].in_shard:
-                    begin = infos[number].intra_param_start_idx
-                else:  # it is in those of earlier ranks, or of later ones
-                    begin = 0 if any(one.in_shard for one in infos[:number]) else full
-                flat[id(parameter)] = begin, full
+    for unit, number, parameter in _in_flat(models):
+        infos, full = unit._shard_param_infos, unit._shapes[number].numel()
+        if infos[number].in_shard:
+            begin = infos[number].intra_param_start_idx
+        else:  # it is in those of earlier ranks, or of later ones
+            begin = 0 if any(one.in_shard for one in infos[:number]) else full
+        flat[id(parameter)] = begin, full
     found = {}
     for model in models:
         parameters = dict(parameters_of(model))

@@ -15,8 +15,11 @@ from shardproof.harness.watching.records import Optimizer
 AGE = "step"
 """The key under which optimizers keep how often a parameter was stepped."""
 
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""The entries of a group that say how an update is computed, and not what it is."""
+
 #: Entries of a group that do not decide what an update is, and the learning rate, which is kept by itself.
-_NOT_OF_THE_UPDATE = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+_NOT_OF_THE_UPDATE = ("lr", "initial_lr", *HOW)
 
 
 class StepHooks:
