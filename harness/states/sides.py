@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -192,6 +192,7 @@ def _checkpoint(path: str) -> State:
     state = State(
         path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False
     )
+    lists: dict[EntryKey, list[Any]] = {}
     for one in found:
         key = _key_of(one.name)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
@@ -199,7 +200,11 @@ def _checkpoint(path: str) -> State:
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
         if one.shape is None or one.dtype is None:
             if not one.unread:  # of a class of others, whose value is not known
-                entry.values[sources[0] if sources else path] = json.dumps(one.value)
+                value = one.value
+                if key.name.startswith("group ") and one.name.rpartition(".")[2].isdigit():
+                    value = lists.setdefault(key, [])  # such as Adam's betas, which a live optimizer has as one value
+                    value.append(one.value)
+                entry.values[sources[0] if sources else path] = json.dumps(value)
             entry.kind = "value"
         else:
             entry.dtype, entry.shape = name_of(one.dtype), tuple(one.shape)

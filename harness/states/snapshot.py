@@ -31,7 +31,7 @@ VERSION = 1
 MODEL, OPTIMIZER, SCHEDULER, EXTRA = SECTIONS = ("model", "optimizer", "scheduler", "extra")
 """The parts of a state."""
 
-UNCOMPARED = frozenset({"params", "maximize", *HOW})
+UNCOMPARED = frozenset({"params", *HOW})
 """The entries of a group of an optimizer that a state leaves out."""
 
 Hash = Annotated[int, ("minimum", 0), ("maximum", (1 << 64) - 1)]

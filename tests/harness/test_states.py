@@ -61,7 +61,7 @@ def test_another_order_of_sums_is_a_distance_of_rounding(made, capsys):
 
 def test_a_file_of_weights_alone_lacks_the_optimizer_and_nothing_else(made, capsys):
     text = said(capsys, made / "fsdp2", made / "fsdp2.safetensors", code=1)
-    assert text == "optimizer: the optimizer: none of its 28 entries is there"
+    assert text == "optimizer: the optimizer: none of its 29 entries is there"
 
 
 def test_an_earlier_state_is_named_with_its_step(made, capsys):
@@ -161,7 +161,7 @@ DAMAGES = {
         ("model: words.weight: a parameter that ",),
     ),
     "no optimizer": Damage(
-        lambda saved: saved.pop("optimizer"), ("optimizer: the optimizer: none of its 28 entries is there",)
+        lambda saved: saved.pop("optimizer"), ("optimizer: the optimizer: none of its 29 entries is there",)
     ),
     "moments begin anew": Damage(
         _reset,
@@ -197,6 +197,13 @@ DAMAGES = {
         of_model("up.bias", lambda one: one * float("nan")), ("model: up.bias: is not finite",)
     ),
     "a tie that ends": Damage(_untie, ("model: head.weight differs, by ",)),
+    "a list for a tuple": Damage(
+        lambda saved: saved["optimizer"]["param_groups"][0].update(betas=[0.9, 0.999]), ("nothing differs",)
+    ),
+    "the direction": Damage(
+        lambda saved: saved["optimizer"]["param_groups"][0].update(maximize=True),
+        ("optimizer: maximize of group 0: is true for false",),
+    ),
     "a learning rate": Damage(
         lambda saved: saved["optimizer"]["param_groups"][0].update(lr=0.5),
         ("optimizer: lr of group 0: is 0.5 for 0.001",),
@@ -267,6 +274,35 @@ def test_a_setting_that_differs_between_ranks_has_a_line(made, tmp_path, capsys)
 
     text = said(capsys, changed(made, tmp_path, 1, change), code=1)
     assert text == "optimizer: lr of group 0: 0.001 on rank 0, 0.5 on rank 1"
+
+
+def _of_another_world(lines):
+    lines[0]["world"] = 3
+    return lines
+
+
+def _out_of_range(lines):
+    next(line for line in lines if line.get("name") == "up.bias")["flat"] = [0, 31]
+    return lines
+
+
+def _short_sketch(lines):
+    next(line for line in lines if line.get("name") == "up.bias")["sketch"].pop()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_of_another_world, "rank 0 is of 2 ranks, and rank 1 of 3"),
+        (_out_of_range, "rank00001.jsonl: line "),
+        (_short_sketch, "sketch: a sketch has 8 numbers, and not 7"),
+    ],
+)
+def test_a_line_that_cannot_be_is_one_line(made, change, told, tmp_path, capsys):
+    assert main(["state", str(changed(made, tmp_path, 1, change))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line and "internal error" not in line, line
 
 
 def test_elements_that_no_rank_holds_have_a_line(made, tmp_path, capsys):
