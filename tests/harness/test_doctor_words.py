@@ -190,7 +190,7 @@ def test_gradients_that_an_optimizer_in_backward_has_consumed_are_named_as_such(
     assert "no forward of a watched module" not in summary
 
 
-def scaled(rank: Rank, *, is_each, clips):
+def scaled(rank: Rank, *, is_each, clips, unscales=True):
     """Three microbatches a step; after each, or the last, the scaler unscales, gradients may be clipped, it updates."""
     model, data = DDP(perceptron()), Data(rank.index)
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -199,14 +199,14 @@ def scaled(rank: Rank, *, is_each, clips):
         is_last = number % 3 == 2
         model.require_backward_grad_sync = is_last
         scaler.scale(F.cross_entropy(model(inputs), labels) / 3).backward()
-        if is_each or is_last:
+        if unscales and (is_each or is_last):
             scaler.unscale_(optimizer)
         if clips and (is_each or is_last):
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         if is_last:
             scaler.step(optimizer)
             optimizer.zero_grad()
-        if is_each or is_last:
+        if is_last or (unscales and is_each):
             scaler.update()
 
 
@@ -220,6 +220,16 @@ def test_a_scaler_that_is_updated_without_a_step_drops_no_microbatch(rank: Rank,
     assert "6 different microbatches, 3 a step on a rank" in summary
     assert ("every gradient is the mean over 2 ranks (c = 0.5 x the sum of 6 parts" in summary) != is_each
     assert [re.search(r"\[D\d+", one)[0] for one in found] == ["[D24"] * is_each, found
+
+
+@pytest.mark.sampled
+@world(2)
+def test_gradients_that_are_clipped_while_they_are_scaled_name_that(rank: Rank) -> None:
+    """Each microbatch is clipped, and the scaler unscales all of them when it steps."""
+    found, _ = told(functools.partial(scaled, is_each=True, clips=True, unscales=False), rank)
+    of_gradients = [one for one in found if "[D11" in one]
+    seen = "seen: gradients were clipped, and the loss scaler unscaled them after that"
+    assert of_gradients and all(seen in one and "next: record" not in one for one in of_gradients), found
 
 
 def test_the_recordings_to_make_have_their_condition_next_to_them():
