@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.optimizers import STEPS
+from shardproof.harness.watching.optimizers import STEPS, parameters_in
 from shardproof.harness.watching.records import ActRecord, Idle
 
 #: How many steps of an optimizer are remembered.
@@ -152,7 +152,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         """Note which gradients that were divided are still there."""
         for one in self._divided.values():
             optimizer = one.optimizer()
-            gradients = [] if optimizer is None else [p.grad for p in _parameters(optimizer) if p.grad is not None]
+            gradients = [] if optimizer is None else [p.grad for p in parameters_in(optimizer) if p.grad is not None]
             one.left = [(weakref.ref(each), strided(local_of(each)).any()) for each in gradients]
 
     @_quiet
@@ -161,7 +161,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         before = self._divided.get(id(optimizer))
         if before is not None and before.optimizer() is optimizer:
             # An object of its own is another gradient, which user code has put in its place.
-            now = {id(p.grad) for p in _parameters(optimizer) if p.grad is not None}
+            now = {id(p.grad) for p in parameters_in(optimizer) if p.grad is not None}
             left = [flag for ref, flag in before.left if (one := ref()) is not None and id(one) in now]
             if left and float(scaler.get_scale()) != 1.0:
                 self._again.append((type(optimizer).__name__, left))
@@ -232,10 +232,6 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             self._loads.append(_Load(type(module).__name__, steps, seen, _bits(tensors)))
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
-
-
 def _rates(optimizer: Any) -> _Rates | None:
     """Return the learning rates of an optimizer; None without one, or of tensors, which would have to be waited for."""
     rates = [group.get("lr") for group in optimizer.param_groups]
@@ -249,16 +245,16 @@ def _are_of_torch(*optimizers: Any) -> bool:
 
 def _has_all(stepping: Any, optimizer: Any) -> bool:
     """Whether one has all parameters of the other."""
-    held = {id(one) for one in _parameters(stepping)}
-    return all(id(one) in held for one in _parameters(optimizer))
+    held = {id(one) for one in parameters_in(stepping)}
+    return all(id(one) in held for one in parameters_in(optimizer))
 
 
 def _has_replaced(stepping: Any, optimizer: Any) -> bool:
     """Whether one has parameters of the shapes of the other's, which no module has, as after it was sharded."""
-    one, other = (sorted(tuple(each.shape) for each in _parameters(it)) for it in (stepping, optimizer))
+    one, other = (sorted(tuple(each.shape) for each in parameters_in(it)) for it in (stepping, optimizer))
     if len(one) < 2 or one != other:
         return False
-    mine = {id(each) for each in _parameters(optimizer)}
+    mine = {id(each) for each in parameters_in(optimizer)}
     modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
     return not any(id(each) in mine for module in modules for each in vars(module).get("_parameters", {}).values())
 

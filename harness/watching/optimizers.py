@@ -79,14 +79,15 @@ def optimizers_of_process() -> list[torch.optim.Optimizer]:
     return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
 
 
+def parameters_in(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer; one that is being made has none yet."""
+    return [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
+
+
 def parameters_of_optimizers() -> dict[int, str]:
     """Return the ids of what the optimizers of this process have, each with the name of a class that has it."""
-    return {
-        id(one): type(optimizer).__name__
-        for optimizer in optimizers_of_process()
-        for group in getattr(optimizer, "param_groups", ())  # one that is being made has none yet
-        for one in group["params"]
-    }
+    every = optimizers_of_process()
+    return {id(one): type(optimizer).__name__ for optimizer in every for one in parameters_in(optimizer)}
 
 
 def resting_of(parameters: Mapping[str, nn.Parameter], stepped: Collection[str]) -> dict[str, str]:
@@ -138,7 +139,7 @@ def seen_of(
 
     ``beside`` are the ids of those of other roots, which have watches of their own.
     """
-    mine = [one for group in optimizer.param_groups for one in group["params"] if id(one) not in beside]
+    mine = [one for one in parameters_in(optimizer) if id(one) not in beside]
     live = {id(one) for one in parameters.values()}
     others = [one for one in mine if id(one) not in live]
     dead = [one for one in others if one.grad is None]

@@ -26,7 +26,12 @@ from shardproof.harness.watching.names import (
     sharded_by_gathered,
     unwrapped,
 )
-from shardproof.harness.watching.optimizers import have_shapes, optimizers_of_process, parameters_of_optimizers
+from shardproof.harness.watching.optimizers import (
+    have_shapes,
+    optimizers_of_process,
+    parameters_in,
+    parameters_of_optimizers,
+)
 from shardproof.harness.watching.pending import few_values
 
 
@@ -106,7 +111,7 @@ class Family:
 
     def owner(self, optimizer: torch.optim.Optimizer) -> Watch | None:
         """Return the first watch whose optimizer it is; None where it has no parameter of a root."""
-        mine = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        mine = {id(one) for one in parameters_in(optimizer)}
         for watch in self._watches:
             if any(id(one) in mine for _, one in watch.model.parameters()):
                 return watch
@@ -147,7 +152,7 @@ class Family:
         """
         known = self.parameters() | {id(one) for one in own}
         for optimizer in optimizers_of_process():
-            mine = [one for group in getattr(optimizer, "param_groups", ()) for one in group["params"]]
+            mine = parameters_in(optimizer)
             if any(id(one) in known or one.grad is not None for one in mine) or len(mine) > len(own):
                 continue
             if have_shapes(mine, own) and not _are_of_modules(mine):
@@ -186,8 +191,7 @@ class Family:
         left = [
             one
             for optimizer in optimizers_of_process()
-            for group in getattr(optimizer, "param_groups", ())
-            for one in group["params"]
+            for one in parameters_in(optimizer)
             if id(one) not in known and one.requires_grad
         ]
         return bool(left) and _are_of_modules(left)

@@ -27,6 +27,7 @@ from shardproof.harness.watching.left import Left, StepCounts
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import number_of, readable_of
 from shardproof.harness.watching.observation import Takes
+from shardproof.harness.watching.optimizers import parameters_in
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
 from shardproof.harness.watching.recomputing import Draws
 from shardproof.harness.watching.records import (
@@ -356,7 +357,7 @@ class WatchedStep:
         """Return the gradients; those of an optimizer's parameters are emitted, if one is given."""
         model, found = self._model, dict[str, Pending]()
         self.backwards.has_steps |= self.backwards.is_running and of is not None
-        steps = None if of is None else {id(one) for group in of.param_groups for one in group["params"]}
+        steps = None if of is None else {id(one) for one in parameters_in(of)}
         for name, parameter in model.parameters():
             if (gradient := model.gradient(parameter)) is None:
                 continue

@@ -18,7 +18,7 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.observation import Takes
-from shardproof.harness.watching.optimizers import age_of, resting_of, settings_of, state_of
+from shardproof.harness.watching.optimizers import age_of, parameters_in, resting_of, settings_of, state_of
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
 from shardproof.harness.watching.samples import Samples, is_narrow
@@ -208,7 +208,7 @@ class Updates:
         """Read what a step has left: an inner optimizer's parameters and states, and the outer one's that are left."""
         done: set[int] = set()
         for optimizer in optimizers:
-            mine = {id(one) for group in optimizer.param_groups for one in group["params"]} - done
+            mine = {id(one) for one in parameters_in(optimizer)} - done
             self.release(mine, functools.partial(state_of, optimizer))
             for name, one in self._model.parameters():
                 if id(one) in mine and name in self.held:

@@ -42,7 +42,7 @@ from shardproof.harness.watching.names import (
     unwrapped,
 )
 from shardproof.harness.watching.observation import Sink, Takes
-from shardproof.harness.watching.optimizers import STEPS, parameters_of_optimizers, seen_of
+from shardproof.harness.watching.optimizers import STEPS, parameters_in, parameters_of_optimizers, seen_of
 from shardproof.harness.watching.records import Optimizer, StepRecord
 from shardproof.harness.watching.roots import Family
 from shardproof.harness.watching.step import WatchedStep
@@ -530,7 +530,7 @@ class Watch:
 
     def _is_of_others(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer steps parameters of another model alone, as a generator's does; note that it has."""
-        mine = [one for group in optimizer.param_groups for one in group["params"]]
+        mine = parameters_in(optimizer)
         live = {id(one) for _, one in self.model.parameters()}
         if any(id(one) in live for one in mine):
             self.is_stepped = True
