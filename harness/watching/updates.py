@@ -22,6 +22,7 @@ from shardproof.harness.watching.optimizers import age_of, parameters_in, restin
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
 from shardproof.harness.watching.samples import Samples, is_narrow
+from shardproof.harness.watching.standing import Standing
 
 
 class Strangers:
@@ -143,6 +144,7 @@ class Updates:
         at_step: the gradients that they find.
         held: by name of a parameter that they have, what is known of it: its bits before and after, and its state's.
         end_it: whether the step ends with the last of them, as far as this rank sees.
+        standing: what stands besides when the first of them begins; None before that.
     """
 
     def __init__(self, model: Model, takes: Takes) -> None:
@@ -150,16 +152,21 @@ class Updates:
         self.at_step: dict[str, Pending] = {}
         self.held: dict[str, dict[str, Any]] = {}
         self.end_it = model.engine is not None
+        self.standing: Standing | None = None
         self._model, self._takes = model, takes
         self._samples = Samples()
+        self._is_look = False
 
-    def hold(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
+    def hold(self, groups: Mapping[int, Mapping[str, Any]], number: int | None = None) -> None:
         """Read what an optimizer will update.
 
         Args:
             groups: the group of each parameter that it has, by id.
+            number: of the optimizer; by default that of those that have stepped.
         """
-        number = len(self.stepped)
+        if self.standing is None and self._takes.digests and self._model.engine is None:
+            self.standing = self._model.standing()
+        number = len(self.stepped) if number is None else number
         mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in groups]
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
         # One object for all parameters of a group, which goes to other ranks once.
@@ -215,6 +222,15 @@ class Updates:
                     self.held[name]["age"] = age_of(optimizer, one)
             done |= mine
 
+    def look(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Read what optimizers have, and all other parameters, without a step between what is before and after it."""
+        self._is_look = True
+        for number, optimizer in enumerate(optimizers):
+            self.hold({id(one): group for group in optimizer.param_groups for one in group["params"]}, number)
+            self.release_all([optimizer])
+        for held in self.held.values():
+            held["before"] = None
+
     def has_all(self, own: Collection[str]) -> bool:
         """Whether no other optimizer can belong to the step: each parameter that has or had a gradient is stepped.
 
@@ -257,12 +273,15 @@ class Updates:
                     tensors.append(value)
         if self._takes.digests and not self.end_it:
             # What other ranks step, and send, has come when the step does not end with this rank's own optimizer.
-            others = [(name, one) for name, one in live.items() if one.requires_grad and name not in self.held]
+            others = [
+                (name, one) for name, one in live.items()
+                if (one.requires_grad or self._is_look) and name not in self.held
+            ]  # fmt: skip
             names += [(name, "after") for name, _ in others]
             tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         is_known = self._takes.digests and self._model.engine is None
-        resting = resting_of(live, self.held) if is_known else {}
+        resting = resting_of(live, self.held) if is_known and not self._is_look else {}
         counts = self._samples.counts()
         return {
             name: self._parameter(name, one, bits, resting.get(name, ""), counts.get(name, (0, 0)))
