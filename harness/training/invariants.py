@@ -175,9 +175,8 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         sets_of = {name: [members for _, members in found] for name, found in now.items() if found}
         evidence = next(found[0][0] for found in now.values() if found)
         for alike, names in by_sets(sets_of):
-            line = (
-                f"state of {listed(names)}: {named_sets(evidence, alike)} hold the same elements and have different states"
-            )
+            of = named_sets(evidence, alike)
+            line = f"state of {listed(names)}: {of} hold the same elements and have different states"
             yield DoctorFinding(
                 (codes.EQUAL_STATES,), codes.APART, first, "optimizer states of replicas differ", (line,), is_open=True
             )

@@ -81,9 +81,7 @@ class Later:
         if unlike and (look.hooks or any(one.reduces_in_step for one in self._watched)):
             return
         apart = self._apart(self._equal, lambda name, one: len(invariants.values(look, name, one)) < 2)
-        states = self._apart(
-            self._with_states, lambda name, one: len(invariants.states_of(look, name, one) - {()}) < 2
-        )
+        states = self._apart(self._with_states, lambda name, one: len(invariants.states_of(look, name, one) - {()}) < 2)
         if apart:
             is_sure = bool(states) if is_end else not unlike and self._is_reduced(look)
             for sets, names in invariants.by_sets(apart):
@@ -177,7 +175,7 @@ class Later:
         """D28: note modules that are in another mode than in each watched step."""
         for mode, mend in (
             (True, "as where a part is frozen by a schedule? else call model.train() after each evaluation"),
-            (False, "else model.train() reaches what is to stay in evaluation mode, as a frozen BatchNorm or a teacher"),
+            (False, "else model.train() reaches what is to stay in evaluation mode, such as a teacher"),
         ):
             held = [record.modules.standing.modes for one in self._watched for record in one.records]
             names = [name for name in _names(held) if all(one.get(name, mode) is mode for one in held)]

@@ -68,7 +68,7 @@ class Looking(contextlib.AbstractContextManager["Looking"]):
             [one.model for one in roots], Rounds(roots[0].model, only, in_turn=in_turn), begin,
             on_look=on_look, on_destroy=on_destroy, on_error=on_error, passes=passes,
         )  # fmt: skip
-        self._steps: list[int] = []
+        self._steps: list[str] = []
         self._found: list[DoctorFinding] = []
 
     def __enter__(self) -> "Looking":
@@ -97,7 +97,7 @@ class Looking(contextlib.AbstractContextManager["Looking"]):
             ties: returns the names of parameters of a model that should be one.
             is_end: whether no step follows.
         """
-        self._steps.append(every[0][0].step)
+        self._steps.append("the end" if is_end else f"step {every[0][0].step}")
         for root, judge, records in zip(self._roots, self._judges, every, strict=True):
             look = Evidence(records, root.starts, root.holders)
             new = root.examination.add(judge.judge(look, ties(root.model), is_end=is_end))
@@ -108,12 +108,10 @@ class Looking(contextlib.AbstractContextManager["Looking"]):
         """Return the line that ends the looks; empty where there were none."""
         if not self._steps:
             return ""
-        steps = [*map(str, self._steps)]
-        steps = steps if len(steps) <= _MOST_STEPS else [*steps[:2], "...", *steps[-2:]]
-        at = f"step{'s' * (len(self._steps) > 1)} {', '.join(steps)}"
+        steps = self._steps if len(self._steps) <= _MOST_STEPS else [*self._steps[:2], "...", *self._steps[-2:]]
         errors, notes = (sum(one.is_note == is_note for one in self._found) for is_note in (False, True))
         new = ", ".join(filter(None, [
             count_of(errors, "further finding", "further findings") if errors or not notes else "",
             count_of(notes, "further note", "further notes") if notes else "",
         ]))  # fmt: skip
-        return f"looked again at {at}: {new if self._found else 'no further finding'}"
+        return f"looked again at {', '.join(steps)}: {new if self._found else 'no further finding'}"

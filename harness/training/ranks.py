@@ -11,7 +11,6 @@ from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.watching.acts import Acts
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
-
 #: Seconds to wait for the slowest rank in a step that is not watched.
 _PATIENCE_OF_LOOKS = 20
 

@@ -9,7 +9,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,9 +139,9 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
-        for one in (self._divided, self._again, self._scheduled, self._stepped, self._taken, self._restored, self._paced,
-                    self._given):  # fmt: skip
-            one.clear()
+        for some in (self._divided, self._scheduled, self._stepped, self._taken, self._paced, self._given):
+            some.clear()
+        self._again, self._restored = [], []
 
     def take(self) -> ActRecord:
         """Return what was noted since the last call."""
@@ -231,7 +231,8 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     def _levelled(self) -> Iterator[Levelled]:
         """Yield optimizers of groups with different rates that have stepped by one, which is no floor of them."""
         for one in self._given.values():
-            optimizer, stepped = one.optimizer(), self._stepped.get(id(one.optimizer()))
+            optimizer: Any = one.optimizer()
+            stepped = self._stepped.get(id(optimizer))
             if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
                 continue
             rates = stepped.steps[-1][1]

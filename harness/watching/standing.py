@@ -51,8 +51,9 @@ class Standings:
 
     @torch.no_grad()
     def read(
-        self, roots: Sequence[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]], buffers: dict[str, torch.Tensor]
-    ) -> Standing:
+        self, roots: Sequence[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]],
+        buffers: dict[str, torch.Tensor],
+    ) -> Standing:  # fmt: skip
         """Read what stands now.
 
         Args:
@@ -80,8 +81,9 @@ class Standings:
         before = self._samples.get(name)
         if before is None or before.shape != own.shape or before.dtype != own.dtype or before.device != own.device:
             before = self._samples[name] = own.clone()
-        size = before.double().norm()
-        return (own.double() - before.double()).norm() / size.clamp_min(torch.finfo(torch.float64).tiny)
+        size: torch.Tensor = before.double().norm()
+        far: torch.Tensor = (own.double() - before.double()).norm() / size.clamp_min(torch.finfo(torch.float64).tiny)
+        return far
 
 
 def modes_of(roots: Sequence[nn.Module]) -> dict[str, bool]:
