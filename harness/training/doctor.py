@@ -1,4 +1,4 @@
-"""Watches the first steps of a training on every rank, and reports what no right training does."""
+"""Watches the first steps of a training on every rank, looks at later ones, and reports what no right training does."""
 
 import contextlib
 import dataclasses
@@ -50,8 +50,9 @@ class Doctor(Watcher):
     """Watch the first steps of a training loop and report what no right training does.
 
     Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
-    steps by itself; once the last of ``steps`` has ended it removes every hook and costs nothing. Ranks exchange what
-    they have seen through a gloo group of their own, at the end of a watched step only.
+    steps by itself; once the last of ``steps`` has ended it removes their hooks, counts steps, and looks at states again
+    at a few of them. Ranks exchange what they have seen through a gloo group of their own, at the end of a watched step
+    or of one that is looked at.
 
     Args:
         model: as the loop calls it; several for the stages of a pipeline. None: each root module that trains, such as
@@ -61,7 +62,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D26"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D28"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -105,7 +106,7 @@ class Doctor(Watcher):
         if on_finding not in ("raise", "warn", "collect"):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
         self._models = as_list(model)
-        self._only = optimizers = as_list(optimizer)
+        optimizers = as_list(optimizer)
         self._starts = Starts(mesh=mesh, groups=groups, data=data, ties=ties, registered=registered)
         self._on_finding, self._report = on_finding, report
         family = Family()
@@ -122,7 +123,6 @@ class Doctor(Watcher):
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
-        self._looks_again = True
         self._looking: Looking | None = None
 
     @property
@@ -234,7 +234,6 @@ class Doctor(Watcher):
 
     def on_join(self) -> None:
         """Keep what ranks see from now on: within ``join()`` no rank may wait for another one."""
-        self._looks_again = False
         self._end_looks()
         if not self._is_over:
             self._joining = []
@@ -379,7 +378,7 @@ class Doctor(Watcher):
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
-        if looks and self._looks_again:
+        if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
             self._detach()
@@ -397,7 +396,7 @@ class Doctor(Watcher):
             return
         self._detach_watches()
         self._looking = Looking(
-            [one for one in roots if one.can_be_looked_at], self._only, self._watch.step, on_look=self._look,
+            [one for one in roots if one.can_be_looked_at], self._watch.only, self._watch.step, on_look=self._look,
             on_destroy=self._look_last, on_error=self._on_look_error, passes=self.passes,
         )  # fmt: skip
         self._looking.__enter__()

@@ -80,16 +80,23 @@ class Later:
         unlike = self._apart(self._reduced, lambda name, one: _have_equal_gradients(look, name, one))
         if unlike and (look.hooks or any(one.reduces_in_step for one in self._watched)):
             return
-        apart = self._apart(self._equal, lambda name, one: len(invariants.values(look, name, one)) < 2)
         states = self._apart(self._with_states, lambda name, one: len(invariants.states_of(look, name, one) - {()}) < 2)
-        if apart:
+        if apart := self._values_apart(look, is_end=is_end):
             is_sure = bool(states) if is_end else not unlike and self._is_reduced(look)
             for sets, names in invariants.by_sets(apart):
                 yield self._of_apart(look, sets, names, unlike, is_note=not is_sure)
-        elif unlike and self._is_first and not is_end and self._equal:
-            yield self._of_unlike(look, unlike)
+        elif unlike:
+            yield from self._of_unlike(look, unlike, is_end=is_end)
         elif states:
             yield self._of_states(look, states)
+
+    def _values_apart(self, look: Evidence, *, is_end: bool) -> _Sets:
+        """Return the replicas that differ; at the end not what one rank may have merged or loaded, to save it."""
+        apart = self._apart(self._equal, lambda name, one: len(invariants.values(look, name, one)) < 2)
+        if not is_end:
+            return apart
+        are_loaded = len({record.modules.acts.loads for record in look.records}) > 1
+        return {} if are_loaded else {name: sets for name, sets in apart.items() if name in look.trained}
 
     def _apart(self, sets: _Sets, are_alike: Callable[[str, tuple[int, ...]], bool]) -> _Sets:
         found = {name: [one for one in mine if not are_alike(name, one)] for name, mine in sets.items()}
@@ -115,12 +122,15 @@ class Later:
             "look for a step whose gradients are not reduced, as the last one of an epoch, and for what writes "
             "parameters by random numbers, data or files of a rank, as masks, merges and loads"
         )
-        meant = "meant, as where ranks train apart from some step on, or one rank alone evaluates another state? else "
+        meant = "meant, as in local SGD that begins later, or where one rank alone evaluates another state? else "
         lines.append(meant + mend if is_note else mend)
         title = "replicas differ in a later step"
         return DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, look.step, title, tuple(lines), is_note)
 
-    def _of_unlike(self, look: Evidence, unlike: _Sets) -> DoctorFinding:
+    def _of_unlike(self, look: Evidence, unlike: _Sets, *, is_end: bool) -> Iterator[DoctorFinding]:
+        """Note gradients that differ where an optimizer steps; of other roots they may not be complete by then."""
+        if is_end or not self._is_first or not self._equal:
+            return
         sets, names = invariants.by_sets(unlike)[0]
         lines = (
             f"gradient of {listed(names)}: {invariants.named_sets(look, sets)} hold the same elements, with equal "
@@ -128,7 +138,7 @@ class Later:
             "meant, as in local SGD that begins later? else have the last backward of each step outside of no_sync()",
         )
         title = "gradients of replicas differ in a later step"
-        return DoctorFinding((codes.EQUAL_GRADIENTS,), codes.UNREDUCED, look.step, title, lines, is_note=True)
+        yield DoctorFinding((codes.EQUAL_GRADIENTS,), codes.UNREDUCED, look.step, title, lines, is_note=True)
 
     def _of_states(self, look: Evidence, states: _Sets) -> DoctorFinding:
         sets, names = invariants.by_sets(states)[0]
@@ -196,17 +206,16 @@ class Later:
         Not where loaders alone have drawn, whose samplers are given seeds of their own; nor, of accelerators, where
         dropout draws by the shape of a rank's batch.
         """
-        standings = [record.modules.standing for record in look.records]
-        for device in standings[0].generators if self._is_first else ():
-            is_of_host = device == "cpu"
-            if is_of_host and all(one.only_seeds for one in standings):
-                continue
-            if not is_of_host and any(one.modules.has_dropout for step in self._watched for one in step.records):
-                continue
+        for device in look.records[0].modules.standing.generators if self._is_first else ():
             before = [_states(step, device) for step in self._watched]
             sets = [ranks for ranks in _alike(before) if len({_states(look, device)[rank] for rank in ranks}) > 1]
-            if sets:
+            if sets and not self._may_differ(look, device):
                 yield self._of_generators(look, device, sets[0])
+
+    def _may_differ(self, look: Evidence, device: str) -> bool:
+        if device == "cpu":
+            return all(record.modules.standing.only_seeds for record in look.records)
+        return any(record.modules.has_dropout for step in self._watched for record in step.records)
 
     def _of_generators(self, look: Evidence, device: str, ranks: Sequence[int]) -> DoctorFinding:
         lines = (

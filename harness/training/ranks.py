@@ -27,6 +27,7 @@ class Ranks:
         starts: what each rank is, in the order of ranks; empty before the first exchange.
         holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
         acts: calls of user code, which records of this rank tell to the others.
+        are_even: whether all take the same steps, as far as is known: not under ``join()``.
     """
 
     def __init__(self, patience: float) -> None:
@@ -35,6 +36,7 @@ class Ranks:
         self.starts: list[Start] = []
         self.holders: dict[str, list[tuple[int, ...]]] = {}
         self.acts = Acts()
+        self.are_even = True
         self._patience = patience
         self._exchange: Exchange | None = None
 
@@ -98,6 +100,7 @@ class Ranks:
     def joined(self, seen: Sequence[StepRecord | int]) -> tuple[list[list[StepRecord]], bool]:
         """Exchange what ranks have seen under ``join()``: the records of all by step, and whether all saw as many."""
         self._sign(seen)
+        self.are_even = False
         every = self.all(seen)
         steps: list[list[StepRecord]] = []
         for told in zip(*every, strict=False):

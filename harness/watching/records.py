@@ -235,7 +235,7 @@ class ActRecord:
 
 @dataclasses.dataclass
 class StandingRecord:
-    """What stands from step to step besides parameters and optimizer states, when an optimizer's step begins."""
+    """The rest that stands from step to step, with parameters and optimizer states, when an optimizer's step begins."""
 
     # What stands for the states of random generators, by the type of the device.
     generators: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -1,6 +1,6 @@
-"""What stands from step to step besides parameters and optimizer states: modes, buffers, generators, frozen values.
+"""Reads modes, buffers, generators and frozen values, which stand from step to step as parameters and states do.
 
-It is read where an optimizer's step begins, in watched steps and in later ones. Values stay on their devices until the
+They are read where an optimizer's step begins, in watched steps and in later ones. Values stay on their devices until the
 step has ended.
 """
 
@@ -27,7 +27,7 @@ _MOST_SEEDS = 64
 
 @dataclasses.dataclass
 class Standing:
-    """What was read; :meth:`record` copies it to the host."""
+    """A reading; :meth:`record` copies it to the host."""
 
     found: StandingRecord
     buffers: dict[str, torch.Tensor]

@@ -79,6 +79,11 @@ class Nesting:
     def __bool__(self) -> bool:
         return bool(self._open)
 
+    @property
+    def only(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose steps count; empty for each that steps."""
+        return [one for ref in self._only if (one := ref()) is not None]
+
     def __len__(self) -> int:
         return len(self._open)
 
@@ -157,16 +162,14 @@ class Updates:
         self._samples = Samples()
         self._is_look = False
 
-    def hold(self, groups: Mapping[int, Mapping[str, Any]], number: int | None = None) -> None:
+    def hold(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
         """Read what an optimizer will update.
 
         Args:
             groups: the group of each parameter that it has, by id.
-            number: of the optimizer; by default that of those that have stepped.
         """
-        if self.standing is None and self._takes.digests and self._model.engine is None:
-            self.standing = self._model.standing()
-        number = len(self.stepped) if number is None else number
+        self._read_standing()
+        number = len(self.stepped)
         mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in groups]
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
         # One object for all parameters of a group, which goes to other ranks once.
@@ -184,6 +187,10 @@ class Updates:
                     "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings[id(group)],
                     "is_frozen": not parameter.requires_grad,
                 }  # fmt: skip
+
+    def _read_standing(self) -> None:
+        if self.standing is None and self._takes.digests and self._model.engine is None:
+            self.standing = self._model.standing()
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         """Read what an optimizer has left.
@@ -225,9 +232,11 @@ class Updates:
     def look(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Read what optimizers have, and all other parameters, without a step between what is before and after it."""
         self._is_look = True
-        for number, optimizer in enumerate(optimizers):
-            self.hold({id(one): group for group in optimizer.param_groups for one in group["params"]}, number)
+        self._read_standing()
+        for optimizer in optimizers:
+            self.hold({id(one): group for group in optimizer.param_groups for one in group["params"]})
             self.release_all([optimizer])
+            self.stepped.append(Optimizer(type(optimizer).__name__, len(self.held), len(self.held), shapes_agree=False))
         for held in self.held.values():
             held["before"] = None
 
@@ -273,10 +282,7 @@ class Updates:
                     tensors.append(value)
         if self._takes.digests and not self.end_it:
             # What other ranks step, and send, has come when the step does not end with this rank's own optimizer.
-            others = [
-                (name, one) for name, one in live.items()
-                if (one.requires_grad or self._is_look) and name not in self.held
-            ]  # fmt: skip
+            others = self._others(live)
             names += [(name, "after") for name, _ in others]
             tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
@@ -287,6 +293,11 @@ class Updates:
             name: self._parameter(name, one, bits, resting.get(name, ""), counts.get(name, (0, 0)))
             for name, one in live.items()
         }
+
+    def _others(self, live: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that train, or all where this is a look, that no optimizer of the rank steps."""
+        mine = [(name, one) for name, one in live.items() if name not in self.held]
+        return [(name, one) for name, one in mine if one.requires_grad or self._is_look]
 
     def _parameter(
         self,

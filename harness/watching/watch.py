@@ -213,6 +213,11 @@ class Watch:
         return self.step in self._steps
 
     @property
+    def only(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose steps count; empty for each that steps."""
+        return self._nesting.only
+
+    @property
     def strangers(self) -> dict[str, tuple[int, bool]]:
         """The optimizers that have stepped without a parameter of the roots; see :class:`updates.Strangers`."""
         return self._strangers.steps
