@@ -50,9 +50,9 @@ class Doctor(Watcher):
     """Watch the first steps of a training loop and report what no right training does.
 
     Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
-    steps by itself; once the last of ``steps`` has ended it removes their hooks, counts steps, and looks at states again
-    at a few of them. Ranks exchange what they have seen through a gloo group of their own, at the end of a watched step
-    or of one that is looked at.
+    steps by itself; once the last of ``steps`` has ended it removes their hooks, counts steps, and looks at states
+    again at a few of them. Ranks exchange what they have seen through a gloo group of their own, at the end of a
+    watched step or of one that is looked at.
 
     Args:
         model: as the loop calls it; several for the stages of a pipeline. None: each root module that trains, such as

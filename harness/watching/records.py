@@ -38,7 +38,7 @@ class Narrow:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model as a rank holds it."""
+    """A parameter of the model as a rank holds it."""
 
     box: Box | None  # which elements of the full parameter the rank holds; None where that cannot be told
     mesh: tuple[int, ...]  # the global ranks among which it is distributed; empty for a plain tensor

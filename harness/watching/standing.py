@@ -1,7 +1,7 @@
 """Reads modes, buffers, generators and frozen values, which stand from step to step as parameters and states do.
 
-They are read where an optimizer's step begins, in watched steps and in later ones. Values stay on their devices until the
-step has ended.
+They are read where an optimizer's step begins, in watched steps and in later ones. Values stay on their devices until
+the step has ended.
 """
 
 from __future__ import annotations
