@@ -23,7 +23,7 @@ from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
 from shardproof.harness.watching.records import StepRecord
 from shardproof.harness.watching.step import WatchedStep
-from shardproof.harness.watching.updates import Nesting
+from shardproof.harness.watching.updates import Nesting, closure_of, with_closure
 
 
 class Rounds:
@@ -52,6 +52,10 @@ class Rounds:
         is_new = self._in_turn or not self._round or id(optimizer) in self._round
         self._round = {id(optimizer)} if is_new else self._round | {id(optimizer)}
         return is_new
+
+    def watched(self, closure: Callable[..., Any], on_end: Callable[[], None]) -> Callable[..., Any]:
+        """Return a closure in its place, which tells when it has been called."""
+        return self._nesting.watched(closure, on_end)
 
     def end(self, optimizer: torch.optim.Optimizer) -> bool:
         """End the step of an optimizer; whether it was the outermost, is returned."""
@@ -116,17 +120,25 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
     def look(self) -> list[StepRecord]:
         """Look now, after the last step."""
         self.step += 1
-        self._taken = [self._read(one) for one in self._models]
+        self._taken = []
+        self._read_all()
         return self._records()
 
     @guarded
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if not self._rounds.begin(optimizer):
-            return
+            return None
         self.step, self._taken = self.step + 1, []
-        if self.step == self._last + self._distance:
-            self._distance *= 2
-            self._taken = [self._read(one) for one in self._models]
+        if self.step != self._last + self._distance:
+            return None
+        self._distance *= 2
+        if callable(closure := closure_of(args, kwargs)):  # gradients of the step are there when it has ended
+            return with_closure(args, kwargs, self._rounds.watched(closure, self._read_all))
+        self._read_all()
+        return None
+
+    def _read_all(self) -> None:
+        self._taken = self._taken or [self._read(one) for one in self._models]
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

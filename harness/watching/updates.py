@@ -141,6 +141,18 @@ class Nesting:
         self._open = [one for one in self._open if one[0] != id(optimizer)]
 
 
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure that the step of an optimizer is given, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(args: Any, kwargs: Any, closure: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the arguments of a step with another closure in the place of its own."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
 class Updates:
     """What the optimizers of a step find and leave.
 

@@ -120,6 +120,28 @@ def short_window(data, *, last=5, syncs=False):
     train(model, adamw(model), data, before=before)
 
 
+def closures(data, *, write=None):
+    """The optimizer calls a closure, which computes the last microbatch; those before it are not synchronized."""
+    model = DDP(perceptron())
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with model.no_sync():
+            inputs, labels = data.batch()
+            F.cross_entropy(model(inputs), labels).backward()
+        inputs, labels = data.batch()
+
+        def closure(inputs=inputs, labels=labels):
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        if write is not None and step == 5:
+            with torch.no_grad():
+                write(data, model, optimizer)
+
+
 def local_sgd(data, *, begins=5, period=2):
     """From some step on ranks train apart, and average their parameters now and then."""
     model = DDP(perceptron())
@@ -443,6 +465,7 @@ HEALTHY = {
     "loaded on all ranks": (lambda data: written(data, load), ""),
     "masked alike under HSDP": (lambda data: written(data, mask_alike, wrap=replicate_and_shard), ""),
     "short window with a sync": (lambda data: short_window(data, syncs=True), ""),
+    "closures": (closures, ""),
     "local SGD from a later step on": (local_sgd, APART),
     "rates of all ranks": (lambda data: rates_by_rank(data, by_rank=False), ""),
     "merged and taken out": (lambda data: merged(data, unmerges=True), ""),
@@ -476,6 +499,7 @@ BROKEN = {
     "masked by each rank under HSDP": (lambda data: written(data, mask, wrap=replicate_and_shard), APART),
     "loaded by one rank": (lambda data: written(data, load_on_one, at=3), APART),
     "averaged by one rank": (lambda data: written(data, average_with_first), APART),
+    "masked between closures": (lambda data: closures(data, write=mask), APART),
     "short window without a sync": (short_window, APART),
     "moments of one rank": (lambda data: written(data, forget_moments, at=7), STATES),
     "a look without a sync": (lambda data: short_window(data, last=8), LOCAL),
