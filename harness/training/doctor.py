@@ -420,7 +420,8 @@ class Doctor(Watcher):
         """Look once more when the loop or its process groups end, if there were steps since the last look."""
         if self._looking is not None and self._looking.has_more:
             with contextlib.suppress(Absent):
-                self._look(self._looking.look(), is_end=True)
+                if seen := self._looking.look():
+                    self._look(seen, is_end=True)
         self._end_looks()
 
     def _on_look_error(self, error: Exception) -> None:
@@ -436,7 +437,6 @@ class Doctor(Watcher):
             looking.__exit__(None, None, None)
             if (said := looking.said()) and self._on_finding != "collect":
                 self._say(said)
-            self._write_report()
             self._detach()
 
     def _end_all(self) -> list[DoctorFinding]:

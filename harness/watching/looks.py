@@ -137,6 +137,7 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
         self._read_all()
         return None
 
+    @guarded
     def _read_all(self) -> None:
         self._taken = self._taken or [self._read(one) for one in self._models]
 
