@@ -13,8 +13,8 @@ where its values are:
   ``guess_from_values`` there); of the others there is nothing to compare, and the doctor's checks tell them.
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
-  D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D26
-  ``training.acts``.
+  D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D27
+  ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones.
 
 A signature never decides a verdict.
 """
@@ -67,6 +67,8 @@ COPIED: Final = "D23"
 UNSCALED: Final = "D24"
 SCHEDULED: Final = "D25"
 RESTORED: Final = "D26"
+PACED: Final = "D27"
+STANDS: Final = "D28"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ _LOOPS = "tests/harness/test_doctor_loops.py::"
 _STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _ACTS = "tests/harness/test_doctor_acts.py::"
+_LATER = "tests/harness/test_doctor_later.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -241,5 +244,16 @@ CHECKS = _by_code([
     Code(RESTORED, "what-is-restored-is-a-copy",
          "a state dict that is loaded back is not the model's own tensors, which optimizers have written since",
          "keep a copy: `copy.deepcopy(model.state_dict())`", _ACTS + "restored from its own tensors"),
+    Code(PACED, "schedulers-step-once",
+         "a scheduler is stepped once for each step of its optimizer (a note)",
+         "call its `step()` where the optimizer steps, or count its length in its own calls",
+         _LATER + "scheduled for each microbatch"),
+    Code(STANDS, "what-was-set-stays",
+         "training modes of modules, and equal states of random generators of ranks, are in later steps as they were "
+         "in the watched ones; groups of an optimizer that were given different learning rates do not step by one "
+         "(notes)",
+         "call `model.train()` after an evaluation, draw there by a generator of its own, and scale the rate of each "
+         "group by its own",
+         _LATER + "evaluation mode stays"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

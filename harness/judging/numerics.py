@@ -109,6 +109,9 @@ SAME_GRADIENT_EPS = 64.0
 #: Relative difference up to which microbatches count alike.
 ALIKE = 1e-3
 
+#: How far values that are added and taken away again are from where they were, in eps of their dtype.
+STAYED_EPS = 32.0
+
 #: Relative distance below which gradients of replicas differ by no more than rounding.
 REPLICAS_NOISE = 1e-5
 

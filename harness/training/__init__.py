@@ -5,6 +5,7 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``doctor``: ``Doctor``, which watches the first steps of a loop on every rank and reports; ``examination``, which
   checks a step gets, and which findings wait for a later step; ``ranks``, what ranks tell each other of both;
   ``starts``, what a rank is for a root when watching begins; ``roots``, the further roots of a loop.
+- ``looking``: the looks at all roots after their watched steps; ``later``, whether a look is as these were.
 - ``exchange``: sends values of all ranks to each other, on a group of its own.
 - ``evidence``: what all ranks have seen of one step, by parameter: who holds what, who reads what.
 - ``reduction``: is each gradient reduced once, over all ranks whose data differ?

@@ -1,4 +1,4 @@
-"""Do loss scalers, schedulers and state dicts do what they are called for? (D24, D25, D26)"""
+"""Do loss scalers, schedulers and state dicts do what they are called for? (D24 to D28)"""
 
 from collections.abc import Iterable, Iterator
 
@@ -13,10 +13,12 @@ DIVIDED = "gradients are unscaled again"
 
 
 def check_acts(evidence: Evidence) -> Iterator[DoctorFinding]:
-    """D24 to D26, in each step: calls that cannot have the effect for which they are made."""
+    """D24 to D28, in each step: calls that cannot have the effect for which they are made, or may not."""
     yield from _check_divided(evidence)
     yield from _check_idle(evidence)
     yield from _check_restored(evidence)
+    yield from _check_paced(evidence)
+    yield from _check_levelled(evidence)
 
 
 def _check_divided(evidence: Evidence) -> Iterator[DoctorFinding]:
@@ -72,6 +74,36 @@ def _check_restored(evidence: Evidence) -> Iterator[DoctorFinding]:
             "the load changes nothing: keep copies, as by copy.deepcopy(model.state_dict())",
         )
         yield DoctorFinding((codes.RESTORED,), "", evidence.step, "a restored state is the current one", lines)
+
+
+def _check_paced(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D27: note a scheduler that is stepped several times for each step of its optimizer."""
+    seen = {record.rank: record.modules.acts.paces for record in evidence.records if record.modules.acts.paces}
+    if seen:
+        one = next(iter(seen.values()))[0]
+        lines = (
+            f"{one.scheduler} was stepped {one.calls} times for each of the last {one.steps} steps of "
+            f"{one.optimizer}{_on(seen)}: its rates change {one.calls} x as fast",
+            "meant, as where its length counts microbatches, or the steps of all ranks? else step it once, where the "
+            "optimizer steps",
+        )
+        title = "a scheduler is stepped several times for each step"
+        yield DoctorFinding((codes.PACED,), "", evidence.step, title, lines, is_note=True)
+
+
+def _check_levelled(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D28: note groups that were given different learning rates, and step by one."""
+    seen = {record.rank: record.modules.acts.levelled for record in evidence.records if record.modules.acts.levelled}
+    if seen:
+        one = next(iter(seen.values()))[0]
+        low, high = min(one.given), max(one.given)
+        lines = (
+            f"the {len(one.given)} groups of {one.optimizer} were given learning rates from {low:.4g} to {high:.4g}, "
+            f"and all step by {one.rate:.4g}{_on(seen)}",
+            "meant? else the schedule writes one rate over those of all groups: multiply it by a factor of each group",
+        )
+        title = "groups of different learning rates step by one"
+        yield DoctorFinding((codes.STANDS,), "", evidence.step, title, lines, is_note=True)
 
 
 def _a(kind: str) -> str:

@@ -6,6 +6,7 @@ from shardproof.harness.judging import codes
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
+from shardproof.harness.watching.records import Bits
 
 
 def check_buffers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
@@ -19,6 +20,21 @@ def check_buffers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         if names := _apart(last, ranks):
             step = next(one.step for one in records if _apart(one, ranks))
             yield _of_buffers(last, ranks, names, step)
+
+
+def check_standing(look: Evidence, watched: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D20, at a later step: buffers that are equal where the optimizer steps in the watched steps are equal then."""
+    for ranks in _peers(watched[-1]):
+        known = look.records[ranks[0]].modules.standing.buffers
+        divided = {name.rpartition(".")[0] for name in look.parts}
+        are_alike = [name for name in known if all(len(_standing(one, name, ranks)) == 1 for one in watched)]
+        names = [name for name in are_alike if len(_standing(look, name, ranks)) > 1]
+        if names := [name for name in names if name.rpartition(".")[0] not in divided]:
+            yield _of_buffers(look, ranks, names, look.step)
+
+
+def _standing(evidence: Evidence, name: str, ranks: Sequence[int]) -> set[Bits | None]:
+    return {evidence.records[rank].modules.standing.buffers.get(name) for rank in ranks}
 
 
 def _peers(evidence: Evidence) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Watches the first steps of a training on every rank, and reports what no right training does."""
+"""Watches the first steps of a training on every rank, looks at later ones, and reports what no right training does."""
 
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
+from shardproof.harness.training.looking import LookedAt, Looking
 from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
 from shardproof.harness.training.starts import Starts
@@ -32,7 +33,7 @@ from shardproof.harness.watching.records import NotWatchable, StepRecord
 from shardproof.harness.watching.roots import Family, called_as
 from shardproof.harness.watching.ties import Ties
 from shardproof.harness.watching.watch import Watch
-from shardproof.harness.watching.watching import Watcher
+from shardproof.harness.watching.watching import Watcher, text_of
 
 CHECKS = tuple(codes.CHECKS)
 
@@ -49,8 +50,9 @@ class Doctor(Watcher):
     """Watch the first steps of a training loop and report what no right training does.
 
     Every rank makes it after the model is sharded and the optimizer made, and enters it around the loop. It finds the
-    steps by itself; once the last of ``steps`` has ended it removes every hook and costs nothing. Ranks exchange what
-    they have seen through a gloo group of their own, at the end of a watched step only.
+    steps by itself; once the last of ``steps`` has ended it removes their hooks, counts steps, and looks at states
+    again at a few of them. Ranks exchange what they have seen through a gloo group of their own, at the end of a
+    watched step or of one that is looked at.
 
     Args:
         model: as the loop calls it; several for the stages of a pipeline. None: each root module that trains, such as
@@ -60,7 +62,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D26"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D28"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -121,6 +123,7 @@ class Doctor(Watcher):
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
         self._joining: list[StepRecord | int] | None = None
         self._patches = contextlib.ExitStack()
+        self._looking: Looking | None = None
 
     @property
     def findings(self) -> list[DoctorFinding]:
@@ -142,6 +145,8 @@ class Doctor(Watcher):
     def close(self) -> None:
         """End the last step, report, and remove all hooks. Every rank must call it, or leave the context."""
         if self._is_over:
+            self._guarded(self._look_last)
+            self._detach()
             return
         self._guarded(self._meet_last)
         self._guarded(self._watch.end_step)
@@ -229,6 +234,7 @@ class Doctor(Watcher):
 
     def on_join(self) -> None:
         """Keep what ranks see from now on: within ``join()`` no rank may wait for another one."""
+        self._end_looks()
         if not self._is_over:
             self._joining = []
 
@@ -266,7 +272,7 @@ class Doctor(Watcher):
         if step >= last and self._roots.waits:
             self._watch.extend()  # for further roots, of which ranks tell each other when it has stepped
         elif step >= last:
-            self._finish()
+            self._finish(looks=True)
 
     def _judge_beside(self) -> list[DoctorFinding]:
         """Judge the steps of further roots that ranks have sent, and return the errors."""
@@ -357,7 +363,7 @@ class Doctor(Watcher):
             self._detach()
             raise Unhealthy("\n".join(one.render() for one in errors))
 
-    def _finish(self) -> None:
+    def _finish(self, *, looks: bool = False) -> None:
         if self._is_over:
             return
         self._is_over = True
@@ -372,7 +378,66 @@ class Doctor(Watcher):
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
-        self._detach()
+        if looks and self._ranks.are_even:
+            self._begin_looks()
+        if self._looking is None:
+            self._detach()
+
+    # Looks ----------------------------------------------------------------------------------
+
+    def _begin_looks(self) -> None:
+        """Remove the hooks of the watched steps, and look again after later ones, if states can be read there."""
+        assert self._ranks.rank is not None
+        roots = [LookedAt(0, self._watch.model, self._ranks.starts, self._ranks.holders, self._examination)]
+        for number, (key, root) in enumerate(zip(self._roots.keys(), self._roots, strict=True), 1):
+            if root.is_of_all and (model := self._others.model(key)) is not None:
+                roots.append(LookedAt(number, model, root.starts, root.holders, root.examination))
+        if not roots[0].can_be_looked_at or not self._are_groups_there:
+            return
+        self._detach_watches()
+        self._looking = Looking(
+            [one for one in roots if one.can_be_looked_at], self._watch.only, self._watch.step, on_look=self._look,
+            on_destroy=self._look_last, on_error=self._on_look_error, passes=self.passes,
+        )  # fmt: skip
+        self._looking.__enter__()
+
+    def _look(self, seen: list[StepRecord], *, is_end: bool = False) -> None:
+        """Exchange what ranks see of all roots, and judge it; ranks that are not at one step look no more."""
+        looking = self._looking
+        every = self._ranks.looks_of(seen) if self._are_groups_there and looking is not None else None
+        if looking is None or every is None:
+            self._end_looks()
+            return
+        errors = []
+        judged = looking.judge(every, lambda model: self._starts.ties(model.roots), is_end=is_end)
+        for number, found in judged:
+            errors += self._tell(found, number)
+        if errors:
+            self._write_report()
+        self._raise(errors)
+
+    def _look_last(self) -> None:
+        """Look once more when the loop or its process groups end, if there were steps since the last look."""
+        if self._looking is not None and self._looking.has_more:
+            with contextlib.suppress(Absent):
+                if seen := self._looking.look():
+                    self._look(seen, is_end=True)
+        self._end_looks()
+
+    def _on_look_error(self, error: Exception) -> None:
+        if isinstance(error, Absent):
+            self._say(f"{error} to look again at a later step; no more looks")
+        else:
+            self._say_here(f"internal error, which ends the looks at later steps; please report it:\n{text_of(error)}")
+        self._end_looks()
+
+    def _end_looks(self) -> None:
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.__exit__(None, None, None)
+            if (said := looking.said()) and self._on_finding != "collect":
+                self._say(said)
+            self._detach()
 
     def _end_all(self) -> list[DoctorFinding]:
         """Tell what all steps together show, and return the errors."""
@@ -449,11 +514,17 @@ class Doctor(Watcher):
         if not self._ranks.rank:
             self._say_here(text)
 
-    def _detach(self) -> None:
+    def _detach_watches(self) -> None:
         super()._detach()
         self._others.detach()
-        self._patches.close()
         self._starts.close()
+
+    def _detach(self) -> None:
+        self._detach_watches()
+        if self._looking is not None:
+            self._looking.__exit__(None, None, None)
+            self._looking = None
+        self._patches.close()
         with contextlib.suppress(Exception):  # the user may have ended the process groups
             self._ranks.close()
 

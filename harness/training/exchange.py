@@ -37,17 +37,21 @@ class Exchange:
             except RuntimeError as error:  # which waits for all ranks
                 raise Absent(_absence(str(error), patience)) from error
 
-    def all(self, value: Any) -> list[Any]:
+    def all(self, value: Any, *, patience: float | None = None) -> list[Any]:
         """Return the values of all ranks, in their order.
+
+        Args:
+            patience: seconds to wait for the slowest rank, where that is less than for others.
 
         Raises:
             Absent: a rank did not come within ``patience``, or has left.
         """
+        patience = self._patience if patience is None else min(patience, self._patience)
         if self.size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            self._meet()
+            self._meet(patience)
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self._gather(lengths, torch.tensor([data.numel()]))
             most = max(int(one) for one in lengths)
@@ -56,7 +60,7 @@ class Exchange:
             parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(self.size)]
             self._gather(parts, padded)
         except RuntimeError as error:
-            raise Absent(_absence(str(error), self._patience)) from error
+            raise Absent(_absence(str(error), patience)) from error
         return [
             pickle.loads(bytes(part[: int(length)].numpy().tobytes()))
             for part, length in zip(parts, lengths, strict=True)
@@ -72,9 +76,9 @@ class Exchange:
         except ValueError:
             return False
 
-    def _meet(self) -> None:
+    def _meet(self, patience: float) -> None:
         # It tells rank 0 which ranks do not come.
-        dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)
+        dist.monitored_barrier(self._group, datetime.timedelta(seconds=patience), wait_all_ranks=True)
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         dist.all_gather(parts, mine, group=self._group)

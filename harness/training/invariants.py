@@ -50,6 +50,9 @@ _NO_LOADER = "no DataLoader was seen: each rank must read its own part of the da
 #: The title of the finding that the gradients of replicas differ.
 DIFFER = "replicas differ"
 
+#: The title of the note of gradients that are dropped in one step.
+DROPPED = "gradients are dropped without a step"
+
 
 def check_start(starts: Sequence[Start], differ: Mapping[str, Sequence[tuple[int, ...]]]) -> Iterator[DoctorFinding]:
     """D1 before the first step: declared replicas are equal."""
@@ -93,7 +96,7 @@ class _Apart:
     def take(self, name: str, members: tuple[int, ...]) -> None:
         """Compare what ranks hold that are to hold the same elements."""
         evidence = self.evidence
-        if len({one.after for one in _held(evidence, name, members) if one.after is not None}) > 1:
+        if len(values(evidence, name, members)) > 1:
             self.after.setdefault(name, []).append(members)
         if evidence.reduces_in_step:
             return
@@ -119,13 +122,13 @@ def check_replicas(evidence: Evidence) -> Iterator[DoctorFinding]:
         for members in sets:
             if len(members) > 1 and not evidence.are_gathered(name, members):
                 apart.take(name, members)
-    for alike, names in _by_sets(apart.partly):
+    for alike, names in by_sets(apart.partly):
         yield _of_partly(evidence, alike[0], names)
     drifted = apart.drifted
-    for alike, names in _by_sets(apart.gradients):
+    for alike, names in by_sets(apart.gradients):
         yield _of_gradients(evidence, alike, names, max(apart.distance[name] for name in names), drifted)
     rest = {name: sets for name, sets in apart.after.items() if name not in drifted and name not in apart.gradients}
-    for alike, names in _by_sets(rest):
+    for alike, names in by_sets(rest):
         yield _of_parameters(evidence, alike, names)
 
 
@@ -140,10 +143,10 @@ def _of_partly(evidence: Evidence, members: Sequence[int], names: list[str]) -> 
 
 def _of_parameters(evidence: Evidence, alike: Sequence[tuple[int, ...]], names: list[str]) -> DoctorFinding:
     """Make the finding of replicas that differ after the step, and whose gradients do not."""
-    of = _sets(evidence, alike)
+    of = named_sets(evidence, alike)
     lines = [f"parameter {listed(names)}: {of} hold the same elements and differ after the step"]
     has_gradient = names[0] in evidence.gradients[alike[0][0]].at_step
-    states = [_states(evidence, name, sets) for name in names for sets in alike]
+    states = [states_of(evidence, name, sets) for name in names for sets in alike]
     # Where the step reduces, gradients are not known; a rank that has no state leaves the work to others.
     is_of_states = has_gradient and not evidence.reduces_in_step and all(len(one - {()}) > 1 for one in states)
     if is_of_states:
@@ -171,10 +174,9 @@ def check_states_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         now = {name: [one for one in found if one[0].step == first] for name, found in apart.items()}
         sets_of = {name: [members for _, members in found] for name, found in now.items() if found}
         evidence = next(found[0][0] for found in now.values() if found)
-        for alike, names in _by_sets(sets_of):
-            line = (
-                f"state of {listed(names)}: {_sets(evidence, alike)} hold the same elements and have different states"
-            )
+        for alike, names in by_sets(sets_of):
+            of = named_sets(evidence, alike)
+            line = f"state of {listed(names)}: {of} hold the same elements and have different states"
             yield DoctorFinding(
                 (codes.EQUAL_STATES,), codes.APART, first, "optimizer states of replicas differ", (line,), is_open=True
             )
@@ -187,7 +189,7 @@ def _states_apart(records: Sequence[Evidence]) -> dict[str, list[tuple[Evidence,
     for evidence in records:
         for name, sets in evidence.holders.items():
             for members in sets:
-                if len(members) < 2 or len(states := _states(evidence, name, members)) < 2:
+                if len(members) < 2 or len(states := states_of(evidence, name, members)) < 2:
                     continue
                 if evidence.are_gathered(name, members):
                     divided |= {_optimizer_of(evidence, name, members)}
@@ -205,7 +207,12 @@ def _held(evidence: Evidence, name: str, members: Sequence[int]) -> list[Paramet
     return [one for rank in members if (one := evidence.records[rank].parameters.get(name)) is not None]
 
 
-def _states(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
+def values(evidence: Evidence, name: str, members: Sequence[int], of: str = "after") -> set[Any]:
+    """Return the different bits that ranks hold of a parameter, after the step or "before" it, as far as known."""
+    return {bits for one in _held(evidence, name, members) if (bits := getattr(one, of)) is not None}
+
+
+def states_of(evidence: Evidence, name: str, members: Sequence[int]) -> set[tuple[Any, ...]]:
     """Return the different optimizer states that ranks have of a parameter; empty for a rank that has none."""
     held = _held(evidence, name, members)
     return {tuple(sorted(one.state.items())) for one in held if one.optimizer is not None}
@@ -234,7 +241,7 @@ def _of_gradients(
     """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
     is_noise = largest < numerics.REPLICAS_NOISE
     lines = [
-        f"gradient of {listed(names)}: {_sets(evidence, members)} hold the same elements and have different bits "
+        f"gradient of {listed(names)}: {named_sets(evidence, members)} hold the same elements and have different bits "
         f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
     ]
     if is_noise:
@@ -314,7 +321,7 @@ def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequ
     return lines
 
 
-def _by_sets(found: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[list[tuple[int, ...]], list[str]]]:
+def by_sets(found: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[list[tuple[int, ...]], list[str]]]:
     """Group names by the sets of ranks in which they differ."""
     groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for name, sets in found.items():
@@ -326,7 +333,7 @@ def _by_sets(found: Mapping[str, list[tuple[int, ...]]]) -> list[tuple[list[tupl
     return [(list(sets), names) for sets, names in groups.items()]
 
 
-def _sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
+def named_sets(evidence: Evidence, members: Sequence[tuple[int, ...]]) -> str:
     """Name sets of ranks: "ranks 0-1 (tp)", "ranks 0-1 and ranks 2-3 (tp)"."""
     shown = " and ".join(ranks_of(one) for one in members[:3])
     more = f" and {len(members) - 3} more sets" if len(members) > 3 else ""
@@ -340,7 +347,7 @@ def check_data(evidence: Evidence) -> Iterator[DoctorFinding]:
         return
     apart = [ranks for ranks in evidence.readers if _read_apart(evidence, ranks)]
     if apart:
-        line = f"{_sets(evidence, apart)} are parts of one model and read different microbatches"
+        line = f"{named_sets(evidence, apart)} are parts of one model and read different microbatches"
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, evidence.step, APART, (line,))
     same: dict[tuple[int, ...], list[int]] = {}
     for number, ranks in enumerate(evidence.readers):
@@ -396,7 +403,7 @@ def _named_readers(evidence: Evidence, readers: Sequence[tuple[int, ...]], ranks
     over = f" of {' and '.join(evidence.data_names)}" if evidence.data_names else ""
     if len(ranks) == len(readers):
         return f"{len(readers)} ranks{over} ({ranks_of(ranks)})"
-    return f"{len(readers)} data-parallel ranks{over}, which are {_sets(evidence, readers)},"
+    return f"{len(readers)} data-parallel ranks{over}, which are {named_sets(evidence, readers)},"
 
 
 def _of_peers(evidence: Evidence, ranks: Sequence[int], names: list[str]) -> Iterator[DoctorFinding]:
@@ -574,7 +581,7 @@ def of_dropped(evidence: Evidence) -> DoctorFinding:
         (codes.REDUCED_ONCE,),
         codes.SOME_MICROBATCHES,
         evidence.step,
-        "gradients are dropped without a step",
+        DROPPED,
         lines,
         is_note=True,
     )

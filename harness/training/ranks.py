@@ -11,6 +11,9 @@ from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.watching.acts import Acts
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
+#: Seconds to wait for the slowest rank in a step that is not watched.
+_PATIENCE_OF_LOOKS = 20
+
 
 class Ranks:
     """Exchanges between all ranks, each of which makes the same calls in the same order.
@@ -24,6 +27,7 @@ class Ranks:
         starts: what each rank is, in the order of ranks; empty before the first exchange.
         holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
         acts: calls of user code, which records of this rank tell to the others.
+        are_even: whether all take the same steps, as far as is known: not under ``join()``.
     """
 
     def __init__(self, patience: float) -> None:
@@ -32,6 +36,7 @@ class Ranks:
         self.starts: list[Start] = []
         self.holders: dict[str, list[tuple[int, ...]]] = {}
         self.acts = Acts()
+        self.are_even = True
         self._patience = patience
         self._exchange: Exchange | None = None
 
@@ -57,10 +62,23 @@ class Ranks:
         self.holders, found = check_starts(self.starts)
         return found
 
-    def all(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order."""
+    def all(self, value: Any, *, patience: float | None = None) -> list[Any]:
+        """Return the values of all ranks, in their order; see :meth:`exchange.Exchange.all`."""
         assert self._exchange is not None
-        return self._exchange.all(value)
+        return self._exchange.all(value, patience=patience)
+
+    def looks_of(self, seen: Sequence[StepRecord]) -> list[list[StepRecord]] | None:
+        """Exchange what ranks see of each root when they look again, and return it by root.
+
+        None where ranks are not at the same step, as where some have had fewer batches.
+        """
+        self._sign(seen[:1])
+        for one in seen:
+            one.rank = seen[0].rank
+        every = self.all(seen, patience=_PATIENCE_OF_LOOKS)
+        if len({(len(mine), mine[0].step) for mine in every}) > 1:
+            return None
+        return [list(records) for records in zip(*every, strict=True)]
 
     def records_of(self, seen: StepRecord | int) -> tuple[list[StepRecord], list[DoctorFinding]]:
         """Exchange the records of a step and return them, and what is wrong if only some ranks have taken it.
@@ -82,6 +100,7 @@ class Ranks:
     def joined(self, seen: Sequence[StepRecord | int]) -> tuple[list[list[StepRecord]], bool]:
         """Exchange what ranks have seen under ``join()``: the records of all by step, and whether all saw as many."""
         self._sign(seen)
+        self.are_even = False
         every = self.all(seen)
         steps: list[list[StepRecord]] = []
         for told in zip(*every, strict=False):

@@ -19,6 +19,7 @@ from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.training.ranks import check_starts, parted, skipped_by_some
 from shardproof.harness.training.starts import Starts
 from shardproof.harness.watching.groups import places_of_flat
+from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.records import StepRecord
 from shardproof.harness.watching.roots import Family, called_as, labels
 from shardproof.harness.watching.watch import Watch
@@ -139,6 +140,10 @@ class Mine:
         for one in self._all:
             one.watch.end_step()
 
+    def model(self, key: Key) -> Model | None:
+        """Return the model of one, as its watch knows it."""
+        return next((one.watch.model for one in self._all if one.key == key), None)
+
     def modules(self) -> Iterator[nn.Module]:
         """Yield all their modules."""
         for one in self._all:
@@ -181,6 +186,11 @@ class Root:
     def starts(self) -> list[Start]:
         """The start of each rank that has sent one, in the order of ranks."""
         return [self._starts[rank] for rank in sorted(self._starts)]
+
+    @property
+    def holders(self) -> dict[str, list[tuple[int, ...]]]:
+        """By parameter, the sets of ranks that hold the same elements."""
+        return self._holders or {}
 
     @property
     def is_of_all(self) -> bool:
@@ -249,6 +259,10 @@ class Roots:
 
     def __iter__(self) -> Iterator[Root]:
         return iter(self._all.values())
+
+    def keys(self) -> Iterator[Key]:
+        """Yield their keys, in the same order."""
+        yield from self._all
 
     def hear(self, tellings: Sequence[Telling]) -> None:
         """Take what each rank tells."""

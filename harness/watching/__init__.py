@@ -11,13 +11,15 @@ never gathers, waits for a stream or changes what it sees.
   notice; ``tensors``, those of gradients; ``gathered``, parameters that a forward finds gathered after a step.
 - ``step``: what is seen of one step, and its record; ``updates``, what its optimizers find and leave; ``pending``,
   gradients whose digests are read when it has ended; ``left``, those that are gone before an optimizer steps by them.
+- ``looks``: ``Looks``, which counts steps after the watched ones, and reads states at some; ``standing``, what stands
+  from step to step besides: modes, buffers, generators, frozen values.
 - ``samples``: elements of narrow parameters before and after a step.
 - ``roots``: all roots of a loop, and which optimizer is of which.
 - ``watching``: ``Watcher``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
   that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
-- ``acts``: calls of user code that concern the process: loss scalers, schedulers, state dicts.
+- ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts.
 - ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
+from shardproof.harness.tensors.fingerprints import host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.optimizers import STEPS, parameters_in
-from shardproof.harness.watching.records import ActRecord, Idle
+from shardproof.harness.watching.optimizers import STEPS, optimizers_of_process, parameters_in
+from shardproof.harness.watching.records import ActRecord, Idle, Levelled, Pace
 
 #: How many steps of an optimizer are remembered.
 _MOST_STEPS = 16
+
+#: Packages that step a scheduler once for each rank, because its length is that of one rank's training.
+_OF_RANKS = ("accelerate.",)
 
 _Rates = tuple[float, ...]
 
@@ -72,33 +74,43 @@ class _Stepped:
 
 @dataclasses.dataclass
 class _Taken:
-    """A tensor of a state dict.
+    """A tensor of a state dict, whose writes torch counts, as of the parameter that it is.
 
     Attributes:
         steps: how many steps optimizers had made when it was taken.
-        before: its bits then; on its device.
-        after: its bits when the last step of an optimizer since then ended; None before there is one.
+        before: how often it had been written then.
+        after: the same when the last step of an optimizer since then ended; None before there is one.
     """
 
     tensor: weakref.ref[torch.Tensor]
     steps: int
-    before: torch.Tensor
-    after: torch.Tensor | None = None
+    before: int
+    after: int | None = None
 
 
-class _Load(NamedTuple):
-    """A module that was given its own tensors to load, with those of its parameters, and their bits by then."""
+@dataclasses.dataclass
+class _Paced:
+    """A scheduler.
 
-    kind: str
-    steps: int
-    taken: list[_Taken]
-    now: list[torch.Tensor]
+    Attributes:
+        is_of_wrapper: whether a wrapper has stepped it that does so once for each rank.
+        now: how often it was stepped since its optimizer was.
+        calls: how often between each two of the last steps of that.
+    """
 
-    @property
-    def restores_nothing(self) -> bool:
-        """Whether nothing but optimizers has written the tensors, which some of these have changed."""
-        before, after = (host_rows([getattr(one, of) for one in self.taken]) for of in ("before", "after"))
-        return before != after == host_rows(self.now)
+    scheduler: weakref.ref[Any]
+    optimizer: weakref.ref[Any]
+    is_of_wrapper: bool
+    now: int = 0
+    calls: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Given:
+    """An optimizer, and the learning rates that its groups had when they were made, or when watching began."""
+
+    optimizer: weakref.ref[Any]
+    rates: list[float]
 
 
 class Acts(contextlib.AbstractContextManager["Acts"]):
@@ -111,34 +123,45 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         self._scheduled: dict[int, _Scheduled] = {}
         self._stepped: dict[int, _Stepped] = {}
         self._taken: dict[int, _Taken] = {}
-        self._loads: list[_Load] = []
+        self._restored: list[tuple[str, int]] = []
+        self._paced: dict[int, _Paced] = {}
+        self._given: dict[int, _Given] = {}
+        self._loads = 0
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Acts:
+        for one in optimizers_of_process():
+            for group in getattr(one, "param_groups", ()):
+                self.on_group(one, group)
         self._patches.enter_context(calls.witnessed(self))
         self._patches.callback(STEPS.add(lambda *_: None, self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
-        for one in (self._divided, self._again, self._scheduled, self._stepped, self._taken, self._loads):
-            one.clear()
+        for some in (self._divided, self._scheduled, self._stepped, self._taken, self._paced, self._given):
+            some.clear()
+        self._again, self._restored = [], []
 
     def take(self) -> ActRecord:
         """Return what was noted since the last call."""
         divided = [kind for kind, left in self._again if any(host_rows(left))]
-        restored = [(one.kind, one.steps) for one in self._loads if one.restores_nothing]
-        self._again, self._loads = [], []
-        return ActRecord(divided, list(self._idle()), restored)
+        found = ActRecord(
+            divided, list(self._idle()), self._restored, list(self._paces()), list(self._levelled()), self._loads
+        )
+        self._again, self._restored, self._loads = [], [], 0
+        return found
 
     @_quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         self._divided.pop(id(optimizer), None)
         self._scheduled.pop(id(optimizer), None)
-        taken = [(one, tensor) for one in self._taken.values() if (tensor := one.tensor()) is not None]
-        for (one, _), bits in zip(taken, _bits([tensor for _, tensor in taken]), strict=True):
-            one.after = bits
+        for taken in self._taken.values():
+            taken.after = taken.before if (tensor := taken.tensor()) is None else _writes(tensor)
+        for paced in self._paced.values():
+            if paced.optimizer() is optimizer:
+                paced.calls, paced.now = [*paced.calls[1 - _MOST_STEPS :], paced.now], 0
         seen = self._stepped.get(id(optimizer))
         if seen is None or seen.optimizer() is not optimizer:
             seen = self._stepped[id(optimizer)] = _Stepped(weakref.ref(optimizer))
@@ -178,6 +201,46 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             seen = self._scheduled[id(optimizer)] = _Scheduled(weakref.ref(scheduler), weakref.ref(optimizer))
         if (rates := _rates(optimizer)) is not None:
             seen.calls = [*seen.calls[:1], *seen.calls[1:][-_MOST_STEPS:], (self._steps, rates)]
+        paced = self._paced.get(id(scheduler))
+        if paced is None or paced.scheduler() is not scheduler:
+            paced = self._paced[id(scheduler)] = _Paced(
+                weakref.ref(scheduler), weakref.ref(optimizer), _is_called_by(_OF_RANKS)
+            )
+        paced.now += 1
+
+    def _paces(self) -> Iterator[Pace]:
+        """Yield schedulers that are stepped equally often, and more than once, for each step of their optimizers."""
+        for one in self._paced.values():
+            scheduler, optimizer = one.scheduler(), one.optimizer()
+            calls = one.calls[1:]  # before the first step there may be others
+            is_steady = len(calls) > 1 and len(set(calls)) == 1 and calls[0] > 1
+            if is_steady and not one.is_of_wrapper and scheduler is not None and optimizer is not None:
+                yield Pace(type(scheduler).__name__, type(optimizer).__name__, calls[0], len(calls))
+
+    # Learning rates -------------------------------------------------------------------------
+
+    @_quiet
+    def on_group(self, optimizer: Any, group: Mapping[str, Any]) -> None:
+        """Note the learning rate of a group that an optimizer is given."""
+        seen = self._given.get(id(optimizer))
+        if seen is None or seen.optimizer() is not optimizer:
+            seen = self._given[id(optimizer)] = _Given(weakref.ref(optimizer), [])
+        if isinstance(rate := group.get("lr"), (int, float)):
+            seen.rates.append(float(rate))
+
+    def _levelled(self) -> Iterator[Levelled]:
+        """Yield optimizers of groups with different rates that have stepped by one, which is no floor of them."""
+        for one in self._given.values():
+            optimizer: Any = one.optimizer()
+            stepped = self._stepped.get(id(optimizer))
+            if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
+                continue
+            rates = stepped.steps[-1][1]
+            are_all = len(rates) == len(one.rates) == len(optimizer.param_groups)
+            if are_all and len(set(one.rates)) > 1 and len(set(rates)) == 1 and rates[0] > min(one.rates):
+                yield Levelled(type(optimizer).__name__, tuple(one.rates), rates[0])
+
+    # Schedulers of optimizers that do not step ----------------------------------------------
 
     def _idle(self) -> Iterator[Idle]:
         """Yield schedulers whose optimizer does not step, where another one steps its parameters by constant rates."""
@@ -211,10 +274,10 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     def on_state_dict(self, state: Any) -> None:
         """Note which tensors it has; nothing is kept of those that user code keeps no longer."""
         values = state.values() if isinstance(state, Mapping) else ()
-        tensors = [one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()]
-        for tensor, bits in zip(tensors, _bits(tensors), strict=True):
-            ref = weakref.ref(tensor, functools.partial(self._forget, id(tensor)))
-            self._taken[id(tensor)] = _Taken(ref, self._steps, bits)
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                ref = weakref.ref(tensor, functools.partial(self._forget, id(tensor)))
+                self._taken[id(tensor)] = _Taken(ref, self._steps, _writes(tensor))
 
     def _forget(self, key: int, ref: weakref.ref[torch.Tensor]) -> None:
         if (taken := self._taken.get(key)) is not None and taken.tensor is ref:
@@ -223,13 +286,28 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     @_quiet
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Note where a module is given the tensors that it has, and nothing but optimizers has written them."""
+        self._loads += 1
         tensors = _own_tensors(module, state)
-        taken = [self._taken[id(one)] for one in tensors if id(one) in self._taken]
-        if taken and len(taken) == len(tensors) and all(one.after is not None for one in taken):
-            steps = self._steps - max(one.steps for one in taken)
-            # Of its own objects: the state may be taken again before the step has ended.
-            seen = [copy.copy(one) for one in taken]
-            self._loads.append(_Load(type(module).__name__, steps, seen, _bits(tensors)))
+        taken = [(one, self._taken[id(one)]) for one in tensors if id(one) in self._taken]
+        if taken and len(taken) == len(tensors) and all(one.after is not None for _, one in taken):
+            is_by_steps = all(one.after == _writes(tensor) for tensor, one in taken)
+            if is_by_steps and any(one.before != one.after for _, one in taken):
+                steps = self._steps - max(one.steps for _, one in taken)
+                self._restored.append((type(module).__name__, steps))
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """Return how often what a rank holds of a tensor was written in place, by it or by another that shares it."""
+    return local_of(tensor)._version
+
+
+def _is_called_by(packages: tuple[str, ...]) -> bool:
+    """Whether a module of one of these packages has made the call of torch that is noted."""
+    frame: types.FrameType | None = sys._getframe()
+    own = (__name__, calls.__name__, "torch.")
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(own):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(packages)
 
 
 def _rates(optimizer: Any) -> _Rates | None:
@@ -280,16 +358,6 @@ def _is_dropped(ref: weakref.ref[Any]) -> bool:
         id(one) in of_schedulers or (isinstance(one, types.MethodType) and one.__self__ is ref()) for one in referrers
     ]
     return all(is_mine) and count <= len(referrers)
-
-
-@torch.no_grad()
-def _bits(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the bits of local tensors on their devices; of one that several are, they are computed once."""
-    local = [local_of(one) for one in tensors]
-    places = [(one.device, one.data_ptr(), tuple(one.shape)) for one in local]
-    once = dict(zip(places, local, strict=True))
-    bits = dict(zip(once, bits_of_all(list(once.values())), strict=True))
-    return [bits[place] for place in places]
 
 
 def _own_tensors(module: nn.Module, state: Mapping[str, Any]) -> list[torch.Tensor]:

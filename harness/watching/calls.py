@@ -28,7 +28,14 @@ from shardproof.harness.tensors import private
 from shardproof.harness.watching import engines
 
 
-class Observer(Protocol):
+class Ender(Protocol):
+    """Is told of the end; may not raise."""
+
+    def on_destroy(self) -> None:
+        """Before all process groups are destroyed."""
+
+
+class Observer(Ender, Protocol):
     """Is told of calls. None of its methods may raise."""
 
     def on_norm(
@@ -60,9 +67,6 @@ class Observer(Protocol):
     def on_collective(self, collective: Collective) -> None:
         """Before a collective is issued."""
 
-    def on_destroy(self) -> None:
-        """Before all process groups are destroyed."""
-
 
 class Finder(Protocol):
     """Sees where a module is compiled in place, whose graph has no hooks of all modules."""
@@ -89,6 +93,9 @@ class Witness(Protocol):
 
     def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
         """Before a loss scaler unscales the gradients of an optimizer."""
+
+    def on_group(self, optimizer: Any, group: Any) -> None:
+        """After an optimizer was given a group of parameters, as while it is made."""
 
     def on_schedule(self, scheduler: Any) -> None:
         """After a scheduler was stepped; not while it is made."""
@@ -141,9 +148,16 @@ class _Observers(Generic[_T]):
                 self._replacements.close()
 
 
-def observed(observer: Observer) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
     """Tell an observer of the calls in this context."""
-    return _observers.including(observer)
+    with _observers.including(observer), ends(observer):
+        yield
+
+
+def ends(ender: Ender) -> contextlib.AbstractContextManager[None]:
+    """Tell of the end of the process groups in this context."""
+    return _enders.including(ender)
 
 
 def joins(joiner: Joiner) -> contextlib.AbstractContextManager[None]:
@@ -162,9 +176,21 @@ def witnessed(witness: Witness) -> contextlib.AbstractContextManager[None]:
 
 
 def _of_witnesses() -> Iterator[tuple[str, Callable[..., Any]]]:
+    yield "torch.optim.Optimizer.add_param_group", _after_group(torch.optim.Optimizer.add_param_group)
     yield f"{LRScheduler.__module__}.LRScheduler.step", _after_schedule(LRScheduler.step)
     yield "torch.nn.Module.state_dict", _after_state_dict(nn.Module.state_dict)
     yield "torch.nn.Module.load_state_dict", _before_load(nn.Module.load_state_dict)
+
+
+def _after_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def add_param_group(self: Any, param_group: Any) -> Any:
+        value = function(self, param_group)
+        for one in _witnesses:
+            one.on_group(self, param_group)
+        return value
+
+    return add_param_group
 
 
 def _after_schedule(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,6 +273,12 @@ def _after_join(leave: Callable[..., Any]) -> Callable[..., Any]:
     return __exit__
 
 
+def _of_ends() -> Iterator[tuple[str, Callable[..., Any]]]:
+    destroy = dist.destroy_process_group
+    for path in ("torch.distributed.destroy_process_group", f"{destroy.__module__}.destroy_process_group"):
+        yield path, _before_destroy(destroy)
+
+
 def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     if (total := private.find(_TOTAL)) is not None:
         for path in (_TOTAL, "torch.nn.utils.clip_grad.get_total_norm", "torch.nn.utils.get_total_norm"):
@@ -264,9 +296,6 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "torch.amp.GradScaler.unscale_", _before_unscale(torch.amp.GradScaler.unscale_)
     if (engine := sys.modules.get(engines.MODULE)) is not None:
         yield engines.STEP, _around_step(engine.DeepSpeedEngine.step)
-    destroy = dist.destroy_process_group
-    for path in ("torch.distributed.destroy_process_group", f"{destroy.__module__}.destroy_process_group"):
-        yield path, _before_destroy(destroy)
     # torch implements old names of methods with new ones: of nested calls the outermost is a collective of its own.
     depth = [0]
     for kind, names in METHODS.items():
@@ -386,7 +415,7 @@ def _around_step(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_destroy(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def destroy_process_group(group: Any = None) -> None:
-        for one in _observers if group in (None, dist.group.WORLD) else ():
+        for one in _enders if group in (None, dist.group.WORLD) else ():
             one.on_destroy()
         function(group)
 
@@ -433,6 +462,7 @@ def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 
 _observers: _Observers[Observer] = _Observers(_functions)
+_enders: _Observers[Ender] = _Observers(_of_ends)
 _finders: _Observers[Finder] = _Observers(_of_compilations)
 _witnesses: _Observers[Witness] = _Observers(_of_witnesses)
 _joiners: _Observers[Joiner] = _Observers(_of_joins)

@@ -24,6 +24,7 @@ from shardproof.harness.watching.names import (
 )
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.records import ModuleRecord
+from shardproof.harness.watching.standing import Standing, Standings
 
 #: How messages name a root itself.
 THE_MODEL = "the model"
@@ -56,6 +57,7 @@ class Model:
         self._uncertain: set[int] = set()  # modules whose forward is compiled, and so is not seen
         self._compiled: set[str] = set()  # the names of the outermost of them
         self._shapes: dict[str, torch.Size] = {}
+        self._standings = Standings()
 
     def add(self, root: nn.Module, others: Collection[int] = ()) -> list[tuple[str, nn.Module]]:
         """Add a root, and return the modules of which hooks see the forward, each once, by canonical name.
@@ -114,6 +116,10 @@ class Model:
         """Return the bits of the buffers that the modules of user code have, on their devices, by canonical name."""
         found = {name: buffer for root in self.roots for name, buffer in buffers_of(root)}
         return dict(zip(found, bits_of_all([*found.values()]), strict=True))
+
+    def standing(self) -> Standing:
+        """Read what stands besides parameters and optimizer states, on its devices."""
+        return self._standings.read(self.roots, self.parameters(), self.bits_of_buffers())
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of a parameter; of an engine, which leaves none in ``.grad``, the whole one."""

@@ -38,7 +38,7 @@ class Narrow:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter of the model as a rank holds it."""
+    """A parameter of the model as a rank holds it."""
 
     box: Box | None  # which elements of the full parameter the rank holds; None where that cannot be told
     mesh: tuple[int, ...]  # the global ranks among which it is distributed; empty for a plain tensor
@@ -199,6 +199,25 @@ class Idle:
     is_dropped: bool  # whether nothing but schedulers refers to its optimizer
 
 
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """A scheduler that was stepped equally often, and more than once, between each two steps of its optimizer."""
+
+    scheduler: str  # the name of its class
+    optimizer: str  # that of its optimizer's
+    calls: int  # how often for each step
+    steps: int  # for how many steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Levelled:
+    """An optimizer whose groups were given different learning rates, and step by one."""
+
+    optimizer: str  # the name of its class
+    given: tuple[float, ...]  # the rates of its groups when they were made, or when watching began
+    rate: float  # the one by which all of them have stepped last
+
+
 @dataclasses.dataclass
 class ActRecord:
     """Calls of user code since the step before that concern the process: loss scalers, schedulers and state dicts."""
@@ -209,6 +228,24 @@ class ActRecord:
     # The classes of modules that were given their own tensors to load, which optimizers have written since they were
     # taken, and how many steps these have made.
     restored: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    paces: list[Pace] = dataclasses.field(default_factory=list)
+    levelled: list[Levelled] = dataclasses.field(default_factory=list)
+    loads: int = 0  # how many modules were given a state to load
+
+
+@dataclasses.dataclass
+class StandingRecord:
+    """The rest that stands from step to step, with parameters and optimizer states, when an optimizer's step begins."""
+
+    # What stands for the states of random generators, by the type of the device.
+    generators: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Whether nothing but seeds, as loaders draw them, was drawn from the CPU's since the last time.
+    only_seeds: bool = True
+    modes: dict[str, bool] = dataclasses.field(default_factory=dict)  # of modules that look at ``training``, what it is
+    # The bits of buffers of user code's modules; those of ``ModuleRecord`` are of the first forward's begin.
+    buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
+    # Of parameters that require no gradient the bits, and how far a sample is from that of the first time: relative.
+    frozen: dict[str, tuple[Bits, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -236,6 +273,7 @@ class ModuleRecord:
     unhooked: list[str] = dataclasses.field(default_factory=list)
     # Calls of user code that concern the process; of the first root alone.
     acts: ActRecord = dataclasses.field(default_factory=ActRecord)
+    standing: StandingRecord = dataclasses.field(default_factory=StandingRecord)
 
 
 @dataclasses.dataclass

@@ -408,7 +408,10 @@ class WatchedStep:
 
     def _modules(self, gathered: Gathered) -> ModuleRecord:
         with_gradient = {*self.backwards.after, *self.updates.at_step}
-        return self._model.record(self.forwards.called, gathered, self._buffers, with_gradient, self.draws.redrawn())
+        found = self._model.record(self.forwards.called, gathered, self._buffers, with_gradient, self.draws.redrawn())
+        if (standing := self.updates.standing) is not None:
+            found.standing = standing.record()
+        return found
 
     def _gradients(self, *, is_skipped: bool) -> GradientRecord:
         own, after, at_step = self.backwards.own, self.backwards.after, self.updates.at_step

@@ -22,6 +22,7 @@ from shardproof.harness.watching.optimizers import age_of, parameters_in, restin
 from shardproof.harness.watching.pending import Pending, ordered
 from shardproof.harness.watching.records import Narrow, Optimizer, Parameter
 from shardproof.harness.watching.samples import Samples, is_narrow
+from shardproof.harness.watching.standing import Standing
 
 
 class Strangers:
@@ -77,6 +78,11 @@ class Nesting:
 
     def __bool__(self) -> bool:
         return bool(self._open)
+
+    @property
+    def only(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose steps count; empty for each that steps."""
+        return [one for ref in self._only if (one := ref()) is not None]
 
     def __len__(self) -> int:
         return len(self._open)
@@ -135,6 +141,18 @@ class Nesting:
         self._open = [one for one in self._open if one[0] != id(optimizer)]
 
 
+def closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure that the step of an optimizer is given, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def with_closure(args: Any, kwargs: Any, closure: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the arguments of a step with another closure in the place of its own."""
+    if len(args) > 1:
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
+
+
 class Updates:
     """What the optimizers of a step find and leave.
 
@@ -143,6 +161,7 @@ class Updates:
         at_step: the gradients that they find.
         held: by name of a parameter that they have, what is known of it: its bits before and after, and its state's.
         end_it: whether the step ends with the last of them, as far as this rank sees.
+        standing: what stands besides when the first of them begins; None before that.
     """
 
     def __init__(self, model: Model, takes: Takes) -> None:
@@ -150,8 +169,10 @@ class Updates:
         self.at_step: dict[str, Pending] = {}
         self.held: dict[str, dict[str, Any]] = {}
         self.end_it = model.engine is not None
+        self.standing: Standing | None = None
         self._model, self._takes = model, takes
         self._samples = Samples()
+        self._is_look = False
 
     def hold(self, groups: Mapping[int, Mapping[str, Any]]) -> None:
         """Read what an optimizer will update.
@@ -159,6 +180,7 @@ class Updates:
         Args:
             groups: the group of each parameter that it has, by id.
         """
+        self._read_standing()
         number = len(self.stepped)
         mine = [(name, parameter) for name, parameter in self._model.parameters() if id(parameter) in groups]
         new = [(name, parameter) for name, parameter in mine if name not in self.held]
@@ -177,6 +199,10 @@ class Updates:
                     "optimizer": number, "lr": float(rate) if is_number else rate, "settings": settings[id(group)],
                     "is_frozen": not parameter.requires_grad,
                 }  # fmt: skip
+
+    def _read_standing(self) -> None:
+        if self.standing is None and self._takes.digests and self._model.engine is None:
+            self.standing = self._model.standing()
 
     def release(self, mine: Collection[int], states: Callable[[nn.Parameter], dict[str, torch.Tensor]]) -> None:
         """Read what an optimizer has left.
@@ -214,6 +240,17 @@ class Updates:
                 if id(one) in mine and name in self.held:
                     self.held[name]["age"] = age_of(optimizer, one)
             done |= mine
+
+    def look(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Read what optimizers have, and all other parameters, without a step between what is before and after it."""
+        self._is_look = True
+        self._read_standing()
+        for optimizer in optimizers:
+            self.hold({id(one): group for group in optimizer.param_groups for one in group["params"]})
+            self.release_all([optimizer])
+            self.stepped.append(Optimizer(type(optimizer).__name__, len(self.held), len(self.held), shapes_agree=False))
+        for held in self.held.values():
+            held["before"] = None
 
     def has_all(self, own: Collection[str]) -> bool:
         """Whether no other optimizer can belong to the step: each parameter that has or had a gradient is stepped.
@@ -257,17 +294,22 @@ class Updates:
                     tensors.append(value)
         if self._takes.digests and not self.end_it:
             # What other ranks step, and send, has come when the step does not end with this rank's own optimizer.
-            others = [(name, one) for name, one in live.items() if one.requires_grad and name not in self.held]
+            others = self._others(live)
             names += [(name, "after") for name, _ in others]
             tensors += bits_of_all([local_of(one) for _, one in others])
         bits = {key: tuple(row) for key, row in zip(names, host_rows(tensors), strict=True)}
         is_known = self._takes.digests and self._model.engine is None
-        resting = resting_of(live, self.held) if is_known else {}
+        resting = resting_of(live, self.held) if is_known and not self._is_look else {}
         counts = self._samples.counts()
         return {
             name: self._parameter(name, one, bits, resting.get(name, ""), counts.get(name, (0, 0)))
             for name, one in live.items()
         }
+
+    def _others(self, live: Mapping[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that train, or all where this is a look, that no optimizer of the rank steps."""
+        mine = [(name, one) for name, one in live.items() if name not in self.held]
+        return [(name, one) for name, one in mine if one.requires_grad or self._is_look]
 
     def _parameter(
         self,

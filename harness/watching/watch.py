@@ -47,7 +47,7 @@ from shardproof.harness.watching.records import Optimizer, StepRecord
 from shardproof.harness.watching.roots import Family
 from shardproof.harness.watching.step import WatchedStep
 from shardproof.harness.watching.tensors import TensorHooks
-from shardproof.harness.watching.updates import Nesting, Strangers
+from shardproof.harness.watching.updates import Nesting, Strangers, closure_of, with_closure
 
 
 class _Forward:
@@ -211,6 +211,11 @@ class Watch:
     def is_watching(self) -> bool:
         """Whether the current step is one of those to watch."""
         return self.step in self._steps
+
+    @property
+    def only(self) -> list[torch.optim.Optimizer]:
+        """The optimizers whose steps count; empty for each that steps."""
+        return self._nesting.only
 
     @property
     def strangers(self) -> dict[str, tuple[int, bool]]:
@@ -442,7 +447,7 @@ class Watch:
 
     @guarded
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         self.family.note_step(self)
         if not self._counts(optimizer) or not (self.model.roots or callable(closure)):
             return None
@@ -460,10 +465,7 @@ class Watch:
                 self._take_step(optimizer, is_nested)
 
         # As Lightning calls it: forward, backward and clipping are in the closure, and end with it.
-        watched = self._nesting.watched(closure, ended)
-        if len(args) > 1:
-            return (args[0], watched, *args[2:]), kwargs
-        return args, {**kwargs, "closure": watched}
+        return with_closure(args, kwargs, self._nesting.watched(closure, ended))
 
     @guarded
     @torch.no_grad()

@@ -189,11 +189,10 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             self._on_error(error)
 
     def _on_error(self, error: Exception) -> None:
-        text = "".join(traceback.format_exception(error))
         if self._world is not None and not (dist.is_initialized() and dist.group.WORLD is self._world):
             self._say_here(f"the loop destroyed its process groups, which ends the {self.activity}: {error}")
         else:
-            self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text}")
+            self._say_here(f"internal error, which ends the {self.activity}; please report it:\n{text_of(error)}")
         self._detach()
 
     def _nothing_seen(self) -> str:
@@ -224,6 +223,11 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         self._is_over = True
         self._stop_finding()
         self._watch.detach()
+
+
+def text_of(error: Exception) -> str:
+    """Return the traceback of an error of ours."""
+    return "".join(traceback.format_exception(error))
 
 
 def _has_met() -> bool:

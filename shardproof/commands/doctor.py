@@ -1,4 +1,4 @@
-"""The command ``shardproof doctor``: runs a training script and reports mistakes in its first steps."""
+"""The command ``shardproof doctor``: runs a training script and reports mistakes in its first steps and later ones."""
 
 import argparse
 import contextlib
@@ -13,7 +13,8 @@ examples:
   torchrun --nproc-per-node 8 -m shardproof doctor --steps 0,1 --strict --report doctor.json -m my_project.train
 
 The script runs unchanged. The doctor watches forward, backward and the optimizer in its first steps, on every rank,
-and then removes its hooks. docs/doctor.md describes each check.
+and then removes their hooks; it looks at parameters and states again after later steps, at doubling distances, and at
+the end. docs/doctor.md describes each check.
 
 exit codes: the script's own; with --strict 1 if there are findings; 2 an option or the script is not valid"""
 
