@@ -67,6 +67,8 @@ COPIED: Final = "D23"
 UNSCALED: Final = "D24"
 SCHEDULED: Final = "D25"
 RESTORED: Final = "D26"
+ROWS: Final = "D29"
+LABELS: Final = "D30"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ _LOOPS = "tests/harness/test_doctor_loops.py::"
 _STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _ACTS = "tests/harness/test_doctor_acts.py::"
+_DATA = "tests/harness/test_doctor_data.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -241,5 +244,14 @@ CHECKS = _by_code([
     Code(RESTORED, "what-is-restored-is-a-copy",
          "a state dict that is loaded back is not the model's own tensors, which optimizers have written since",
          "keep a copy: `copy.deepcopy(model.state_dict())`", _ACTS + "restored from its own tensors"),
+    Code(ROWS, "rows-are-divided",
+         "in an epoch of data that data-parallel ranks divide no two of them read the same row, and a sampler that "
+         "shuffles gives each epoch another order (a note)",
+         "shuffle by one seed and the epoch's number on all ranks, and take the rank's part then",
+         _DATA + "permutation by rank"),
+    Code(LABELS, "labels-fit-the-inputs",
+         "labels of a causal model are not the inputs rolled within the row that a rank has; labels that count columns "
+         "gathered from ranks begin at those of the rank (a note)",
+         "shift labels before rows are divided, and add the rank's offset to labels", _DATA + "rolled"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

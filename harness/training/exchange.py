@@ -37,8 +37,11 @@ class Exchange:
             except RuntimeError as error:  # which waits for all ranks
                 raise Absent(_absence(str(error), patience)) from error
 
-    def all(self, value: Any) -> list[Any]:
+    def all(self, value: Any, *, patience: float | None = None) -> list[Any]:
         """Return the values of all ranks, in their order.
+
+        Args:
+            patience: for this call, in seconds.
 
         Raises:
             Absent: a rank did not come within ``patience``, or has left.
@@ -47,7 +50,7 @@ class Exchange:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         try:
-            self._meet()
+            self._meet(self._patience if patience is None else patience)
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             self._gather(lengths, torch.tensor([data.numel()]))
             most = max(int(one) for one in lengths)
@@ -72,9 +75,9 @@ class Exchange:
         except ValueError:
             return False
 
-    def _meet(self) -> None:
+    def _meet(self, patience: float) -> None:
         # It tells rank 0 which ranks do not come.
-        dist.monitored_barrier(self._group, datetime.timedelta(seconds=self._patience), wait_all_ranks=True)
+        dist.monitored_barrier(self._group, datetime.timedelta(seconds=patience), wait_all_ranks=True)
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
         dist.all_gather(parts, mine, group=self._group)

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
+from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
 from shardproof.harness.watching.records import ActRecord, Idle
 
@@ -27,18 +28,6 @@ from shardproof.harness.watching.records import ActRecord, Idle
 _MOST_STEPS = 16
 
 _Rates = tuple[float, ...]
-
-
-def _quiet(method: Callable[..., None]) -> Callable[..., None]:
-    """Let an error of ours be none of user code."""
-
-    @functools.wraps(method)
-    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
-            method(self, *args, **kwargs)
-
-    disabled: Callable[..., None] = torch.compiler.disable(quiet)
-    return disabled
 
 
 @dataclasses.dataclass
@@ -131,7 +120,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         self._again, self._loads = [], []
         return ActRecord(divided, list(self._idle()), restored)
 
-    @_quiet
+    @quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         self._divided.pop(id(optimizer), None)
@@ -147,7 +136,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # Loss scalers ---------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_backward(self, tensors: Any) -> None:
         """Note which gradients that were divided are still there."""
         for one in self._divided.values():
@@ -155,7 +144,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             gradients = [] if optimizer is None else [p.grad for p in parameters_in(optimizer) if p.grad is not None]
             one.left = [(weakref.ref(each), strided(local_of(each)).any()) for each in gradients]
 
-    @_quiet
+    @quiet
     def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
         """Note whether gradients are divided that were divided before, and were there when a backward added to them."""
         before = self._divided.get(id(optimizer))
@@ -169,7 +158,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # Schedulers -----------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_schedule(self, scheduler: Any) -> None:
         """Note the learning rates of its optimizer."""
         optimizer = scheduler.optimizer
@@ -207,7 +196,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # State dicts ----------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_state_dict(self, state: Any) -> None:
         """Note which tensors it has; nothing is kept of those that user code keeps no longer."""
         values = state.values() if isinstance(state, Mapping) else ()
@@ -220,7 +209,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         if (taken := self._taken.get(key)) is not None and taken.tensor is ref:
             del self._taken[key]
 
-    @_quiet
+    @quiet
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Note where a module is given the tensors that it has, and nothing but optimizers has written them."""
         tensors = _own_tensors(module, state)
