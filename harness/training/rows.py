@@ -3,6 +3,7 @@
 Judged when the training has ended, from what each rank has read in its whole run.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,6 +19,9 @@ OVERLAP = "ranks read rows of one another"
 #: The title of the note of epochs that repeat the order of the first.
 REPEATED = "each epoch has the order of the first"
 
+#: How many rows two ranks read that are no chance where no rank reads one twice.
+_FEWEST_AGAIN = 12
+
 _BY_ONE_SEED = (
     "meant, as where each rank draws rows by itself? else shuffle on all ranks by one seed that nothing else uses, "
     "and take the rank's part then"
@@ -31,6 +35,64 @@ def check_rows(told: Sequence[Read], seen: Sequence[Evidence]) -> Iterator[Docto
         yield from _overlaps(readers)
         yield from _apart(readers, _rows_of_steps(seen))
     yield from _repeats(told[0])
+    yield from _of_workers(told, seen)
+
+
+def check_rows_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D29, after the last step: what one rank reads in a watched step no other reads in another one.
+
+    Rows that are drawn again and again come again on one rank as often as on two; where none does, each rank draws
+    each row once, and two ranks draw the same ones.
+    """
+    readers = [ranks[0] for ranks in records[0].readers]
+    if len(readers) < 2:
+        return
+    every = [_rows_by_place(records, rank) for rank in readers]
+    for place in [one for one in every[0] if all(one in other for other in every)]:
+        mine = [own[place] for own in every]
+        if any(len(own) != len(set(own)) for own in mine):
+            continue
+        times = Counter(row for own in mine for row in own)
+        again = sum(count > 1 for count in times.values())
+        if again >= _FEWEST_AGAIN:
+            line = (
+                f"in the steps {records[0].step}-{records[-1].step} {len(readers)} ranks read {sum(map(len, mine))} "
+                f"rows of argument {place}; {again} of them are read on more than one rank, and none twice on one rank"
+            )
+            yield DoctorFinding(
+                (codes.ROWS,), codes.SHARED_DATA, records[0].step, OVERLAP, (line, _BY_ONE_SEED), is_note=True
+            )
+            return
+
+
+def _rows_by_place(records: Sequence[Evidence], rank: int) -> dict[int, list[int]]:
+    """Return what stands for the rows that a rank reads in all steps, by the place of the argument."""
+    found: dict[int, list[int]] = {}
+    for one in records:
+        for read in one.records[rank].forwards.inputs:
+            for place, argument in enumerate(read.tensors):
+                if argument.rows:
+                    found.setdefault(place, []).extend(argument.rows)
+    return found
+
+
+def _of_workers(told: Sequence[Read], seen: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """Note workers of a loader that each give the rows of an IterableDataset anew: batches come once from each."""
+    for name, workers in told[0].workers.items():
+        batches = [[batch for one in seen for batch in one.records[rank].forwards.batches] for rank in range(len(told))]
+        if workers > 1 and all(_come_by_workers(one, workers) for one in batches):
+            lines = (
+                f"a rank reads each microbatch {workers} times in turn, as the loader of {name} has {workers} workers",
+                "meant? else give each worker its own part in __iter__(), by get_worker_info(), of the rank's part",
+            )
+            title = "workers read the same rows"
+            yield DoctorFinding((codes.ROWS,), codes.SHARED_DATA, seen[0].step, title, lines, is_note=True)
+
+
+def _come_by_workers(batches: Sequence[int], workers: int) -> bool:
+    """Whether a batch is that before it, but for each that begins a turn of all workers."""
+    pairs = list(enumerate(itertools.pairwise(batches), 1))
+    return len(pairs) >= workers and all((one == other) == (number % workers > 0) for number, (one, other) in pairs)
 
 
 def _by_loader(read: Read) -> dict[tuple[str, int, int], list[Epoch]]:
@@ -168,14 +230,16 @@ def _apart(readers: Sequence[Read], rows: int) -> Iterator[DoctorFinding]:
 
 def _are_of_epochs(drawn: Sequence[Permutation], steps: int, expected: float) -> bool:
     """Whether each permutation serves as many steps as all ranks need to read its rows once."""
-    lengths = [after.step - one.step for one, after in zip(drawn, drawn[1:], strict=False)]
+    lengths = [after.step - one.step for one, after in itertools.pairwise(drawn)]
     lengths = lengths or [steps - one.step for one in drawn]
     return expected >= 2 and bool(lengths) and all(abs(one - expected) < 1 for one in lengths)
 
 
 def _of_apart(first: Permutation, number: int, ranks: int) -> DoctorFinding:
-    line = f"the {ranks} ranks draw different permutations of {first.size} rows, of which they read as many together"
-    lines = [f"{line}, in epoch {number}"]
+    lines = [
+        f"the {ranks} ranks draw different permutations of {first.size} numbers before step {first.step}, and read as "
+        "many rows together until the next one"
+    ]
     if number:
         lines.append(
             f"{count_of(number, 'permutation', 'permutations')} before it "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
-import zlib
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -98,9 +98,17 @@ class Permutation:
 
 @dataclasses.dataclass
 class Read:
-    """What a rank has read in its run; both in order. ``steps`` is how many the leading optimizer has made."""
+    """What a rank has read in its run, in order.
+
+    Attributes:
+        epochs: of loaders that train.
+        permutations: those that user code draws.
+        workers: by the class of an IterableDataset, the worker processes of its loader.
+        steps: how many the leading optimizer has made.
+    """
 
     epochs: list[Epoch] = dataclasses.field(default_factory=list)
+    workers: dict[str, int] = dataclasses.field(default_factory=dict)
     permutations: list[Permutation] = dataclasses.field(default_factory=list)
     steps: int = 0
 
@@ -213,6 +221,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Begin an epoch; None of data without rows that have numbers, or where no more are kept."""
         data, sampler = iterator._dataset, iterator._index_sampler
         if isinstance(data, IterableDataset):
+            self._read.workers[type(data).__name__] = iterator._num_workers
             return None
         batch = getattr(sampler, "batch_size", None) or 0
         within = sampler
