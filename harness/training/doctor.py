@@ -304,7 +304,7 @@ class Doctor(Watcher):
         seen = self._examination.seen
         if not seen or self._joining is not None or not (told := self._ranks.read()):
             return
-        self._add(rows.check_rows(told, seen))
+        self._add(list(rows.check_rows(told, seen)))
         if self._is_over:
             self._write_report()
 

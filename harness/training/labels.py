@@ -21,10 +21,9 @@ def check_labels_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     rolled = [one for one in of_tokens if one.are_rolled]
     # Each loss of a step counts: where some are of other labels, the rest are still rolled in all steps.
     if sum(one.rows for one in rolled) >= _FEWEST_ROWS and len(rolled) == len(of_tokens):
-        each = rolled[0].count // rolled[0].rows
+        count, each = sum(one.rows for one in rolled), rolled[0].count // rolled[0].rows
         lines = (
-            f"the label of the last token of a row is the row's first token, in all of {sum(one.rows for one in rolled)} "
-            f"rows of {each} tokens on {len(records[0].records)} rank{'s' * (len(records[0].records) > 1)}",
+            f"the label of the last token of a row is the row's first token, in all of {count} rows of {each} tokens",
             "meant? else shift before a row is cut or divided among ranks, so that the last label is the next token, "
             "or ignore it (-100)",
         )
@@ -62,7 +61,7 @@ def _firsts(step: Sequence[Sequence[Labels]]) -> set[tuple[int, ...]]:
     ]
     if not all(counted) or len({len(one) for one in counted}) > 1:
         return set()
-    return {tuple(one) for one in zip(*counted, strict=True) if None not in one}  # type: ignore[misc]
+    return {tuple(one) for one in zip(*counted, strict=True) if None not in one}
 
 
 def check_arguments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:

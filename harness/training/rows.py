@@ -45,7 +45,7 @@ def check_rows_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     each row once, and two ranks draw the same ones.
     """
     readers = [ranks[0] for ranks in records[0].readers]
-    if len(readers) < 2:
+    if len(readers) < 2 or any(_read_together(one, readers) for one in records):
         return
     every = [_rows_by_place(records, rank) for rank in readers]
     for place in [one for one in every[0] if all(one in other for other in every)]:
@@ -63,6 +63,12 @@ def check_rows_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
                 (codes.ROWS,), codes.SHARED_DATA, records[0].step, OVERLAP, (line, _BY_ONE_SEED), is_note=True
             )
             return
+
+
+def _read_together(evidence: Evidence, ranks: Sequence[int]) -> bool:
+    """Whether some ranks read one microbatch in the step, as ranks do that compute parts of one model."""
+    read = [set(evidence.records[rank].forwards.batches) for rank in ranks]
+    return len(set().union(*read)) < sum(map(len, read))
 
 
 def _rows_by_place(records: Sequence[Evidence], rank: int) -> dict[int, list[int]]:

@@ -52,18 +52,19 @@ class Compared(NamedTuple):
     """Labels, as they are compared on their device; see :class:`records.Labels`.
 
     Attributes:
+        size: how many labels there are.
         flags: whether they count up by one, the first of them, and whether they are the inputs rolled.
         rows: of the inputs with as many elements; 0 without such inputs.
     """
 
-    count: int
+    size: int
     columns: int
     rows: int
     flags: torch.Tensor
 
     def record(self, flags: Sequence[int]) -> Labels:
         """Return what a record has of them, with the flags on the host."""
-        return Labels(self.count, self.columns, flags[1] if flags[0] else None, self.rows, bool(flags[2]))
+        return Labels(self.size, self.columns, flags[1] if flags[0] else None, self.rows, bool(flags[2]))
 
 
 @torch.no_grad()
