@@ -14,7 +14,7 @@ where its values are:
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
   D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D26
-  ``training.acts``.
+  ``training.acts``, D29 ``training.rows``, D30 ``training.labels``.
 
 A signature never decides a verdict.
 """
@@ -177,7 +177,8 @@ CHECKS = _by_code([
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
          "data-parallel ranks read different microbatches, and model-parallel ranks the same; no rank computes "
-         "gradients of one microbatch twice in a step (a note where each step reads the same)",
+         "gradients of one microbatch twice in a step (notes where each step reads the same, and where ranks draw one "
+         "argument of the forward alike)",
          "give data-parallel ranks different samples, and model-parallel ranks the same", _LOOPS + "sampler repeats"),
     Code(NORM, "the-norm-is-the-norm",
          "the scale between backward and step is the same on all ranks; gradients are clipped by the norm of all "

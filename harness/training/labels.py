@@ -10,6 +10,9 @@ from shardproof.harness.watching.records import Argument, Labels
 #: The fewest rows of which all labels are rolled that are no chance.
 _FEWEST_ROWS = 6
 
+_Steps = Sequence[Sequence[Argument]]
+"""One argument of the forward by step and rank."""
+
 #: The title of the note of an argument that ranks share and that varies.
 DRAWN_ALIKE = "ranks draw the same numbers"
 
@@ -67,32 +70,42 @@ def _firsts(step: Sequence[Sequence[Labels]]) -> set[tuple[int, ...]]:
 def check_arguments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D9, after the last step: what varies from step to step and is no position varies from rank to rank too."""
     readers = [ranks[0] for ranks in records[0].readers]
-    every = [[_arguments(one, rank) for rank in readers] for one in records]
-    if len(records) < 2 or len(readers) < 2 or not all(all(step) for step in every):
+    if len(records) < 2 or len(readers) < 2:
         return
-    if len({tuple(map(len, step)) for step in every}) > 1 or len({len(mine) for step in every for mine in step}) > 1:
-        return
-    places = range(len(every[0][0]))
-    # By place, what ranks have of it in each step.
-    seen = {place: [[mine[place] for mine in step] for step in every] for place in places}
-    differ = [place for place in places if all(len({one.bits for one in step}) > 1 for step in seen[place])]
-    shared = [place for place in places if differ and _is_drawn_alike(seen[place])]
+    seen = _by_place([[_arguments(one, rank) for rank in readers] for one in records])
+    differ = [place for place, steps in enumerate(seen) if _are_each_ranks_own(steps)]
+    shared = [place for place, steps in enumerate(seen) if differ and _is_drawn_alike(steps)]
     if shared:
-        first = seen[shared[0]][0][0]
         lines = (
-            f"argument {shared[0]} of the forward ({first.kind}) is the same on {len(readers)} ranks in each of the "
-            f"steps {records[0].step}-{records[-1].step}, another one in each step, and argument {differ[0]} "
-            f"({seen[differ[0]][0][0].kind}) is each rank's own",
+            f"argument {shared[0]} of the forward ({seen[shared[0]][0][0].kind}) is the same on {len(readers)} ranks "
+            f"in each of the steps {records[0].step}-{records[-1].step}, another one in each step, and argument "
+            f"{differ[0]} ({seen[differ[0]][0][0].kind}) is each rank's own",
             "meant? else draw noise, times and masks on each rank by a seed of its own",
         )
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, DRAWN_ALIKE, lines, is_note=True)
+
+
+def _by_place(steps: Sequence[Sequence[Sequence[Argument]]]) -> list[_Steps]:
+    """Return for each place among the arguments of a step what ranks have there; nothing where these are not as many.
+
+    Args:
+        steps: the arguments by step and rank.
+    """
+    counts = {len(mine) for step in steps for mine in step}
+    places = range(counts.pop() if len(counts) == 1 else 0)
+    return [[[mine[place] for mine in step] for step in steps] for place in places]
+
+
+def _are_each_ranks_own(steps: _Steps) -> bool:
+    """Whether an argument differs between ranks in each step."""
+    return all(len({one.bits for one in step}) > 1 for step in steps)
 
 
 def _arguments(evidence: Evidence, rank: int) -> list[Argument]:
     return [argument for one in evidence.records[rank].forwards.inputs for argument in one.tensors]
 
 
-def _is_drawn_alike(steps: Sequence[Sequence[Argument]]) -> bool:
+def _is_drawn_alike(steps: _Steps) -> bool:
     """Whether an argument is equal on all ranks in each step, and other drawn numbers in each."""
     alike = all(len({one.bits for one in step}) == 1 and all(one.varies for one in step) for step in steps)
     return alike and len({step[0].bits for step in steps}) == len(steps)

@@ -50,11 +50,7 @@ def check_rows_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     every = [_rows_by_place(records, rank) for rank in readers]
     for place in [one for one in every[0] if all(one in other for other in every)]:
         mine = [own[place] for own in every]
-        if any(len(own) != len(set(own)) for own in mine):
-            continue
-        times = Counter(row for own in mine for row in own)
-        again = sum(count > 1 for count in times.values())
-        if again >= _FEWEST_AGAIN:
+        if (again := _again(mine)) >= _FEWEST_AGAIN:
             line = (
                 f"in the steps {records[0].step}-{records[-1].step} {len(readers)} ranks read {sum(map(len, mine))} "
                 f"rows of argument {place}; {again} of them are read on more than one rank, and none twice on one rank"
@@ -63,6 +59,14 @@ def check_rows_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
                 (codes.ROWS,), codes.SHARED_DATA, records[0].step, OVERLAP, (line, _BY_ONE_SEED), is_note=True
             )
             return
+
+
+def _again(ranks: Sequence[Sequence[int]]) -> int:
+    """Return how many rows more than one rank has; 0 where one of them has some row twice, as where rows may repeat."""
+    if any(len(own) != len(set(own)) for own in ranks):
+        return 0
+    times = Counter(row for own in ranks for row in own)
+    return sum(times.values()) - len(times)
 
 
 def _read_together(evidence: Evidence, ranks: Sequence[int]) -> bool:
@@ -163,25 +167,24 @@ def _of_overlap(epoch: Epoch, number: int, found: _Division, ranks: int, before:
 
 def _division(epochs: Sequence[Epoch]) -> _Division | None:
     """Return what ranks read of data that they divide; None where it does not show that they do, or rows may repeat."""
-    counts = [one.drawn if one.is_complete else one.planned for one in epochs]
-    kept = [one.rows for one in epochs]
-    if any(one.replaces for one in epochs) or None in counts or None in kept:
-        return None
-    given, every = sum(one or 0 for one in counts), epochs[0].every
-    is_one_part = len({(one.subset, one.data.size) for one in epochs}) == 1
-    rows = epochs[0].data.size if is_one_part else epochs[0].data.base
+    counts = [count for one in epochs if (count := one.given) is not None]
+    kept = [one.rows for one in epochs if one.rows is not None and not one.replaces]
+    given, rows, every = sum(counts), _rows_of(epochs), epochs[0].every
     slack = len(epochs) * max(1, epochs[0].data.batch)
-    if abs(given - rows) > slack or not 0.75 * rows <= given < 1.5 * rows:
+    is_divided = abs(given - rows) <= slack and 0.75 * rows <= given < 1.5 * rows
+    if not is_divided or len(counts) < len(epochs) or len(kept) < len(epochs):
         return None
-    read = [Counter(one) for one in kept if one is not None]
-    if any(max(one.values(), default=1) > 1 for one in read):  # a row that a rank draws again may be drawn by others
-        return None
-    times = Counter(row for one in read for row in one)
-    again = sum(times.values()) - len(times)
+    again, read = _again(kept), len({row for one in kept for row in one})
     # Samplers fill up what does not divide, and loaders drop what is left after that.
     is_more = again > (max(0, given - rows) + len(epochs)) / every and again > 3
-    never = max(0, rows - every * len(times)) if all(one.is_complete for one in epochs) else None
+    never = max(0, rows - every * read) if all(one.is_complete for one in epochs) else None
     return _Division(rows, given, every * again if is_more else 0, never, every == 1)
+
+
+def _rows_of(epochs: Sequence[Epoch]) -> int:
+    """Return how many rows the data have of which ranks read parts: of the same Subset, or of what it is one of."""
+    is_one_part = len({(one.subset, one.data.size) for one in epochs}) == 1
+    return epochs[0].data.size if is_one_part else epochs[0].data.base
 
 
 def _repeats(read: Read) -> Iterator[DoctorFinding]:
@@ -222,16 +225,19 @@ def _rows_of_steps(seen: Sequence[Evidence]) -> int:
 
 def _apart(readers: Sequence[Read], rows: int) -> Iterator[DoctorFinding]:
     """Note that ranks draw other permutations of as many rows as all of them read until the next one."""
-    for size in dict.fromkeys(one.size for one in readers[0].permutations):
-        drawn = [[one for one in read.permutations if one.size == size] for read in readers]
-        together = list(zip(*drawn, strict=False))
-        if not rows or any(len({one.step for one in ranks}) > 1 for ranks in together):
-            continue
-        if not _are_of_epochs([ranks[0] for ranks in together], readers[0].steps, size / (rows * len(readers))):
-            continue
-        apart = [number for number, ranks in enumerate(together) if len({one.bits for one in ranks}) > 1]
-        if apart:
-            yield _of_apart(together[apart[0]][0], apart[0], len(readers))
+    for size in dict.fromkeys(one.size for one in readers[0].permutations if rows):
+        together = _together(readers, size)
+        if _are_of_epochs([ranks[0] for ranks in together], readers[0].steps, size / (rows * len(readers))):
+            apart = [number for number, ranks in enumerate(together) if len({one.bits for one in ranks}) > 1]
+            for number in apart[:1]:
+                yield _of_apart(together[number][0], number, len(readers))
+
+
+def _together(readers: Sequence[Read], size: int) -> list[tuple[Permutation, ...]]:
+    """Return the permutations of a size that all ranks draw, in order; none if some draw them at other steps."""
+    drawn = [[one for one in read.permutations if one.size == size] for read in readers]
+    together = list(zip(*drawn, strict=False))
+    return together if all(len({one.step for one in ranks}) == 1 for ranks in together) else []
 
 
 def _are_of_epochs(drawn: Sequence[Permutation], steps: int, expected: float) -> bool:

@@ -68,7 +68,7 @@ class Observer(Protocol):
 
 
 class Ender(Protocol):
-    """Is told of the end."""
+    """Hears of the end."""
 
     def on_destroy(self) -> None:
         """Before all process groups are destroyed."""

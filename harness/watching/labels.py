@@ -1,4 +1,4 @@
-"""What the labels of a cross-entropy are to the inputs of the forward, and what tells rows of inputs apart."""
+"""Compares labels of a cross-entropy with the inputs of the forward, and tells rows of inputs apart."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def varies(tensor: torch.Tensor) -> torch.Tensor:
 def rows_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return a number for each row of a tensor with so many rows, of some if there are many; on its device.
 
-    Of a long row elements at equal distances stand for it.
+    Elements at equal distances stand for a long row.
     """
     local = strided(local_of(tensor.detach()))
     if local.ndim < 1 or len(local) != count or not count or not local.numel():

@@ -46,7 +46,7 @@ class Data:
 
 @dataclasses.dataclass
 class Epoch:
-    """One pass of a loader over its data.
+    """A pass of a loader over its data.
 
     Attributes:
         subset: stands for the rows of ``base`` that the data set has.
@@ -59,7 +59,7 @@ class Epoch:
         begins: how many steps the leading optimizer had made at the first index.
         ends: how many when the last batch was given, or asked for.
         optimizer: the number of that optimizer at the end.
-        number: what a sampler was told by ``set_epoch()``; None of one that has none.
+        number: the last argument of the sampler's ``set_epoch()``; -1 where it is not known, None without this method.
         shuffles: whether the sampler says so itself: ``DistributedSampler(shuffle=True)``, ``RandomSampler``.
         replaces: whether it may draw a row again.
     """
@@ -81,6 +81,11 @@ class Epoch:
     optimizer: int = 0
 
     @property
+    def given(self) -> int | None:
+        """How many rows it has in all; None where that is not known."""
+        return self.drawn if self.is_complete else self.planned
+
+    @property
     def trains(self) -> bool:
         """Whether there is about a step of the optimizer for each of its batches, or for each of a few."""
         steps = self.ends - self.begins
@@ -98,7 +103,7 @@ class Permutation:
 
 @dataclasses.dataclass
 class Read:
-    """What a rank has read in its run, in order.
+    """The rows that a rank has read in its run, in order.
 
     Attributes:
         epochs: of loaders that train.
@@ -189,7 +194,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def on_drawn(self, iterator: Any, indices: Any) -> None:
         """Note the indices of a batch."""
         opened = self._open.get(iterator)
-        if opened is None or opened.epoch.is_complete or opened.sampler is not iterator._sampler_iter:
+        if opened is None or opened.epoch.is_complete or opened.sampler is not getattr(iterator, "_sampler_iter", None):
             if (opened := self._begin(iterator)) is None:
                 return
             self._open[iterator] = opened
@@ -221,7 +226,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Begin an epoch; None of data without rows that have numbers, or where no more are kept."""
         data, sampler = iterator._dataset, iterator._index_sampler
         if isinstance(data, IterableDataset):
-            self._read.workers[type(data).__name__] = iterator._num_workers
+            self._read.workers[type(data).__name__] = getattr(iterator, "_num_workers", 0)
             return None
         batch = getattr(sampler, "batch_size", None) or 0
         within = sampler
@@ -234,15 +239,16 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             maps.append(data.indices)
             data = data.dataset
         found = Data(kind, size, len(data), batch)
-        number = getattr(within, "epoch", None) if hasattr(within, "set_epoch") else None
+        number = getattr(within, "epoch", None)
+        number = (number if isinstance(number, int) else -1) if hasattr(within, "set_epoch") else None
         shuffles = bool(getattr(within, "shuffle", False)) or type(within).__name__ == "RandomSampler"
         epoch = Epoch(
             found, subset, _planned(within if type(sampler) is BatchSampler else sampler, batch),
             max(1, -(-found.base // MOST_INDICES)), self._leader.steps,
-            number if isinstance(number, int) else None, shuffles, bool(getattr(within, "replacement", False)),
+            number, shuffles, bool(getattr(within, "replacement", False)),
         )  # fmt: skip
         self._keep(epoch)
-        return _Open(epoch, iterator._sampler_iter, maps)
+        return _Open(epoch, getattr(iterator, "_sampler_iter", None), maps)
 
     def _keep(self, epoch: Epoch) -> None:
         epochs = self._read.epochs
