@@ -14,7 +14,7 @@ from shardproof.harness.watching.ledger import Ledger, Read
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
 #: How many seconds ranks wait for each other at the end of the loop, where one may have ended otherwise.
-_PATIENCE_AT_THE_END = 10.0
+_PATIENCE_AT_THE_END = 30.0
 
 
 class Ranks:

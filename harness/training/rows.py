@@ -170,15 +170,19 @@ def _division(epochs: Sequence[Epoch]) -> _Division | None:
     counts = [count for one in epochs if (count := one.given) is not None]
     kept = [one.rows for one in epochs if one.rows is not None and not one.replaces]
     given, rows, every = sum(counts), _rows_of(epochs), epochs[0].every
-    slack = len(epochs) * max(1, epochs[0].data.batch)
-    is_divided = abs(given - rows) <= slack and 0.75 * rows <= given < 1.5 * rows
-    if not is_divided or len(counts) < len(epochs) or len(kept) < len(epochs):
+    if min(len(counts), len(kept)) < len(epochs) or not _is_all_of(rows, given, epochs):
         return None
     again, read = _again(kept), len({row for one in kept for row in one})
     # Samplers fill up what does not divide, and loaders drop what is left after that.
     is_more = again > (max(0, given - rows) + len(epochs)) / every and again > 3
     never = max(0, rows - every * read) if all(one.is_complete for one in epochs) else None
     return _Division(rows, given, every * again if is_more else 0, never, every == 1)
+
+
+def _is_all_of(rows: int, given: int, epochs: Sequence[Epoch]) -> bool:
+    """Whether samplers of all ranks give together as many rows as there are, but for those of a batch on each rank."""
+    slack = len(epochs) * max(1, epochs[0].data.batch)
+    return abs(given - rows) <= slack and 0.75 * rows <= given < 1.5 * rows
 
 
 def _rows_of(epochs: Sequence[Epoch]) -> int:

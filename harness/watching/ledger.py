@@ -30,6 +30,9 @@ _MOST_EPOCHS, _WITH_INDICES = 256, 2
 #: How many permutations of one size are kept, and how many of their values stand for one.
 _MOST_PERMUTATIONS, _MOST_VALUES = 256, 4096
 
+#: How many samplers are looked for in one another.
+_MOST_WRAPPERS = 8
+
 #: The fewest values of a permutation that may be one of rows.
 _FEWEST = 8
 
@@ -194,7 +197,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
     def on_drawn(self, iterator: Any, indices: Any) -> None:
         """Note the indices of a batch."""
         opened = self._open.get(iterator)
-        if opened is None or opened.epoch.is_complete or opened.sampler is not getattr(iterator, "_sampler_iter", None):
+        if opened is None or opened.epoch.is_complete or opened.sampler is not iterator._sampler_iter:
             if (opened := self._begin(iterator)) is None:
                 return
             self._open[iterator] = opened
@@ -208,6 +211,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         for rows in opened.maps:
             batch = [int(rows[one]) for one in batch]
         epoch.rows.extend(batch if epoch.every == 1 else [one for one in batch if one % epoch.every == 0])
+        if len(epoch.rows) > 2 * MOST_INDICES:  # of a sampler that has no end
+            epoch.rows = None
 
     @quiet
     def on_all_drawn(self, iterator: Any) -> None:
@@ -226,12 +231,10 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Begin an epoch; None of data without rows that have numbers, or where no more are kept."""
         data, sampler = iterator._dataset, iterator._index_sampler
         if isinstance(data, IterableDataset):
-            self._read.workers[type(data).__name__] = getattr(iterator, "_num_workers", 0)
+            self._read.workers[type(data).__name__] = iterator._num_workers
             return None
         batch = getattr(sampler, "batch_size", None) or 0
-        within = sampler
-        while (inner := getattr(within, "sampler", None) or getattr(within, "batch_sampler", None)) is not None:
-            within = inner  # as of BatchSampler, and of those that wrap it
+        within = _innermost(sampler)
         size, subset, maps = len(data), 0, []
         kind = f"{type(data).__name__}, {type(within).__name__}"
         while type(data) is Subset:
@@ -248,7 +251,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             number, shuffles, bool(getattr(within, "replacement", False)),
         )  # fmt: skip
         self._keep(epoch)
-        return _Open(epoch, getattr(iterator, "_sampler_iter", None), maps)
+        return _Open(epoch, iterator._sampler_iter, maps)
 
     def _keep(self, epoch: Epoch) -> None:
         epochs = self._read.epochs
@@ -278,6 +281,16 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         self._counts[size] = self._counts.get(size, 0) + 1
         bits = zlib.crc32("\0".join(map(str, few)).encode())
         self._read.permutations.append(Permutation(size, bits, self._leader.steps))
+
+
+def _innermost(sampler: Any) -> Any:
+    """Return the sampler of rows that one of batches has, and those that wrap it."""
+    for _ in range(_MOST_WRAPPERS):
+        inner = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+        if inner is None:
+            break
+        sampler = inner
+    return sampler
 
 
 def _planned(sampler: Any, batch: int) -> int | None:
