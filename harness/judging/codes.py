@@ -14,7 +14,8 @@ where its values are:
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
   D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D27
-  ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones.
+  ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones, D29 ``training.rows``,
+  D30 ``training.labels``.
 
 A signature never decides a verdict.
 """
@@ -69,6 +70,8 @@ SCHEDULED: Final = "D25"
 RESTORED: Final = "D26"
 PACED: Final = "D27"
 STANDS: Final = "D28"
+ROWS: Final = "D29"
+LABELS: Final = "D30"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +101,7 @@ _STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _ACTS = "tests/harness/test_doctor_acts.py::"
 _LATER = "tests/harness/test_doctor_later.py::"
+_DATA = "tests/harness/test_doctor_data.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -177,7 +181,8 @@ CHECKS = _by_code([
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
          "data-parallel ranks read different microbatches, and model-parallel ranks the same; no rank computes "
-         "gradients of one microbatch twice in a step (a note where each step reads the same)",
+         "gradients of one microbatch twice in a step (notes where each step reads the same, and where ranks draw one "
+         "argument of the forward alike)",
          "give data-parallel ranks different samples, and model-parallel ranks the same", _LOOPS + "sampler repeats"),
     Code(NORM, "the-norm-is-the-norm",
          "the scale between backward and step is the same on all ranks; gradients are clipped by the norm of all "
@@ -255,5 +260,14 @@ CHECKS = _by_code([
          "call `model.train()` after an evaluation, draw there by a generator of its own, and scale the rate of each "
          "group by its own",
          _LATER + "evaluation mode stays"),
+    Code(ROWS, "rows-are-divided",
+         "in an epoch of data that data-parallel ranks divide no two of them read the same row, and a sampler that "
+         "shuffles gives each epoch another order (a note)",
+         "shuffle by one seed and the epoch's number on all ranks, and take the rank's part then",
+         _DATA + "permutation by rank"),
+    Code(LABELS, "labels-fit-the-inputs",
+         "labels of a causal model are not the inputs rolled within the row that a rank has; labels that count columns "
+         "gathered from ranks begin at those of the rank (a note)",
+         "shift labels before rows are divided, and add the rank's offset to labels", _DATA + "rolled"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

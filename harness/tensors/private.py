@@ -88,6 +88,7 @@ NAMES = tuple(
             )
         ),
         ("utils.data.dataloader._BaseDataLoaderIter", "the samplers of loaders that a loop does not keep", _UNSEEN),
+        ("utils.data.dataloader._BaseDataLoaderIter._next_index", "the indices that loaders draw", _UNSEEN),
         ("nn.utils.clip_grad._get_total_norm", "noticing total norms", _UNSEEN),
         ("nn.utils.clip_grad._clip_grads_with_norm_", "noticing clipping", _UNSEEN),
         ("distributed.tensor.DTensor._op_dispatcher", "emptying DTensor's caches for another world", "they stay"),

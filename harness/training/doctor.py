@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardproof import folders
 from shardproof.door import PARTIAL
 from shardproof.harness.judging import codes
-from shardproof.harness.training import invariants, report
+from shardproof.harness.training import invariants, report, rows
 from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
@@ -62,7 +62,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D28"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D30"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -115,7 +115,7 @@ class Doctor(Watcher):
             family=family,
         )  # fmt: skip
         self._watch: Watch = watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
-        self._ranks = Ranks(patience)
+        self._ranks = Ranks(patience, lambda: self._guarded(self._judge_rows))
         self._examination = Examination(checks, waits=on_finding != "raise")
         self._others = Mine(family, self._steps, watch_by, self._starts)
         self._roots = Roots(checks, waits=on_finding != "raise")
@@ -135,24 +135,27 @@ class Doctor(Watcher):
     def __enter__(self) -> "Doctor":
         self._patches.enter_context(calls.joins(self))
         self._patches.enter_context(self._ranks.acts)
+        self._ranks.ledger.__enter__()
         try:
             self._attach(self._models)
         except BaseException:  # of a model that is refused no patch may stay
             self._patches.close()
+            self._ranks.ledger.close()
             raise
         return self
 
     def close(self) -> None:
         """End the last step, report, and remove all hooks. Every rank must call it, or leave the context."""
-        if self._is_over:
-            self._guarded(self._look_last)
-            self._detach()
-            return
-        self._guarded(self._meet_last)
-        self._guarded(self._watch.end_step)
-        if self._examination.seen and not self._is_over:
-            self._say_if_not_watched()
-        self._finish()
+        if not self._is_over:
+            self._guarded(self._meet_last)
+            self._guarded(self._watch.end_step)
+        if not self._is_over:
+            if self._examination.seen:
+                self._say_if_not_watched()
+            self._finish()
+        self._guarded(self._look_last)
+        self._guarded(self._judge_rows)
+        self._ranks.close()
 
     def step_end(self) -> None:
         """End a step, where an engine hides the optimizer's step from torch."""
@@ -301,6 +304,15 @@ class Doctor(Watcher):
         self._roots.hear(self._ranks.all(self._others.tell(self._watch.step)))
         self._raise(self._judge_beside())
 
+    def _judge_rows(self) -> None:
+        """Judge which rows ranks have read, when the loop or its process groups end, after the watched steps or not."""
+        seen = self._examination.seen
+        if not seen or self._joining is not None or not (told := self._ranks.read()):
+            return
+        self._add(list(rows.check_rows(told, seen)))
+        if self._is_over:
+            self._write_report()
+
     def _meet(self, seen: StepRecord | int) -> list[StepRecord]:
         """Exchange the records of a step and return them: none of one that all skip, or that ends the watching."""
         if not self._are_groups_there:
@@ -381,7 +393,7 @@ class Doctor(Watcher):
         if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
-            self._detach()
+            self._detach_but_read()
 
     # Looks ----------------------------------------------------------------------------------
 
@@ -437,7 +449,7 @@ class Doctor(Watcher):
             looking.__exit__(None, None, None)
             if (said := looking.said()) and self._on_finding != "collect":
                 self._say(said)
-            self._detach()
+            self._detach_but_read()
 
     def _end_all(self) -> list[DoctorFinding]:
         """Tell what all steps together show, and return the errors."""
@@ -518,6 +530,11 @@ class Doctor(Watcher):
         super()._detach()
         self._others.detach()
         self._starts.close()
+
+    def _detach_but_read(self) -> None:
+        """Remove all hooks; which rows are read is noted until the loop or its process groups end."""
+        with self._ranks.reading_on():
+            self._detach()
 
     def _detach(self) -> None:
         self._detach_watches()

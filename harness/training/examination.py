@@ -8,9 +8,11 @@ from shardproof.harness.training import (
     buffers,
     freezing,
     invariants,
+    labels,
     norms,
     recomputing,
     reduction,
+    rows,
     sharded,
     tokens,
     updates,
@@ -138,6 +140,10 @@ class Examination:
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen, same))
+        if not any(one.title in (invariants.SAME, invariants.SAME_OF_PARTS) for one in self.findings):
+            yield list(labels.check_arguments_ever(self.seen))
+            yield list(rows.check_rows_ever(self.seen))
+        yield list(labels.check_labels_ever(self.seen))
         yield list(invariants.check_gathered_ever(self.seen))
         # Of all steps in which replicas were to be alike; those that differ explain theirs.
         if not self._are_averaged and not any(map(_is_of_replicas, self.findings)):

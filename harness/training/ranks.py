@@ -1,18 +1,22 @@
 """What ranks of a watched training tell each other: what they are when it begins, and what each has seen of a step."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training import invariants, sharded
 from shardproof.harness.training.evidence import Start, holders_of
-from shardproof.harness.training.exchange import Exchange
+from shardproof.harness.training.exchange import Absent, Exchange
 from shardproof.harness.training.findings import DoctorFinding
 from shardproof.harness.watching.acts import Acts
+from shardproof.harness.watching.ledger import Ledger, Read
 from shardproof.harness.watching.records import NotWatchable, StepRecord
 
 #: Seconds to wait for the slowest rank in a step that is not watched.
 _PATIENCE_OF_LOOKS = 20
+#: How many seconds ranks wait for each other at the end of the loop, where one may have ended otherwise.
+_PATIENCE_AT_THE_END = 30.0
 
 
 class Ranks:
@@ -20,6 +24,7 @@ class Ranks:
 
     Args:
         patience: seconds to wait for the slowest rank.
+        on_end: is called before all process groups are destroyed, until :meth:`read` is.
 
     Attributes:
         rank: the global rank; None before the model is known.
@@ -28,15 +33,18 @@ class Ranks:
         holders: by the name of a parameter, the sets of ranks that hold the same elements of it.
         acts: calls of user code, which records of this rank tell to the others.
         are_even: whether all take the same steps, as far as is known: not under ``join()``.
+        ledger: which rows this rank reads, in the whole loop.
     """
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, on_end: Callable[[], None]) -> None:
         self.rank: int | None = None
         self.mine: Start | None = None
         self.starts: list[Start] = []
         self.holders: dict[str, list[tuple[int, ...]]] = {}
         self.acts = Acts()
         self.are_even = True
+        self.ledger = Ledger(on_end)
+        self._reads_on = False
         self._patience = patience
         self._exchange: Exchange | None = None
 
@@ -118,8 +126,31 @@ class Ranks:
             if isinstance(one, StepRecord):
                 one.rank, one.modules.acts = self.rank, self.acts.take()
 
+    def read(self) -> list[Read]:
+        """Return what each rank has read, once, when the loop or its process groups end; nothing if not all tell."""
+        if self._exchange is None or not self.is_there or self.ledger.is_closed:
+            return []
+        mine = self.ledger.take()
+        self.ledger.close()
+        try:
+            return self._exchange.all(mine, patience=_PATIENCE_AT_THE_END)
+        except Absent:
+            return []
+
+    @contextlib.contextmanager
+    def reading_on(self) -> Iterator[None]:
+        """Keep the group and the ledger where :meth:`close` is called in this context: the loop goes on."""
+        self._reads_on = True
+        try:
+            yield
+        finally:
+            self._reads_on = False
+
     def close(self) -> None:
         """Give the group back."""
+        if self._reads_on:
+            return
+        self.ledger.close()
         if self._exchange is not None:
             self._exchange.close()
 

@@ -20,6 +20,8 @@ never gathers, waits for a stream or changes what it sees.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
   that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
 - ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts.
+- ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``labels``, those of a cross-entropy and
+  the inputs of its forward.
 - ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``script``: runs a training script that knows of nothing.

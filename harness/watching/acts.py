@@ -9,7 +9,7 @@ import gc
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardproof.harness.tensors.fingerprints import host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
+from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.optimizers import STEPS, optimizers_of_process, parameters_in
 from shardproof.harness.watching.records import ActRecord, Idle, Levelled, Pace
 
@@ -29,18 +30,6 @@ _MOST_STEPS = 16
 _OF_RANKS = ("accelerate.",)
 
 _Rates = tuple[float, ...]
-
-
-def _quiet(method: Callable[..., None]) -> Callable[..., None]:
-    """Let an error of ours be none of user code."""
-
-    @functools.wraps(method)
-    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
-            method(self, *args, **kwargs)
-
-    disabled: Callable[..., None] = torch.compiler.disable(quiet)
-    return disabled
 
 
 @dataclasses.dataclass
@@ -152,7 +141,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         self._again, self._restored, self._loads = [], [], 0
         return found
 
-    @_quiet
+    @quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         self._divided.pop(id(optimizer), None)
@@ -170,7 +159,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # Loss scalers ---------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_backward(self, tensors: Any) -> None:
         """Note which gradients that were divided are still there."""
         for one in self._divided.values():
@@ -178,7 +167,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             gradients = [] if optimizer is None else [p.grad for p in parameters_in(optimizer) if p.grad is not None]
             one.left = [(weakref.ref(each), strided(local_of(each)).any()) for each in gradients]
 
-    @_quiet
+    @quiet
     def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
         """Note whether gradients are divided that were divided before, and were there when a backward added to them."""
         before = self._divided.get(id(optimizer))
@@ -192,7 +181,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # Schedulers -----------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_schedule(self, scheduler: Any) -> None:
         """Note the learning rates of its optimizer."""
         optimizer = scheduler.optimizer
@@ -219,7 +208,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # Learning rates -------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_group(self, optimizer: Any, group: Mapping[str, Any]) -> None:
         """Note the learning rate of a group that an optimizer is given."""
         seen = self._given.get(id(optimizer))
@@ -270,7 +259,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
     # State dicts ----------------------------------------------------------------------------
 
-    @_quiet
+    @quiet
     def on_state_dict(self, state: Any) -> None:
         """Note which tensors it has; nothing is kept of those that user code keeps no longer."""
         values = state.values() if isinstance(state, Mapping) else ()
@@ -283,7 +272,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         if (taken := self._taken.get(key)) is not None and taken.tensor is ref:
             del self._taken[key]
 
-    @_quiet
+    @quiet
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Note where a module is given the tensors that it has, and nothing but optimizers has written them."""
         self._loads += 1

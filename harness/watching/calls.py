@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import pkgutil
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -61,11 +62,29 @@ class Observer(Ender, Protocol):
     def on_engine_stepped(self, engine: nn.Module) -> None:
         """After it."""
 
-    def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
+    def on_cross_entropy(
+        self, value: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         """After a cross-entropy was computed, without weights of classes."""
 
     def on_collective(self, collective: Collective) -> None:
         """Before a collective is issued."""
+
+
+class Reader(Ender, Protocol):
+    """Hears which rows a process is about to read. None of its methods may raise."""
+
+    def on_drawn(self, iterator: Any, indices: Any) -> None:
+        """After what iterates over a loader has drawn the indices of a batch, or the index of a row."""
+
+    def on_all_drawn(self, iterator: Any) -> None:
+        """After there was no more index."""
+
+    def on_given(self, iterator: Any) -> None:
+        """After it has given a batch."""
+
+    def on_permutation(self, values: Any) -> None:
+        """After a permutation was drawn, or a list was shuffled; not by a sampler of a loader."""
 
 
 class Finder(Protocol):
@@ -108,6 +127,8 @@ class Witness(Protocol):
 
 
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
+
+_ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"
 
 #: Kinds of collectives whose two sides differ, or that have no tensors.
 _NOT_NOTED = frozenset({"send", "recv", "barrier"})
@@ -152,6 +173,13 @@ class _Observers(Generic[_T]):
 def observed(observer: Observer) -> Iterator[None]:
     """Tell an observer of the calls in this context."""
     with _observers.including(observer), ends(observer):
+        yield
+
+
+@contextlib.contextmanager
+def read(reader: Reader) -> Iterator[None]:
+    """Tell a reader of the calls in this context."""
+    with _readers.including(reader), ends(reader):
         yield
 
 
@@ -229,6 +257,72 @@ def _before_load(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(self, state_dict, strict, assign)
 
     return load_state_dict
+
+
+def _of_readers() -> Iterator[tuple[str, Callable[..., Any]]]:
+    iterator = private.find(_ITERATOR)
+    depth = [0]  # of loaders that draw
+    if (draw := private.find(f"{_ITERATOR}._next_index")) is not None and iterator is not None:
+        yield f"{_ITERATOR}._next_index", _after_draw(draw, depth)
+        yield f"{_ITERATOR}.__next__", _after_next(iterator.__next__)
+    yield "torch.randperm", _after_permutation(torch.randperm, depth)
+    for path in ("random.shuffle", "random.Random.shuffle"):
+        yield path, _after_shuffle(pkgutil.resolve_name(path), depth)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "numpy.random.permutation", _after_permutation(numpy.random.permutation, depth)
+        yield "numpy.random.shuffle", _after_shuffle(numpy.random.shuffle, depth)
+
+
+def _after_draw(function: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def _next_index(self: Any) -> Any:
+        depth[0] += 1
+        try:
+            indices = function(self)
+        except StopIteration:
+            for one in _readers:
+                one.on_all_drawn(self)
+            raise
+        finally:
+            depth[0] -= 1
+        for one in _readers:
+            one.on_drawn(self, indices)
+        return indices
+
+    return _next_index
+
+
+def _after_next(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def __next__(self: Any) -> Any:
+        value = function(self)
+        for one in _readers:
+            one.on_given(self)
+        return value
+
+    return __next__
+
+
+def _after_permutation(function: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def permutation(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        for one in _readers if not (depth[0] or torch.compiler.is_compiling()) else ():
+            one.on_permutation(value)
+        return value
+
+    return permutation
+
+
+def _after_shuffle(function: Callable[..., Any], depth: list[int]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def shuffle(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        for one in _readers if not depth[0] else ():
+            one.on_permutation(args[-1] if args else kwargs.get("x"))
+        return value
+
+    return shuffle
 
 
 def _of_compilations() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -332,7 +426,7 @@ def _after_cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
         value = function(input, target, weight, *args, **kwargs)
         if weight is None and not args and not torch.compiler.is_compiling():
             for one in _observers:
-                one.on_cross_entropy(value, target, kwargs)
+                one.on_cross_entropy(value, input, target, kwargs)
         return value
 
     return cross_entropy
@@ -463,6 +557,7 @@ def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 _observers: _Observers[Observer] = _Observers(_functions)
 _enders: _Observers[Ender] = _Observers(_of_ends)
+_readers: _Observers[Reader] = _Observers(_of_readers)
 _finders: _Observers[Finder] = _Observers(_of_compilations)
 _witnesses: _Observers[Witness] = _Observers(_of_witnesses)
 _joiners: _Observers[Joiner] = _Observers(_of_joins)

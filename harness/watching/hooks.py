@@ -38,6 +38,18 @@ def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
+def quiet(method: Callable[..., None]) -> Callable[..., None]:
+    """Let an error of ours be none of user code."""
+
+    @functools.wraps(method)
+    def inner(self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            method(self, *args, **kwargs)
+
+    disabled: Callable[..., None] = torch.compiler.disable(inner)
+    return disabled
+
+
 @functools.cache
 def _transforms() -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
     return private.find(_PEEK), private.find(_CLEAR)

@@ -110,6 +110,17 @@ class Inputs:
     batch: int  # stands for them; equal for equal inputs
     rows: int = 0  # the size of the first dimension of the first of them
     backwards: int = 0  # how many backward passes of the step there had been before
+    tensors: tuple["Argument", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A tensor that a forward was given."""
+
+    bits: int  # stands for it
+    kind: str  # its dtype and shape: "float32 [16, 8]"
+    varies: bool  # whether it has many different values, as drawn numbers have
+    rows: tuple[int, ...] = ()  # stand for its rows, of one that varies and has as many as the batch; of some if many
 
 
 @dataclasses.dataclass
@@ -284,6 +295,17 @@ class NormRecord:
     clipped_scaled: bool = False  # whether gradients were clipped before a loss scaler unscaled them
 
 
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """The labels of a cross-entropy."""
+
+    count: int
+    columns: int  # of the logits
+    first: int | None  # of labels that count up by one the first; None of others
+    rows: int  # of the integer inputs of the forward with as many elements; 0 without
+    are_rolled: bool  # whether they are these inputs, each row rolled by one
+
+
 @dataclasses.dataclass
 class LossRecord:
     """The cross-entropies."""
@@ -291,6 +313,7 @@ class LossRecord:
     # Of each the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     are_means: bool = True  # whether each of them divides by its own labels that count
+    labels: list[Labels] = dataclasses.field(default_factory=list)  # of those with two labels or more, in order
 
 
 @dataclasses.dataclass(frozen=True)

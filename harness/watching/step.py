@@ -23,14 +23,16 @@ from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
+from shardproof.harness.watching.labels import Compared, Tokens, rows_of, varies
 from shardproof.harness.watching.left import Left, StepCounts
 from shardproof.harness.watching.model import Model
-from shardproof.harness.watching.names import number_of, readable_of
+from shardproof.harness.watching.names import name_of, number_of, readable_of
 from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.optimizers import parameters_in
 from shardproof.harness.watching.pending import OwnGradients, Pending, digest, last_number, ordered
 from shardproof.harness.watching.recomputing import Draws
 from shardproof.harness.watching.records import (
+    Argument,
     Drop,
     ForwardRecord,
     Gradient,
@@ -54,13 +56,17 @@ class _Batch(NamedTuple):
     """The inputs of a forward.
 
     Attributes:
-        hashes: what stands for each tensor among them; on its device.
+        hashes: what stands for each tensor among them, and whether it varies, in turns; on its device.
+        kinds: the dtype and the shape of each.
+        parts: what stands for the rows of each; on its device.
         rows: the size of the first dimension of the first.
         backwards: how many backward passes there were before.
         asks: whether user code asks for the gradient of one of them.
     """
 
     hashes: list[torch.Tensor]
+    kinds: list[str]
+    parts: list[torch.Tensor]
     rows: int
     backwards: int
     asks: bool
@@ -75,10 +81,12 @@ class Forwards:
         called: by module that was called, whether it was with gradients enabled.
         off: for each, the calls that keep its backward from reducing gradients.
         autocast: the dtype of autocast.
+        tokens: the integer inputs of the last.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.tokens = Tokens()
         self.wants_batch = False
         self.called: dict[int, bool] = {}
         self.off: list[tuple[str, ...]] = []
@@ -106,10 +114,13 @@ class Forwards:
         found = list(readable_of(inputs))
         self.wants_batch = not found
         if found:
-            hashes = [fingerprints.position_hash(local_of(tensor.detach())) for tensor in found]
+            hashes = [one for tensor in found for one in (_hash(tensor), varies(tensor).long())]
+            kinds = [f"{name_of(tensor.dtype)} {list(tensor.shape)}" for tensor in found]
+            self.tokens.take(found)
             rows = found[0].size(0) if found[0].ndim else 0
+            parts = [rows_of(tensor, rows) for tensor in found]
             asks = any(tensor.requires_grad for tensor in found)
-            self._batches.append(_Batch(hashes, rows, backwards, asks))
+            self._batches.append(_Batch(hashes, kinds, parts, rows, backwards, asks))
         return found
 
     def take_divided(self, inputs: Any) -> None:
@@ -127,10 +138,14 @@ class Forwards:
     def record(self) -> ForwardRecord:
         """Return what a record has of them."""
         hashes = iter(host_rows([one for batch in self._batches for one in batch.hashes]))
-        inputs = [
-            Inputs(sum((number + 1) * next(hashes) for number in range(len(one.hashes))), one.rows, one.backwards)
-            for one in self._batches
-        ]
+        inputs = []
+        for one in self._batches:
+            tensors = tuple(
+                Argument(next(hashes), kind, varies := bool(next(hashes)), tuple(rows.tolist()) if varies else ())
+                for kind, rows in zip(one.kinds, one.parts, strict=True)
+            )
+            batch = sum((number + 1) * each.bits for number, each in enumerate(tensors))
+            inputs.append(Inputs(batch, one.rows, one.backwards, tensors))
         of_parts = iter(host_rows([one for one in self._divided if one is not None]))
         divided = [None if one is None else next(of_parts) for one in self._divided]
         return ForwardRecord(self.count, inputs, divided, self.off, self.autocast)
@@ -231,12 +246,16 @@ class Losses:
     def __init__(self) -> None:
         self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_means: list[bool] = []
+        self._labels: list[Compared] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def add(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
-        """Add one, when its gradient is there."""
+    def add(
+        self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any], labels: Compared | None = None
+    ) -> None:
+        """Add one, when its gradient is there, with what its labels are."""
+        self._labels += [] if labels is None else [labels]
         count, tokens = (target != options.get("ignore_index", -100)).sum(), self._tokens
         self._are_means.append(options.get("reduction", "mean") == "mean")
         divisor = count if self._are_means[-1] else 1
@@ -245,7 +264,9 @@ class Losses:
     def record(self, dropped: int) -> LossRecord:
         """Return what a record has of them, without the first ``dropped``."""
         tokens = [(int(count), float(weight)) for count, weight in self._tokens[dropped:]]
-        return LossRecord(tokens, all(self._are_means))
+        flags = host_rows([one.flags for one in self._labels])
+        labels = [one.record(own) for one, own in zip(self._labels, flags, strict=True)]
+        return LossRecord(tokens, all(self._are_means), labels)
 
 
 class Drops:
@@ -437,6 +458,10 @@ class WatchedStep:
         own = self.backwards.own.names
         tied = [names for names in self._model.tied() if names[0] not in own]
         return {name: names[0] for names in tied for name in names if name in own}
+
+
+def _hash(tensor: torch.Tensor) -> torch.Tensor:
+    return fingerprints.position_hash(local_of(tensor.detach()))
 
 
 def _on_host(every: Sequence[Pending]) -> list[Gradient]:

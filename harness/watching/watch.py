@@ -31,6 +31,7 @@ from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.hooks import Compiled, Hook, guarded
+from shardproof.harness.watching.labels import compared
 from shardproof.harness.watching.model import LayoutOf, Model
 from shardproof.harness.watching.names import (
     device_of,
@@ -576,11 +577,15 @@ class Watch:
             self._takes.emit(Stage.TOTAL_NORM, tensor, _place(tensor, Layout(Box(()))), call=number)
 
     @guarded
-    def on_cross_entropy(self, value: torch.Tensor, target: torch.Tensor, options: dict[str, Any]) -> None:
+    def on_cross_entropy(
+        self, value: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, options: dict[str, Any]
+    ) -> None:
         is_plain = all(type(one) is torch.Tensor and untransformed(one) is one for one in (value, target))
         is_number = value.ndim == 0 and value.requires_grad and not target.is_floating_point()
         if self._sees and is_plain and is_number:
-            self._now.losses.add(value, target, options)
+            columns = logits.shape[1] if logits.ndim > 1 else 0
+            labels = compared(target, columns, self._now.forwards.tokens) if self._takes.digests else None
+            self._now.losses.add(value, target, options, labels)
 
     @guarded
     def on_collective(self, collective: Collective) -> None:

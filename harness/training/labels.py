@@ -1,0 +1,111 @@
+"""Do labels belong to the inputs, and do ranks draw what they add to the data? (D30, and D9 for each argument)"""
+
+from collections.abc import Iterator, Sequence
+
+from shardproof.harness.judging import codes
+from shardproof.harness.training.evidence import Evidence
+from shardproof.harness.training.findings import DoctorFinding
+from shardproof.harness.watching.records import Argument, Labels
+
+#: The fewest rows of which all labels are rolled that are no chance.
+_FEWEST_ROWS = 6
+
+_Steps = Sequence[Sequence[Argument]]
+"""One argument of the forward by step and rank."""
+
+#: The title of the note of an argument that ranks share and that varies.
+DRAWN_ALIKE = "ranks draw the same numbers"
+
+
+def check_labels_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D30, after the last step: labels of tokens are the next tokens, and those of columns are columns of the rank."""
+    every = [[one.records[rank].losses.labels for rank in range(len(one.records))] for one in records]
+    of_tokens = [one for step in every for mine in step for one in mine if one.rows]
+    rolled = [one for one in of_tokens if one.are_rolled]
+    # Each loss of a step counts: where some are of other labels, the rest are still rolled in all steps.
+    if sum(one.rows for one in rolled) >= _FEWEST_ROWS and len(rolled) == len(of_tokens):
+        count, each = sum(one.rows for one in rolled), rolled[0].count // rolled[0].rows
+        lines = (
+            f"the label of the last token of a row is the row's first token, in all of {count} rows of {each} tokens",
+            "meant? else shift before a row is cut or divided among ranks, so that the last label is the next token, "
+            "or ignore it (-100)",
+        )
+        yield DoctorFinding((codes.LABELS,), "", records[0].step, "labels are the inputs rolled", lines, is_note=True)
+    yield from _of_columns(records)
+
+
+def _of_columns(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """Note labels that count columns gathered from ranks, and do not begin at those of the rank."""
+    readers = [ranks[0] for ranks in records[0].readers]
+    if len(readers) < 2:
+        return
+    every = [[one.records[rank].losses.labels for rank in readers] for one in records]
+    firsts = [_firsts(step) for step in every]
+    if not firsts[0] or any(one != firsts[0] for one in firsts):
+        return
+    (of_first,) = firsts[0]
+    count = next(one.count for one in every[0][0] if one.first is not None)
+    if sorted(of_first) != [number * count for number in range(len(readers))]:
+        lines = (
+            f"cross_entropy has {count} rows and {count * len(readers)} columns, those of {len(readers)} ranks, and "
+            f"labels that count up from {', '.join(map(str, of_first[:8]))} on these ranks",
+            "meant, as where each rank has its own columns first? else add the rank's number times its rows to the "
+            "labels",
+        )
+        yield DoctorFinding(
+            (codes.LABELS,), "", records[0].step, "labels are columns of another rank", lines, is_note=True
+        )
+
+
+def _firsts(step: Sequence[Sequence[Labels]]) -> set[tuple[int, ...]]:
+    """Return where labels begin on each rank that count the columns of all ranks; nothing where some do not."""
+    counted = [
+        [one.first for one in mine if one.first is not None and one.columns == one.count * len(step)] for mine in step
+    ]
+    if not all(counted) or len({len(one) for one in counted}) > 1:
+        return set()
+    return {tuple(one) for one in zip(*counted, strict=True) if None not in one}
+
+
+def check_arguments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D9, after the last step: what varies from step to step and is no position varies from rank to rank too."""
+    readers = [ranks[0] for ranks in records[0].readers]
+    if len(records) < 2 or len(readers) < 2:
+        return
+    seen = _by_place([[_arguments(one, rank) for rank in readers] for one in records])
+    differ = [place for place, steps in enumerate(seen) if _are_each_ranks_own(steps)]
+    shared = [place for place, steps in enumerate(seen) if differ and _is_drawn_alike(steps)]
+    if shared:
+        lines = (
+            f"argument {shared[0]} of the forward ({seen[shared[0]][0][0].kind}) is the same on {len(readers)} ranks "
+            f"in each of the steps {records[0].step}-{records[-1].step}, another one in each step, and argument "
+            f"{differ[0]} ({seen[differ[0]][0][0].kind}) is each rank's own",
+            "meant? else draw noise, times and masks on each rank by a seed of its own",
+        )
+        yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, DRAWN_ALIKE, lines, is_note=True)
+
+
+def _by_place(steps: Sequence[Sequence[Sequence[Argument]]]) -> list[_Steps]:
+    """Return for each place among the arguments of a step what ranks have there; nothing where these are not as many.
+
+    Args:
+        steps: the arguments by step and rank.
+    """
+    counts = {len(mine) for step in steps for mine in step}
+    places = range(counts.pop() if len(counts) == 1 else 0)
+    return [[[mine[place] for mine in step] for step in steps] for place in places]
+
+
+def _are_each_ranks_own(steps: _Steps) -> bool:
+    """Whether an argument differs between ranks in each step."""
+    return all(len({one.bits for one in step}) > 1 for step in steps)
+
+
+def _arguments(evidence: Evidence, rank: int) -> list[Argument]:
+    return [argument for one in evidence.records[rank].forwards.inputs for argument in one.tensors]
+
+
+def _is_drawn_alike(steps: _Steps) -> bool:
+    """Whether an argument is equal on all ranks in each step, and other drawn numbers in each."""
+    alike = all(len({one.bits for one in step}) == 1 and all(one.varies for one in step) for step in steps)
+    return alike and len({step[0].bits for step in steps}) == len(steps)
