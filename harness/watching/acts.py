@@ -222,7 +222,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         for one in self._given.values():
             optimizer: Any = one.optimizer()
             stepped = self._stepped.get(id(optimizer))
-            if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
+            if stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
                 continue
             rates = stepped.steps[-1][1]
             are_all = len(rates) == len(one.rates) == len(optimizer.param_groups)
@@ -287,7 +287,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
 
 def _writes(tensor: torch.Tensor) -> int:
     """Return how often what a rank holds of a tensor was written in place, by it or by another that shares it."""
-    return local_of(tensor)._version
+    return tensor._version + local_of(tensor)._version  # a DTensor counts what is written through it
 
 
 def _is_called_by(packages: tuple[str, ...]) -> bool:
