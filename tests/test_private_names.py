@@ -36,7 +36,9 @@ OF_OBJECTS = {
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
     "of the state of FSDP2's units, which the table has": {"_fsdp_param_group", "_fsdp_param_groups"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
-    "of what iterates over a loader, which the table has": {"_dataset", "_index_sampler", "_num_workers", "_sampler_iter"},
+    "of what iterates over a loader, which the table has": {
+        "_dataset", "_index_sampler", "_num_workers", "_sampler_iter",
+    },
     "of the flat parameters of FSDP1, which the table has": {"_params", "_shard_param_infos"},
     "not torch's: of Python, pytest, execnet, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
