@@ -14,7 +14,7 @@ where its values are:
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
   D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D26
-  ``training.acts``.
+  ``training.acts``, D31 ``training.followers``, D32 ``training.crossings``.
 
 A signature never decides a verdict.
 """
@@ -67,6 +67,8 @@ COPIED: Final = "D23"
 UNSCALED: Final = "D24"
 SCHEDULED: Final = "D25"
 RESTORED: Final = "D26"
+FOLLOWERS: Final = "D31"
+CROSSINGS: Final = "D32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,7 @@ _LOOPS = "tests/harness/test_doctor_loops.py::"
 _STATES = "tests/harness/test_doctor_states.py::"
 _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _ACTS = "tests/harness/test_doctor_acts.py::"
+_FOLLOWERS = "tests/harness/test_doctor_followers.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -241,5 +244,16 @@ CHECKS = _by_code([
     Code(RESTORED, "what-is-restored-is-a-copy",
          "a state dict that is loaded back is not the model's own tensors, which optimizers have written since",
          "keep a copy: `copy.deepcopy(model.state_dict())`", _ACTS + "restored from its own tensors"),
+    Code(FOLLOWERS, "copies-follow-the-model",
+         "copies of a root that no optimizer steps (a moving average, a teacher, a target) are alike on ranks whose "
+         "parameters are equal, and are written once in a step, in a dtype that has room for the update (notes but for "
+         "copies that each rank drew)",
+         "copy the parameters once they are equal on all ranks, in float32, and write the copy after the step",
+         _FOLLOWERS + "teacher before the broadcast"),
+    Code(CROSSINGS, "collectives-have-their-adjoint",
+         "the backward of a collective in a `torch.autograd.Function` has the gradients that other ranks have for what "
+         "the rank sent (a note)",
+         "sum the gradients over the ranks in backward, and take the rank's part of the sum",
+         _FOLLOWERS + "gather takes its slice"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

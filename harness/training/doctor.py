@@ -21,6 +21,7 @@ from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
+from shardproof.harness.training.followers import check_followers
 from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
 from shardproof.harness.training.starts import Starts
@@ -365,6 +366,8 @@ class Doctor(Watcher):
             why = self._nothing_seen()
             if not self.findings:
                 self._say(why)
+            # Of copies nothing has to be known but themselves.
+            self._add(list(check_followers({0: self._starts.followers()}, self._watch.step)))
             self._write_report(why)
         else:
             errors = self._end_all()

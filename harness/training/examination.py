@@ -6,8 +6,10 @@ from shardproof.harness.judging import codes
 from shardproof.harness.training import (
     acts,
     buffers,
+    followers,
     freezing,
     invariants,
+    modes,
     norms,
     recomputing,
     reduction,
@@ -137,6 +139,8 @@ class Examination:
         yield list(updates.check_moments_ever(self.seen))
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
+        yield list(followers.check_followers_ever(self.seen))
+        yield list(modes.check_modes_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen, same))
         yield list(invariants.check_gathered_ever(self.seen))
         # Of all steps in which replicas were to be alike; those that differ explain theirs.

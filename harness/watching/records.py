@@ -211,6 +211,60 @@ class ActRecord:
     restored: list[tuple[str, int]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A look at a follower and at the parameters that it follows, between the steps of optimizers."""
+
+    own: int  # stands for its bits
+    root: int  # stands for those of the parameters
+    # The correlation of its elements with those of the parameter, of the median of the tensors whose elements vary; None
+    # without any.
+    likeness: float | None
+    distance: float  # its relative distance to the parameters
+    is_written: bool = False  # whether something has written it since the look before
+    # The cosine between its movement since the look before and the way to the parameters; 0 of one that did not move.
+    toward: float = 0.0
+    # A sample of its elements that differ from those that they follow, and how many of them are as they were.
+    sampled: int = 0
+    unchanged: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """What has the names or the shapes of parameters of the root, and is stepped by no optimizer."""
+
+    name: str  # how user code names it, if that is known
+    kind: str  # the name of its class
+    place: str  # the part of the root that it is like; empty for the root
+    dtype: str  # the narrowest of its tensors'
+    is_from_begin: bool  # whether it was there when watching began
+    looks: tuple[Look, ...]
+    # For each step that was seen from begin to end, the backward passes, and after how many of them it was written.
+    writes: tuple[tuple[int, int], ...] = ()
+    calls: int = 0  # of its forward
+    dropouts: tuple[str, ...] = ()  # its modules that drop elements at random, which were called
+    norms: tuple[str, ...] = ()  # its norms of running statistics that were called, and take those of their input
+    gathers: int = 0  # how many of its tensors have a gradient to which backward passes of several steps have added
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The same for the same one on other ranks."""
+        return self.name, self.kind, self.place
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A dropout or a norm of running statistics of the model in a step."""
+
+    name: str
+    is_norm: bool
+    is_training: bool
+    is_called: bool  # whether a forward of the step has called it
+    trains: bool  # of a norm its parameters, else those of the module around it: whether one requires a gradient
+    # Of a norm, what counts writes of its statistics and of its parameters.
+    versions: tuple[int, int] = (0, 0)
+
+
 @dataclasses.dataclass
 class ModuleRecord:
     """The modules of the model in a step, by the canonical names of their parameters."""
@@ -234,6 +288,9 @@ class ModuleRecord:
     compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
     # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
     unhooked: list[str] = dataclasses.field(default_factory=list)
+    followers: list[Follower] = dataclasses.field(default_factory=list)  # what stands beside the root, by now
+    modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
+    narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
     # Calls of user code that concern the process; of the first root alone.
     acts: ActRecord = dataclasses.field(default_factory=ActRecord)
 
