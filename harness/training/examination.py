@@ -6,6 +6,7 @@ from shardproof.harness.judging import codes
 from shardproof.harness.training import (
     acts,
     buffers,
+    crossings,
     followers,
     freezing,
     invariants,
@@ -14,6 +15,7 @@ from shardproof.harness.training import (
     recomputing,
     reduction,
     sharded,
+    sums,
     tokens,
     updates,
 )
@@ -86,6 +88,7 @@ class Examination:
             *updates.check_optimizers(evidence),
             *invariants.check_ties(evidence, ties),
             *acts.check_acts(evidence),
+            *crossings.check_crossings(evidence),
             *(sharded.check_copied(evidence) if len(self.seen) == 1 else ()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
@@ -151,6 +154,7 @@ class Examination:
 
     def _of_gradients(self, evidence: Evidence) -> list[DoctorFinding]:
         found = [*self._of_reduction(evidence), *invariants.check_leaks(evidence)]
+        found += sums.check_sums(evidence, self.reduced[0]) if not found else []
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
         if not began_apart and not any(_is_not_reduced(one) for one in found):

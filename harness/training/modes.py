@@ -41,11 +41,10 @@ def check_modes_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
 
 
 def _is_frozen_and_moves(modes: Sequence[Mode]) -> bool:
-    """Whether no parameter of a norm trains or is written, in any step, and its statistics move in each."""
-    is_frozen = not any(one.trains for one in modes) and len({one.versions[1] for one in modes}) == 1
-    statistics = [one.versions[0] for one in modes]
-    moves = len(set(statistics)) == len(statistics) > 1
-    return modes[0].is_norm and is_frozen and moves and all(one.is_training and one.is_called for one in modes)
+    """Whether no parameter of a norm trains or is written, and each step computes by it in training mode."""
+    is_frozen = not any(one.trains for one in modes) and len({one.written for one in modes}) == 1
+    is_moving = len(modes) > 1 and all(one.is_training and one.is_called for one in modes)
+    return modes[0].is_norm and is_frozen and is_moving
 
 
 def _stays(records: Sequence[Evidence], name: str) -> bool:

@@ -195,7 +195,9 @@ class _OfRoot:
 
     def _known(self) -> set[int]:
         """Return the ids of what was found, and of the modules in it."""
-        owners = [owner for one in self._all if one.found.owner is not None and (owner := one.found.owner()) is not None]
+        owners = [
+            owner for one in self._all if one.found.owner is not None and (owner := one.found.owner()) is not None
+        ]
         return {one.found.key for one in self._all} | {id(each) for owner in owners for each in owner.modules()}
 
     def _add(self, places: list[Found]) -> None:
@@ -360,5 +362,7 @@ def _on_host(glance: _Glance) -> Look:
 def _distance(found: Found) -> float:
     """Return how far a follower is from what it may be like, by the relative distance of samples."""
     pairs = [(own(), parameter()) for own, parameter in found.pairs]
-    one, other = (torch.cat([each.cpu() for each in some]) for some in _samples([pair for pair in pairs if None not in pair]))
+    one, other = (
+        torch.cat([each.cpu() for each in some]) for some in _samples([pair for pair in pairs if None not in pair])
+    )
     return min(float((one - other).norm() / other.norm()), _NO_PLACE)

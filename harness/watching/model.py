@@ -24,7 +24,7 @@ from shardproof.harness.watching.names import (
     without_turn,
 )
 from shardproof.harness.watching.pending import readable
-from shardproof.harness.watching.records import Follower, ModuleRecord
+from shardproof.harness.watching.records import Crossing, Follower, ModuleRecord
 
 #: How messages name a root itself.
 THE_MODEL = "the model"
@@ -45,6 +45,7 @@ class Model:
         engine: DeepSpeed's, if the root is one.
         unseen: what cannot be seen, one line each.
         followers: tells what is seen of copies of it, which no optimizer steps.
+        crossings: tells what is seen of collectives in autograd.
     """
 
     def __init__(self, layout: LayoutOf | None) -> None:
@@ -53,6 +54,7 @@ class Model:
         self.engine: Engine | None = None
         self.unseen: set[str] = set()
         self.followers: Callable[[], list[Follower]] = list
+        self.crossings: Callable[[], list[Crossing]] = list
         self._layout = layout
         self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
@@ -172,7 +174,7 @@ class Model:
             redrawn,
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
             buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
-            unhooked=sorted(unhooked), followers=self.followers(),
+            unhooked=sorted(unhooked), followers=self.followers(), crossings=self.crossings(),
             modes=modes_of(self.roots, called), narrow=rounded_constants(self.roots),
         )  # fmt: skip
 

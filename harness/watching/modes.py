@@ -35,10 +35,8 @@ def modes_of(roots: Sequence[nn.Module], called: Mapping[int, bool]) -> list[Mod
             own = list(module.parameters())
             around = own or list(above.get(id(module), module).parameters())
             trains = any(one.requires_grad for one in around) or not around
-            versions = 0, sum(one._version for one in own)
-            if has_statistics(module):
-                versions = module.running_mean._version, versions[1]  # type: ignore[union-attr, assignment]
-            found.append(Mode(name, has_statistics(module), module.training, id(module) in called, trains, versions))
+            written = sum(one._version for one in own)
+            found.append(Mode(name, has_statistics(module), module.training, id(module) in called, trains, written))
     return found
 
 

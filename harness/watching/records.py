@@ -253,6 +253,18 @@ class Follower:
 
 
 @dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A backward of a function of user code in whose forward a collective is issued."""
+
+    kind: str  # the name of the function's class
+    collective: str  # the kind of the collective
+    group: tuple[int, ...]  # its global ranks
+    is_own: bool  # whether the gradient of the input is that of the rank's own part of the output, which is not zero
+    uses_others: bool  # whether the parts of other ranks have a gradient that is not zero
+    loss: float  # of which the backward pass is
+
+
+@dataclasses.dataclass(frozen=True)
 class Mode:
     """A dropout or a norm of running statistics of the model in a step."""
 
@@ -261,8 +273,7 @@ class Mode:
     is_training: bool
     is_called: bool  # whether a forward of the step has called it
     trains: bool  # of a norm its parameters, else those of the module around it: whether one requires a gradient
-    # Of a norm, what counts writes of its statistics and of its parameters.
-    versions: tuple[int, int] = (0, 0)
+    written: int = 0  # counts writes of its parameters
 
 
 @dataclasses.dataclass
@@ -290,6 +301,7 @@ class ModuleRecord:
     unhooked: list[str] = dataclasses.field(default_factory=list)
     followers: list[Follower] = dataclasses.field(default_factory=list)  # what stands beside the root, by now
     modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
+    crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
     narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
     # Calls of user code that concern the process; of the first root alone.
     acts: ActRecord = dataclasses.field(default_factory=ActRecord)
@@ -310,6 +322,8 @@ class LossRecord:
     # Of each the labels that count, and the gradient of the loss with respect to that of one of them.
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     are_means: bool = True  # whether each of them divides by its own labels that count
+    # Of the loss of each backward pass the factor by which it is a mean; None where its graph does not tell.
+    factors: list[float | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""Collectives in the forward of a ``torch.autograd.Function`` of user code, and the gradients of its backward."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardproof.harness.collectives.trace import Collective
+from shardproof.harness.tensors.fingerprints import host_rows
+from shardproof.harness.tensors.trees import local_of
+from shardproof.harness.watching import calls
+from shardproof.harness.watching.records import Crossing
+
+#: The kinds of collectives whose result has a part of each rank, or is the sum of theirs.
+_GATHERS, _SUMS = ("all_gather",), ("all_reduce",)
+
+#: How many frames above a collective are looked at, and how many nodes of a graph.
+_FRAMES, _NODES = 24, 1 << 18
+
+#: How many crossings of a step are told.
+_MOST = 8
+
+
+class _Passed(NamedTuple):
+    """A backward of a function: two flags, and the loss, on their devices."""
+
+    kind: str
+    collective: str
+    group: tuple[int, ...]
+    flags: torch.Tensor
+    loss: torch.Tensor
+
+
+class Crossings(calls.Observer):
+    """Sees them in this process."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[types.CodeType, type | None] = {}
+        self._seen: dict[type, tuple[str, tuple[int, ...]]] = {}
+        self._passed: list[_Passed] = []
+        self._patches = contextlib.ExitStack()
+        self._is_begun = False
+
+    def begin(self) -> Callable[[], list[Crossing]]:
+        """Begin to look, and return what tells what was seen since the last call; of further roots nothing."""
+        if self._is_begun:
+            return list
+        self._is_begun = True
+        self._patches.enter_context(calls.observed(self))
+        return self.take
+
+    def take(self) -> list[Crossing]:
+        """Return what was seen since the last call."""
+        flags = host_rows([one.flags for one in self._passed])
+        losses = host_rows([one.loss for one in self._passed])
+        found = [
+            Crossing(one.kind, one.collective, one.group, own > 0, others > 0, loss)
+            for one, (own, others), loss in zip(self._passed, flags, losses, strict=True)
+        ]
+        self._passed = []
+        return found
+
+    def on_collective(self, collective: Collective) -> None:
+        """Note the function of user code in whose forward it is issued."""
+        with contextlib.suppress(Exception):
+            if collective.kind in (*_GATHERS, *_SUMS) and len(collective.group) > 1:
+                if (kind := self._function()) is not None:
+                    self._seen[kind] = collective.kind, collective.group
+
+    def _function(self) -> type | None:
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(_FRAMES):
+            if frame is None:
+                return None
+            code = frame.f_code
+            if code.co_name == "forward":
+                if code not in self._kinds:
+                    self._kinds[code] = next((one for one in _functions() if _code_of(one) is code), None)
+                if (kind := self._kinds[code]) is not None:
+                    return kind
+            frame = frame.f_back
+        return None
+
+    def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Hook such functions of its graph."""
+        with contextlib.suppress(Exception):
+            if self._seen and len(self._passed) < _MOST and tensors[0].numel() == 1:
+                loss = local_of(tensors[0].detach()).float().reshape(()).clone()
+                for node in _nodes_of(tensors[0]):
+                    if (kind := getattr(type(node), "_forward_cls", None)) in self._seen:
+                        node.register_hook(functools.partial(self._after, kind, loss))
+
+    def _after(self, kind: type, loss: torch.Tensor, leaving: Any, entering: Any) -> None:
+        """After the backward of a function: note whether it passes on its rank's own part of what came, and no more."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            collective, group = self._seen[kind]
+            given = [one for one in leaving if one is not None]
+            if len(given) != 1 or len(self._passed) >= _MOST:
+                return
+            parts = _parts_of(entering, given[0], len(group)) if collective in _GATHERS else list(entering[:1])
+            number = group.index(dist.get_rank()) if collective in _GATHERS else 0
+            if not parts or parts[number] is None or parts[number].shape != given[0].shape:
+                return
+            others = [one.ne(0).any() for at, one in enumerate(parts) if at != number and one is not None]
+            are_others = torch.stack(others).any() if others else torch.ones_like(loss, dtype=torch.bool)
+            flags = torch.stack([(parts[number] == given[0]).all() & given[0].ne(0).any(), are_others]).float()
+            self._passed.append(_Passed(kind.__name__, collective, group, flags, loss))
+
+    def close(self) -> None:
+        """Look no more."""
+        self._patches.close()
+        for one in (self._kinds, self._seen, self._passed):
+            one.clear()  # type: ignore[attr-defined]
+
+
+def _functions() -> Iterator[type]:
+    """Yield the functions of user code."""
+    waiting = [torch.autograd.Function]
+    while waiting:
+        for kind in waiting.pop().__subclasses__():
+            waiting.append(kind)
+            if not kind.__module__.startswith("torch."):
+                yield kind
+
+
+def _code_of(kind: Any) -> types.CodeType | None:
+    return getattr(kind.forward, "__code__", None)
+
+
+def _nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
+    """Yield the nodes of a graph, each once."""
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        waiting += [one for one, _ in node.next_functions]
+
+
+def _parts_of(entering: Sequence[Any], leaving: torch.Tensor, size: int) -> list[Any]:
+    """Return the gradients of what each rank has sent, as a gather returns it: one by one, stacked, or in one row."""
+    if len(entering) == size:
+        return list(entering)
+    whole = entering[0] if len(entering) == 1 else None
+    if whole is None or whole.numel() != size * leaving.numel():
+        return []
+    return (
+        [one.reshape(leaving.shape) for one in whole.chunk(size)] if whole.ndim and whole.shape[0] % size == 0 else []
+    )
