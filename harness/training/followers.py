@@ -192,7 +192,7 @@ def _of_microbatches(members: _OfRanks, step: int) -> list[DoctorFinding]:
         steps = [(backwards, written) for backwards, written in one.writes if backwards > 1]
         if len(steps) > 1 and len(steps) == len(one.writes) and all(a == b for a, b in steps) and _follows(one):
             lines = [
-                f"{_name(one)}: written {steps[-1][1]} times in a step, once for each of {steps[-1][0]} backward passes",
+                f"{_name(one)}: written once for each of the {steps[-1][0]} backward passes of a step",
                 "meant? else write it once, after the optimizer's step: its decay is applied for each microbatch",
             ]
             return [_found(step, "a copy of the model is written for each microbatch", lines, codes.SOME_MICROBATCHES)]

@@ -34,8 +34,8 @@ def check_modes_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     if narrow := [name for name in records[-1].records[0].modules.narrow if _stays(records, name)]:
         lines = (
             f"{listed(narrow)}: values that bfloat16 or float16 rounds, which no step writes",
-            "meant? else keep them in float32, as .bfloat16() and .half() of the model do not: a rotation by a position "
-            "times a rounded frequency is another one",
+            "meant? else keep them in float32, which .bfloat16() and .half() of the model do not: positions times a "
+            "rounded frequency are other angles",
         )
         yield DoctorFinding((codes.MOVES,), codes.ROUNDED, step, "constants are rounded", lines, is_note=True)
 

@@ -38,7 +38,7 @@ class _Passed(NamedTuple):
     loss: torch.Tensor
 
 
-class Crossings(calls.Observer):
+class Crossings(calls.Listener):
     """Sees them in this process."""
 
     def __init__(self) -> None:
@@ -70,9 +70,9 @@ class Crossings(calls.Observer):
     def on_collective(self, collective: Collective) -> None:
         """Note the function of user code in whose forward it is issued."""
         with contextlib.suppress(Exception):
-            if collective.kind in (*_GATHERS, *_SUMS) and len(collective.group) > 1:
-                if (kind := self._function()) is not None:
-                    self._seen[kind] = collective.kind, collective.group
+            is_of_group = collective.kind in (*_GATHERS, *_SUMS) and len(collective.group) > 1
+            if is_of_group and (kind := self._function()) is not None:
+                self._seen[kind] = collective.kind, collective.group
 
     def _function(self) -> type | None:
         frame: types.FrameType | None = sys._getframe(2)
@@ -116,8 +116,9 @@ class Crossings(calls.Observer):
     def close(self) -> None:
         """Look no more."""
         self._patches.close()
-        for one in (self._kinds, self._seen, self._passed):
-            one.clear()  # type: ignore[attr-defined]
+        self._kinds.clear()
+        self._seen.clear()
+        self._passed.clear()
 
 
 def _functions() -> Iterator[type]:
@@ -137,7 +138,7 @@ def _code_of(kind: Any) -> types.CodeType | None:
 def _nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
     """Yield the nodes of a graph, each once."""
     waiting: list[Any] = [tensor.grad_fn]
-    seen = set()
+    seen = set[Any]()
     while waiting and len(seen) < _NODES:
         node = waiting.pop()
         if node is None or node in seen:

@@ -222,7 +222,7 @@ def _named(values: Mapping[Any, Any], key: Any, trained: Collection[int]) -> dic
 
 
 def _of_names(named: Mapping[Any, Any], part: _Part) -> list[tuple[Any, nn.Parameter]]:
-    """Return the values of a dict with the parameters of a part whose names or ids they have; nothing if one has none."""
+    """Return the values of a dict with the parameters of a part that are its keys; nothing if one is none."""
     names = [_plain(name) for name in part.parameters]
     if len(set(names)) < len(names) or not named or len(names) < 2:
         return []

@@ -47,8 +47,9 @@ def is_dropout(module: nn.Module) -> bool:
 
 def has_statistics(module: nn.Module) -> bool:
     """Whether a module is a norm of running statistics, which move in training."""
-    is_moving = isinstance(module, _NORMS) and module.momentum != 0
-    return is_moving and module.track_running_stats and module.running_mean is not None
+    if not isinstance(module, _NORMS) or not module.track_running_stats:
+        return False
+    return module.running_mean is not None and module.momentum != 0
 
 
 def _quiet(method: Callable[..., None]) -> Callable[..., None]:
@@ -189,9 +190,9 @@ class _OfRoot:
             self._searches += 1
             for places in Search(roots).find(self._known())[: MOST - len(self._all)]:
                 self._add(places)
-        for one in self._all:
-            if one.is_there:
-                one.look()
+        for follower in self._all:
+            if follower.is_there:
+                follower.look()
 
     def _known(self) -> set[int]:
         """Return the ids of what was found, and of the modules in it."""
@@ -253,7 +254,7 @@ class _OfRoot:
         self._all.clear()
 
 
-class Followers(calls.Witness):
+class Followers(calls.Listener):
     """The followers of all roots of the process."""
 
     def __init__(self) -> None:
@@ -324,7 +325,7 @@ def _samples(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[t
 def _likeness(own: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
     """Return the correlation of two samples; NaN where the elements of one are all equal."""
     a, b = own - own.mean(), root - root.mean()
-    return (a * b).sum() / (a.norm() * b.norm())
+    return (a * b).sum().div(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
 
 
 def _glance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], last: _Glance | None, *, is_written: bool) -> _Glance:
@@ -361,8 +362,7 @@ def _on_host(glance: _Glance) -> Look:
 
 def _distance(found: Found) -> float:
     """Return how far a follower is from what it may be like, by the relative distance of samples."""
-    pairs = [(own(), parameter()) for own, parameter in found.pairs]
-    one, other = (
-        torch.cat([each.cpu() for each in some]) for some in _samples([pair for pair in pairs if None not in pair])
-    )
+    held = [(own(), parameter()) for own, parameter in found.pairs]
+    pairs = [(own, parameter) for own, parameter in held if own is not None and parameter is not None]
+    one, other = (torch.cat([each.cpu() for each in some]) for some in _samples(pairs))
     return min(float((one - other).norm() / other.norm()), _NO_PLACE)

@@ -217,8 +217,7 @@ class Look:
 
     own: int  # stands for its bits
     root: int  # stands for those of the parameters
-    # The correlation of its elements with those of the parameter, of the median of the tensors whose elements vary; None
-    # without any.
+    # The correlation of its elements with those of the parameter: the median of tensors whose elements vary, or None.
     likeness: float | None
     distance: float  # its relative distance to the parameters
     is_written: bool = False  # whether something has written it since the look before

@@ -201,7 +201,7 @@ BAD = [
     ([], "nothing: name a script, or -m and a module"),
     (["nosuch.py"], "nosuch.py: there is no such script"),
     (["-m", "nosuch.train"], "nosuch.train: there is no such module"),
-    (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D26"),
+    (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D32"),
     (["--steps", "a,b", "train.py"], "doctor: steps='a,b': expected steps counted from 0, such as 0,1,2"),
 ]
 
@@ -240,9 +240,9 @@ UNSEEN = (
         (0, "sys.exit(0)", 0, UNSEEN, 0),
         (0, "sys.exit(3)", 3, "the training ended with SystemExit", 0),
         (0, "raise OSError('mine')", OSError, "the training ended with OSError", 0),
-        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 26),
-        (2, "sys.exit()", 0, "", 26),
-        (4, "sys.exit(3)", 3, "", 26),
+        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 28),
+        (2, "sys.exit()", 0, "", 28),
+        (4, "sys.exit(3)", 3, "", 28),
     ],
 )
 def test_a_report_is_written_however_the_script_ends(
@@ -344,7 +344,7 @@ def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, s
     assert "internal error" not in done.stdout, done.stdout
     assert done.stdout.count(f"shardproof doctor: {line}\n") == bool(line), done.stdout
     assert f"shardproof doctor: {seen} of 2 ranks" in done.stdout, done.stdout
-    assert len(load_run(tmp_path / "run.json").cases) == 26
+    assert len(load_run(tmp_path / "run.json").cases) == 28
     assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
 
 
