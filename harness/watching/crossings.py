@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,47 @@ class _Passed(NamedTuple):
     loss: torch.Tensor
 
 
+class _Passing:
+    """The backward of a function: whether it passes on its rank's own part of what comes, and no more.
+
+    Args:
+        kind: the name of the function's class.
+        collective: the kind of the collective in its forward.
+        group: the global ranks.
+        loss: of which the backward pass is.
+        passed: takes what was seen.
+    """
+
+    def __init__(
+        self, kind: str, collective: str, group: tuple[int, ...], loss: torch.Tensor, passed: list[_Passed]
+    ) -> None:
+        self._kind, self._collective, self._group = kind, collective, group
+        self._loss, self._passed = loss, passed
+        self._own: torch.Tensor | None = None
+        self._others: list[torch.Tensor] = []
+
+    def before(self, entering: Any) -> None:
+        """Keep the rank's own part of what comes: the backward may write it in place."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            number, parts = 0, list(entering[:1])
+            if self._collective in _GATHERS:
+                number, parts = self._group.index(dist.get_rank()), _parts_of(entering, len(self._group))
+            self._own = parts[number].clone() if parts and parts[number] is not None else None
+            self._others = [one.ne(0).any() for at, one in enumerate(parts) if at != number and one is not None]
+
+    def after(self, leaving: Any, entering: Any) -> None:
+        """Compare it with what is passed on."""
+        with contextlib.suppress(Exception), torch.no_grad():
+            own, given = self._own, [one for one in leaving if one is not None]
+            self._own = None
+            if own is None or len(given) != 1 or own.numel() != given[0].numel() or len(self._passed) >= _MOST:
+                return
+            is_own = (own.reshape(given[0].shape) == given[0]).all() & given[0].ne(0).any()
+            uses_others = torch.stack(self._others).any() if self._others else torch.ones_like(is_own)
+            flags = torch.stack([is_own, uses_others]).float()
+            self._passed.append(_Passed(self._kind, self._collective, self._group, flags, self._loss))
+
+
 class Crossings(calls.Listener):
     """Sees them in this process."""
 
@@ -64,7 +104,7 @@ class Crossings(calls.Listener):
             Crossing(one.kind, one.collective, one.group, own > 0, others > 0, loss)
             for one, (own, others), loss in zip(self._passed, flags, losses, strict=True)
         ]
-        self._passed = []
+        self._passed.clear()  # which hooks of graphs have
         return found
 
     def on_collective(self, collective: Collective) -> None:
@@ -95,23 +135,9 @@ class Crossings(calls.Listener):
                 loss = local_of(tensors[0].detach()).float().reshape(()).clone()
                 for node in _nodes_of(tensors[0]):
                     if (kind := getattr(type(node), "_forward_cls", None)) in self._seen:
-                        node.register_hook(functools.partial(self._after, kind, loss))
-
-    def _after(self, kind: type, loss: torch.Tensor, leaving: Any, entering: Any) -> None:
-        """After the backward of a function: note whether it passes on its rank's own part of what came, and no more."""
-        with contextlib.suppress(Exception), torch.no_grad():
-            collective, group = self._seen[kind]
-            given = [one for one in leaving if one is not None]
-            if len(given) != 1 or len(self._passed) >= _MOST:
-                return
-            parts = _parts_of(entering, given[0], len(group)) if collective in _GATHERS else list(entering[:1])
-            number = group.index(dist.get_rank()) if collective in _GATHERS else 0
-            if not parts or parts[number] is None or parts[number].shape != given[0].shape:
-                return
-            others = [one.ne(0).any() for at, one in enumerate(parts) if at != number and one is not None]
-            are_others = torch.stack(others).any() if others else torch.ones_like(loss, dtype=torch.bool)
-            flags = torch.stack([(parts[number] == given[0]).all() & given[0].ne(0).any(), are_others]).float()
-            self._passed.append(_Passed(kind.__name__, collective, group, flags, loss))
+                        passing = _Passing(kind.__name__, *self._seen[kind], loss, self._passed)
+                        node.register_prehook(passing.before)
+                        node.register_hook(passing.after)
 
     def close(self) -> None:
         """Look no more."""
@@ -148,13 +174,9 @@ def _nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
         waiting += [one for one, _ in node.next_functions]
 
 
-def _parts_of(entering: Sequence[Any], leaving: torch.Tensor, size: int) -> list[Any]:
+def _parts_of(entering: Sequence[Any], size: int) -> list[Any]:
     """Return the gradients of what each rank has sent, as a gather returns it: one by one, stacked, or in one row."""
     if len(entering) == size:
         return list(entering)
     whole = entering[0] if len(entering) == 1 else None
-    if whole is None or whole.numel() != size * leaving.numel():
-        return []
-    return (
-        [one.reshape(leaving.shape) for one in whole.chunk(size)] if whole.ndim and whole.shape[0] % size == 0 else []
-    )
+    return list(whole.chunk(size)) if whole is not None and whole.ndim and whole.shape[0] % size == 0 else []
