@@ -18,7 +18,7 @@ def check_crossings(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D32, in each step: what a rank sends has the gradients of all losses that use it, where these differ."""
     told = set()
     for record in evidence.records:
-        for number, one in enumerate(record.modules.crossings):
+        for number, one in enumerate(record.modules.beside.crossings):
             if one.kind not in told and _lacks_others(evidence, number, one):
                 told.add(one.kind)
                 yield _of_crossing(evidence.step, one)
@@ -28,7 +28,7 @@ def _lacks_others(evidence: Evidence, number: int, crossing: Crossing) -> bool:
     """Whether all ranks of a group pass on their own part alone, and have losses of their own."""
     losses = []
     for rank in crossing.group:
-        mine = evidence.records[rank].modules.crossings
+        mine = evidence.records[rank].modules.beside.crossings
         if number >= len(mine) or mine[number].kind != crossing.kind:
             return False
         if not (mine[number].is_own and mine[number].uses_others):
@@ -39,8 +39,8 @@ def _lacks_others(evidence: Evidence, number: int, crossing: Crossing) -> bool:
 
 def _of_crossing(step: int, one: Crossing) -> DoctorFinding:
     lines = (
-        f"{one.kind} {_MENDS[one.collective]}, and the losses of {ranks_of(one.group)} differ: what they have for a "
-        "rank's part is lost",
+        f"{one.kind} {_MENDS[one.collective]}, and the losses of {ranks_of(one.group)} differ: their "
+        "gradients for the part of another rank are lost",
         "meant, as a limit to the gradient? else sum the gradients over these ranks in backward, as "
         "torch.distributed.nn.functional does",
     )

@@ -23,7 +23,7 @@ _OfRanks = Mapping[int, Follower]
 
 def check_followers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D31, after the last step: copies of a root are alike on ranks, and are written as copies are."""
-    seen = {record.rank: record.modules.followers for record in records[-1].records}
+    seen = {record.rank: record.modules.beside.followers for record in records[-1].records}
     yield from check_followers(seen, records[-1].step)
 
 
@@ -83,15 +83,21 @@ def _of_ranks(members: _OfRanks, step: int) -> Iterator[DoctorFinding]:
     if len(members) < 2:
         return
     first = {rank: one.looks[0] for rank, one in members.items()}
-    last = {rank: one.looks[-1] for rank, one in members.items()}
-    written = [rank for rank, one in members.items() if any(look.is_written for look in one.looks)]
     if all(one.is_from_begin for one in members.values()) and _differ(first):
         yield _began_apart(members, first, step)
-    elif not _differ(last) or len({len(one.looks) for one in members.values()}) > 1:
+    elif len({len(one.looks) for one in members.values()}) == 1:
+        yield from _of_last(members, step)
+
+
+def _of_last(members: _OfRanks, step: int) -> Iterator[DoctorFinding]:
+    """Yield what is wrong where ranks have different copies at last."""
+    if not _differ({rank: one.looks[-1] for rank, one in members.items()}):
         return
-    elif len(written) == len(members):
+    written = [rank for rank, one in members.items() if any(look.is_written for look in one.looks)]
+    used = [rank for rank, one in members.items() if rank not in written and one.calls]
+    if len(written) == len(members):
         yield _drift(members, step)
-    elif used := [rank for rank, one in members.items() if rank not in written and one.calls]:
+    elif used:
         yield _not_written(members, written, used, step)
 
 

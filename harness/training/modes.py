@@ -11,11 +11,27 @@ from shardproof.harness.watching.records import Mode
 def check_modes_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D19 and D6, after the last step: notes of frozen norms that move, of a model in eval mode, of rounded constants.
 
-    Of one rank: all have the same modules.
+    The records of one rank show it: all ranks have the same modules.
     """
-    seen = [{one.name: one for one in each.records[0].modules.modes} for each in records]
+    seen = [{one.name: one for one in each.records[0].modules.beside.modes} for each in records]
     step = records[-1].step
     every = [(name, [each[name] for each in seen]) for name in seen[-1] if all(name in each for each in seen)]
+    yield from _of_moving(every, step)
+    yield from _of_eval(every, step, len(seen))
+    if narrow := [name for name in records[-1].records[0].modules.beside.narrow if _stays(records, name)]:
+        lines = (
+            f"{listed(narrow)}: values that bfloat16 or float16 rounds, which no step writes",
+            "meant? else keep them in float32, which .bfloat16() and .half() of the model do not: positions times a "
+            "rounded frequency are other angles",
+        )
+        yield DoctorFinding((codes.MOVES,), codes.ROUNDED, step, "constants are rounded", lines, is_note=True)
+
+
+_Modes = Sequence[tuple[str, Sequence[Mode]]]
+"""The names of modules with their modes in all steps."""
+
+
+def _of_moving(every: _Modes, step: int) -> Iterator[DoctorFinding]:
     if moving := [name for name, modes in every if _is_frozen_and_moves(modes)]:
         lines = (
             f"{listed(moving)}: no parameter trains, and a forward in training mode moves the running statistics "
@@ -23,21 +39,17 @@ def check_modes_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
             "meant, as where the statistics adapt to new data? else call .eval() of what is frozen after each .train()",
         )
         yield DoctorFinding((codes.FROZEN,), "", step, "statistics of frozen norms move", lines, is_note=True)
+
+
+def _of_eval(every: _Modes, step: int, steps: int) -> Iterator[DoctorFinding]:
     used = [(name, modes) for name, modes in every if all(one.is_called and one.trains for one in modes)]
-    if len(seen) > 1 and used and not any(one.is_training for _, modes in used for one in modes):
+    if steps > 1 and used and not any(one.is_training for _, modes in used for one in modes):
         lines = (
             f"{listed([name for name, _ in used])}: in eval mode in each watched step, and parameters train: "
             "dropouts drop nothing, and norms use statistics that do not move",
             "meant, as where a loaded model is trained without them? else call .train() before the step",
         )
         yield DoctorFinding((codes.FROZEN,), "", step, "the model trains in eval mode", lines, is_note=True)
-    if narrow := [name for name in records[-1].records[0].modules.narrow if _stays(records, name)]:
-        lines = (
-            f"{listed(narrow)}: values that bfloat16 or float16 rounds, which no step writes",
-            "meant? else keep them in float32, which .bfloat16() and .half() of the model do not: positions times a "
-            "rounded frequency are other angles",
-        )
-        yield DoctorFinding((codes.MOVES,), codes.ROUNDED, step, "constants are rounded", lines, is_note=True)
 
 
 def _is_frozen_and_moves(modes: Sequence[Mode]) -> bool:

@@ -20,5 +20,7 @@ never gathers, waits for a stream or changes what it sees.
 - ``acts``: calls of user code that concern the process: loss scalers, schedulers, state dicts.
 - ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
+- ``followers``: the search for copies of a root; ``following``, whether and when they are written; ``modes``, norms and
+  dropouts in training mode; ``crossings``, collectives in autograd; ``scales``, by what a loss is a mean.
 - ``script``: runs a training script that knows of nothing.
 """

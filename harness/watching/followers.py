@@ -1,7 +1,7 @@
-"""Finds what stands beside a root: modules, lists and dicts of tensors with the shapes of its parameters.
+"""The search for copies of a root: modules, lists and dicts of tensors with the shapes of its parameters.
 
-Such as a moving average, a teacher, a target network, a reference policy or a best state: no optimizer steps it. One
-walk over the objects of the process finds them; nothing of what it finds is kept alive.
+A moving average, a teacher, a target network, a reference policy or a best state is one: no optimizer steps it. The search
+is a walk over the objects of the process, and keeps none of them alive.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LISTS, _DICTS = (list, tuple), (dict, collections.OrderedDict)
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z]")
 
 
-class Pair(NamedTuple):
+class Matched(NamedTuple):
     """A tensor of a follower and the parameter of the root whose name or place it has; both by weak reference."""
 
     own: weakref.ref[torch.Tensor]
     parameter: weakref.ref[torch.Tensor]
 
 
-class Found(NamedTuple):
+class LikePart(NamedTuple):
     """Something with the names or the shapes of parameters of a root.
 
     Attributes:
@@ -55,7 +55,7 @@ class Found(NamedTuple):
     kind: str
     owner: weakref.ref[nn.Module] | None
     place: str
-    pairs: list[Pair]
+    pairs: list[Matched]
     key: int
     name: str = ""
 
@@ -81,7 +81,7 @@ class _Part(NamedTuple):
         return _Part(self.place, {name: one for name, one in self.parameters.items() if one.requires_grad})
 
 
-class Search:
+class FollowerSearch:
     """Looks for the followers of one root.
 
     Args:
@@ -94,20 +94,15 @@ class Search:
         self._trained = {id(one) for part in self._parts for one in part.parameters.values() if one.requires_grad}
         self._places = {local_of(one).data_ptr() for part in self._parts for one in part.parameters.values()}
         self._most = _LARGEST * max((len(one.parameters) for one in self._parts), default=0) + _LARGEST
-        self._by_shapes: dict[Any, list[_Part]] = {}
-        for part in self._parts:
-            for one in (part, part.only_trained()):
-                same = self._by_shapes.setdefault(one.shapes, [])
-                if all(each.place != one.place for each in same):
-                    same.append(one)
+        self._by_shapes = _by_shapes(self._parts)
         self._held: Mapping[int, str] = {}
 
-    def find(self, known: Collection[int]) -> list[list[Found]]:
+    def find(self, known: Collection[int]) -> list[list[LikePart]]:
         """Return what is found, each with all places of the root that it may be like; ``known`` are keys of others."""
         if not self._parts:
             return []
         self._held = parameters_of_optimizers()
-        found: list[list[Found]] = []
+        found: list[list[LikePart]] = []
         modules: list[nn.Module] = []
         for one in gc.get_objects():
             kind = type(one)
@@ -123,7 +118,7 @@ class Search:
         names = names_of([places[0].key for places in every]) if every else {}
         return [[one._replace(name=names.get(one.key, "")) for one in places] for places in every]
 
-    def _of_modules(self, modules: Sequence[nn.Module]) -> Iterator[list[Found]]:
+    def _of_modules(self, modules: Sequence[nn.Module]) -> Iterator[list[LikePart]]:
         """Yield those of modules, but of such as are inside of another one that is."""
         every = {id(one): places for one in modules if (places := self._of_module(one))}
         inside = {id(child) for one in modules if id(one) in every for child in _children_of(one)}
@@ -131,7 +126,7 @@ class Search:
             if key not in inside:
                 yield places
 
-    def _of_module(self, module: nn.Module) -> list[Found]:
+    def _of_module(self, module: nn.Module) -> list[LikePart]:
         if "_parameters" not in vars(module) or "_modules" not in vars(module):  # one that is being made
             return []
         own = dict(parameters_of(module))
@@ -143,20 +138,20 @@ class Search:
             is_other = all(one is not mine for one, mine in zip(own.values(), part.parameters.values(), strict=True))
             if is_other and part.trains and list(part.parameters) == list(own):
                 pairs, kind = _paired(own.values(), part.parameters.values()), kind_of(unwrapped(module)).__name__
-                found.append(Found(kind, weakref.ref(module), part.place, pairs, id(module)))
+                found.append(LikePart(kind, weakref.ref(module), part.place, pairs, id(module)))
         return found
 
-    def _of_list(self, values: Sequence[Any]) -> list[Found]:
+    def _of_list(self, values: Sequence[Any]) -> list[LikePart]:
         first = values[0]
         if not issubclass(type(first), torch.Tensor) or not all(self._is_copy(one) for one in values):
             return []
         shapes = tuple(tuple(local_of(one).shape) for one in values)
         return [
-            Found(type(values).__name__, None, part.place, _paired(values, part.parameters.values()), id(values))
+            LikePart(type(values).__name__, None, part.place, _paired(values, part.parameters.values()), id(values))
             for part in self._by_shapes.get(shapes, ())[:_PLACES]
         ]
 
-    def _of_dict(self, values: Mapping[Any, Any]) -> list[Found]:
+    def _of_dict(self, values: Mapping[Any, Any]) -> list[LikePart]:
         try:
             key, first = next(iter(values.items()))
             if not issubclass(type(first), torch.Tensor) or issubclass(type(first), nn.Parameter):
@@ -168,7 +163,7 @@ class Search:
         for part in self._parts:
             mine = _of_names(named, part.only_trained())
             if mine and all(self._is_copy(one) and _are_alike(one, like) for one, like in mine):
-                found.append(Found("dict", None, part.place, _paired(*zip(*mine, strict=True)), id(values)))
+                found.append(LikePart("dict", None, part.place, _paired(*zip(*mine, strict=True)), id(values)))
                 break  # the outermost
         return found
 
@@ -197,6 +192,17 @@ def _parts_of(root: nn.Module) -> Iterator[_Part]:
         mine = {name.removeprefix(begin): one for name, one in every if name.startswith(begin)}
         if mine:
             yield _Part(place, mine)
+
+
+def _by_shapes(parts: Sequence[_Part]) -> dict[Any, list[_Part]]:
+    """Sort parts by the shapes of all their parameters, and of those that train."""
+    found: dict[Any, list[_Part]] = {}
+    for part in parts:
+        for one in (part, part.only_trained()):
+            same = found.setdefault(one.shapes, [])
+            if all(each.place != one.place for each in same):
+                same.append(one)
+    return found
 
 
 def _children_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -243,14 +249,14 @@ def _are_alike(one: Any, other: torch.Tensor) -> bool:
     return local_of(one).shape == local_of(other).shape
 
 
-def _paired(own: Any, parameters: Any) -> list[Pair]:
-    return [Pair(weakref.ref(one), weakref.ref(other)) for one, other in zip(own, parameters, strict=True)]
+def _paired(own: Any, parameters: Any) -> list[Matched]:
+    return [Matched(weakref.ref(one), weakref.ref(other)) for one, other in zip(own, parameters, strict=True)]
 
 
 def names_of(keys: Collection[int]) -> dict[int, str]:
     """Return how user code names containers: "Ema.shadow" for an attribute, "teacher" for a variable of a script.
 
-    Variables of functions are not known: a frame that is asked for them keeps them alive.
+    A variable of a function has no name here: asking its frame would keep values alive.
 
     Args:
         keys: their ids.

@@ -1,4 +1,4 @@
-"""What happens to the followers of roots while steps are watched: who writes them, how, and when."""
+"""Looks at the followers of roots while steps are watched: whether, how and when they are written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.followers import MOST, Found, Search
+from shardproof.harness.watching.followers import MOST, FollowerSearch, LikePart
 from shardproof.harness.watching.hooks import Hook
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
@@ -86,7 +86,7 @@ class _Glance:
 class _One:
     """One follower of a root on this rank."""
 
-    def __init__(self, found: Found, *, is_from_begin: bool) -> None:
+    def __init__(self, found: LikePart, *, is_from_begin: bool) -> None:
         self.found, self.is_from_begin = found, is_from_begin
         self.dtype = min((name_of(own.dtype) for own, _ in self.pairs), key=lambda name: name not in _NARROW)
         self.looks: list[Look] = []
@@ -188,7 +188,7 @@ class _OfRoot:
         roots = [one for ref in self._roots if (one := ref()) is not None]
         if self._searches < _SEARCHES and len(roots) == len(self._roots) and len(self._all) < MOST:
             self._searches += 1
-            for places in Search(roots).find(self._known())[: MOST - len(self._all)]:
+            for places in FollowerSearch(roots).find(self._known())[: MOST - len(self._all)]:
                 self._add(places)
         for follower in self._all:
             if follower.is_there:
@@ -201,7 +201,7 @@ class _OfRoot:
         ]
         return {one.found.key for one in self._all} | {id(each) for owner in owners for each in owner.modules()}
 
-    def _add(self, places: list[Found]) -> None:
+    def _add(self, places: list[LikePart]) -> None:
         found = places[0] if len(places) == 1 else min(places, key=_distance)
         owner = None if found.owner is None else found.owner()
         one = _One(found, is_from_begin=self._searches == 1)
@@ -360,7 +360,7 @@ def _on_host(glance: _Glance) -> Look:
     )  # fmt: skip
 
 
-def _distance(found: Found) -> float:
+def _distance(found: LikePart) -> float:
     """Return how far a follower is from what it may be like, by the relative distance of samples."""
     held = [(own(), parameter()) for own, parameter in found.pairs]
     pairs = [(own, parameter) for own, parameter in held if own is not None and parameter is not None]

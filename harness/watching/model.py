@@ -24,7 +24,7 @@ from shardproof.harness.watching.names import (
     without_turn,
 )
 from shardproof.harness.watching.pending import readable
-from shardproof.harness.watching.records import Crossing, Follower, ModuleRecord
+from shardproof.harness.watching.records import Beside, Crossing, Follower, ModuleRecord
 
 #: How messages name a root itself.
 THE_MODEL = "the model"
@@ -174,9 +174,11 @@ class Model:
             redrawn,
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
             buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
-            unhooked=sorted(unhooked), followers=self.followers(), crossings=self.crossings(),
-            modes=modes_of(self.roots, called), narrow=rounded_constants(self.roots),
+            unhooked=sorted(unhooked), beside=self._beside(called),
         )  # fmt: skip
+
+    def _beside(self, called: Mapping[int, bool]) -> Beside:
+        return Beside(self.followers(), modes_of(self.roots, called), self.crossings(), rounded_constants(self.roots))
 
     def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
         """Return the name of the outermost module that was not called, of those in which a parameter is."""

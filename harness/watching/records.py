@@ -230,7 +230,7 @@ class Look:
 
 @dataclasses.dataclass(frozen=True)
 class Follower:
-    """What has the names or the shapes of parameters of the root, and is stepped by no optimizer."""
+    """A copy of parameters of the root, by their names or shapes, which no optimizer steps."""
 
     name: str  # how user code names it, if that is known
     kind: str  # the name of its class
@@ -276,6 +276,16 @@ class Mode:
 
 
 @dataclasses.dataclass
+class Beside:
+    """Copies of the root, collectives in autograd, modes of its modules, and its constants."""
+
+    followers: list[Follower] = dataclasses.field(default_factory=list)  # what stands beside the root, by now
+    modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
+    crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
+    narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
+
+
+@dataclasses.dataclass
 class ModuleRecord:
     """The modules of the model in a step, by the canonical names of their parameters."""
 
@@ -298,10 +308,7 @@ class ModuleRecord:
     compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
     # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
     unhooked: list[str] = dataclasses.field(default_factory=list)
-    followers: list[Follower] = dataclasses.field(default_factory=list)  # what stands beside the root, by now
-    modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
-    crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
-    narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
+    beside: Beside = dataclasses.field(default_factory=Beside)
     # Calls of user code that concern the process; of the first root alone.
     acts: ActRecord = dataclasses.field(default_factory=ActRecord)
 

@@ -11,6 +11,9 @@ _OF_LOSSES = (
 )  # fmt: skip
 _MEAN = 1
 
+#: The nodes that pass on what they are given, or the sum of it.
+_PASSES = ("ToCopy", "Add", "View", "Squeeze")
+
 #: How deep a graph is read.
 _DEPTH = 12
 
@@ -33,11 +36,13 @@ def _factor(node: Any, depth: int) -> float | None:
         return 1.0 if getattr(node, "_saved_reduction", None) == _MEAN else None
     children = [one for one, _ in node.next_functions if one is not None]
     if kind in ("Mul", "Div") and len(children) == 1:
-        other, inner = node._saved_other, _factor(children[0], depth - 1)
-        if inner is None or not isinstance(other, torch.Tensor) or other.numel() != 1 or other.device.type != "cpu":
-            return None
-        return inner * float(other) if kind == "Mul" else inner / float(other)
-    if kind in ("ToCopy", "Add", "View", "Squeeze"):
-        found = {_factor(one, depth - 1) for one in children}
-        return found.pop() if len(found) == 1 else None
-    return None
+        return _scaled(kind, node._saved_other, _factor(children[0], depth - 1))
+    found = {_factor(one, depth - 1) for one in children} if kind in _PASSES else set()
+    return found.pop() if len(found) == 1 else None
+
+
+def _scaled(kind: str, by: Any, factor: float | None) -> float | None:
+    """Return a factor that is multiplied or divided by a number of the host."""
+    if factor is None or not isinstance(by, torch.Tensor) or by.numel() != 1 or by.device.type != "cpu":
+        return None
+    return factor * float(by) if kind == "Mul" else factor / float(by)
