@@ -15,7 +15,7 @@ where its values are:
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
   D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D27
   ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones, D29 ``training.rows``,
-  D30 ``training.labels``.
+  D30 ``training.labels``, D31 ``training.followers``, D32 ``training.crossings``.
 
 A signature never decides a verdict.
 """
@@ -72,6 +72,8 @@ PACED: Final = "D27"
 STANDS: Final = "D28"
 ROWS: Final = "D29"
 LABELS: Final = "D30"
+FOLLOWERS: Final = "D31"
+CROSSINGS: Final = "D32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,7 @@ _GATHERS = "tests/harness/test_doctor_gathers.py::"
 _ACTS = "tests/harness/test_doctor_acts.py::"
 _LATER = "tests/harness/test_doctor_later.py::"
 _DATA = "tests/harness/test_doctor_data.py::"
+_FOLLOWERS = "tests/harness/test_doctor_followers.py::"
 _RECORDS = "tests/harness/test_doctor_checks.py::"
 
 
@@ -269,5 +272,16 @@ CHECKS = _by_code([
          "labels of a causal model are not the inputs rolled within the row that a rank has; labels that count columns "
          "gathered from ranks begin at those of the rank (a note)",
          "shift labels before rows are divided, and add the rank's offset to labels", _DATA + "rolled"),
+    Code(FOLLOWERS, "copies-follow-the-model",
+         "copies of a root that no optimizer steps (a moving average, a teacher, a target) are alike on ranks whose "
+         "parameters are equal, and are written once in a step, in a dtype that has room for the update (notes but for "
+         "copies that each rank drew)",
+         "copy the parameters once they are equal on all ranks, in float32, and write the copy after the step",
+         _FOLLOWERS + "teacher before the broadcast"),
+    Code(CROSSINGS, "collectives-have-their-adjoint",
+         "the backward of a collective in a `torch.autograd.Function` has the gradients that other ranks have for what "
+         "the rank sent (a note)",
+         "sum the gradients over the ranks in backward, and take the rank's part of the sum",
+         _FOLLOWERS + "gather takes its slice"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

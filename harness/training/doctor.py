@@ -21,6 +21,7 @@ from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
+from shardproof.harness.training.followers import check_followers
 from shardproof.harness.training.looking import LookedAt, Looking
 from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
@@ -62,7 +63,7 @@ class Doctor(Watcher):
         groups: further process groups by name.
         data: the names of mesh dimensions over which ranks have different data; over others they have the same.
         steps: which to watch, counted from 0 where watching begins.
-        checks: which checks to make, "D1" to "D30"; docs/doctor.md lists them.
+        checks: which checks to make, "D1" to "D32"; docs/doctor.md lists them.
         ties: names of parameters that are one parameter.
         layout: tells which elements of a parameter a tensor holds, from its name and the tensor, where the tensor does
             not say so itself.
@@ -383,6 +384,8 @@ class Doctor(Watcher):
             why = self._nothing_seen()
             if not self.findings:
                 self._say(why)
+            # Of copies nothing has to be known but themselves.
+            self._add(list(check_followers({0: self._starts.followers()}, self._watch.step)))
             self._write_report(why)
         else:
             errors = self._end_all()

@@ -6,14 +6,18 @@ from shardproof.harness.judging import codes
 from shardproof.harness.training import (
     acts,
     buffers,
+    crossings,
+    followers,
     freezing,
     invariants,
     labels,
+    modes,
     norms,
     recomputing,
     reduction,
     rows,
     sharded,
+    sums,
     tokens,
     updates,
 )
@@ -86,6 +90,7 @@ class Examination:
             *updates.check_optimizers(evidence),
             *invariants.check_ties(evidence, ties),
             *acts.check_acts(evidence),
+            *crossings.check_crossings(evidence),
             *(sharded.check_copied(evidence) if len(self.seen) == 1 else ()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
@@ -139,6 +144,8 @@ class Examination:
         yield list(updates.check_moments_ever(self.seen))
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
+        yield list(followers.check_followers_ever(self.seen))
+        yield list(modes.check_modes_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen, same))
         if not any(one.title in (invariants.SAME, invariants.SAME_OF_PARTS) for one in self.findings):
             yield list(labels.check_arguments_ever(self.seen))
@@ -153,6 +160,7 @@ class Examination:
 
     def _of_gradients(self, evidence: Evidence) -> list[DoctorFinding]:
         found = [*self._of_reduction(evidence), *invariants.check_leaks(evidence)]
+        found += sums.check_sums(evidence, self.reduced[0]) if not found else []
         # What differs when training begins has other gradients too.
         began_apart = any(one.title == invariants.APART_AT_THE_START for one in self.findings)
         if not began_apart and not any(_is_not_reduced(one) for one in found):

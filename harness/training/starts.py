@@ -11,9 +11,12 @@ from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training.evidence import Start
+from shardproof.harness.watching.crossings import Crossings
+from shardproof.harness.watching.following import Followers
 from shardproof.harness.watching.groups import groups_of, reducers_of, sizes_of_flat, wrappers_of
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import kind_of, name_of, unwrapped
+from shardproof.harness.watching.records import Follower
 from shardproof.harness.watching.roots import RootName
 from shardproof.harness.watching.sharding import varied_in
 from shardproof.harness.watching.ties import Built, Ties
@@ -41,6 +44,7 @@ class Starts:
     ) -> None:
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
         self._ties, self._registered = [tuple(names) for names in ties], registered
+        self._followers, self._crossings = Followers(), Crossings()
 
     def of(self, model: Model, roots: Sequence[nn.Module], *, call: str, has_more: bool) -> Start:
         """Return the start of a root, or of several that are watched as one.
@@ -51,6 +55,7 @@ class Starts:
             call: how user code names it; empty where that is not known.
             has_more: whether optimizers have parameters of other models.
         """
+        model.followers, model.crossings = self._followers.begin(id(model), roots), self._crossings.begin()
         wrappers = wrappers_of(roots)
         groups = groups_of(roots, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(model.parameters())
@@ -77,8 +82,14 @@ class Starts:
         """Return the names of parameters that should be one: those of the argument, and those registered so."""
         return [*self._ties, *(self._registered.names(roots) if self._registered is not None else [])]
 
+    def followers(self) -> list[Follower]:
+        """Return what is seen of copies of all roots that no optimizer steps."""
+        return self._followers.take()
+
     def close(self) -> None:
-        """Note no more registrations."""
+        """Note no more registrations, and look at no followers."""
+        self._followers.close()
+        self._crossings.close()
         if self._registered is not None:
             self._registered.close()
 

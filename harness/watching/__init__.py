@@ -24,5 +24,7 @@ never gathers, waits for a stream or changes what it sees.
   the inputs of its forward.
 - ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
+- ``followers``: the search for copies of a root; ``following``, whether and when they are written; ``modes``, norms and
+  dropouts in training mode; ``crossings``, collectives in autograd; ``scales``, by what a loss is a mean.
 - ``script``: runs a training script that knows of nothing.
 """

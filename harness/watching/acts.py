@@ -222,7 +222,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         for one in self._given.values():
             optimizer: Any = one.optimizer()
             stepped = self._stepped.get(id(optimizer))
-            if stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
+            if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
                 continue
             rates = stepped.steps[-1][1]
             are_all = len(rates) == len(one.rates) == len(optimizer.param_groups)

@@ -126,6 +126,17 @@ class Witness(Protocol):
         """Before values of a state dict are copied into a module."""
 
 
+class Listener:
+    """An observer and a witness that does nothing, for classes that hear of few calls."""
+
+    def on_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing about a call."""
+
+    on_norm = on_backward = on_zero_grad = on_unscale = on_scaler_update = on_engine_step = on_nothing
+    on_engine_stepped = on_cross_entropy = on_collective = on_destroy = on_nothing
+    on_unscaling = on_group = on_schedule = on_state_dict = on_load = on_nothing
+
+
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
 
 _ITERATOR = "torch.utils.data.dataloader._BaseDataLoaderIter"

@@ -11,6 +11,7 @@ from shardproof.harness.tensors.fingerprints import Box, bits_of_all, bits_on_ho
 from shardproof.harness.tensors.layouts import Layout, layout_of
 from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
+from shardproof.harness.watching.modes import modes_of, rounded_constants
 from shardproof.harness.watching.names import (
     buffers_of,
     compiles,
@@ -23,7 +24,7 @@ from shardproof.harness.watching.names import (
     without_turn,
 )
 from shardproof.harness.watching.pending import readable
-from shardproof.harness.watching.records import ModuleRecord
+from shardproof.harness.watching.records import Beside, Crossing, Follower, ModuleRecord
 from shardproof.harness.watching.standing import Standing, Standings
 
 #: How messages name a root itself.
@@ -44,6 +45,8 @@ class Model:
         flat_places: where the rank's parts of parameters begin in flat ones, and how many elements they have in full.
         engine: DeepSpeed's, if the root is one.
         unseen: what cannot be seen, one line each.
+        followers: tells what is seen of copies of it, which no optimizer steps.
+        crossings: tells what is seen of collectives in autograd.
     """
 
     def __init__(self, layout: LayoutOf | None) -> None:
@@ -51,6 +54,8 @@ class Model:
         self.flat_places: dict[str, tuple[int, int]] = {}
         self.engine: Engine | None = None
         self.unseen: set[str] = set()
+        self.followers: Callable[[], list[Follower]] = list
+        self.crossings: Callable[[], list[Crossing]] = list
         self._layout = layout
         self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
@@ -175,8 +180,11 @@ class Model:
             redrawn,
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
             buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
-            unhooked=sorted(unhooked),
+            unhooked=sorted(unhooked), beside=self._beside(called),
         )  # fmt: skip
+
+    def _beside(self, called: Mapping[int, bool]) -> Beside:
+        return Beside(self.followers(), modes_of(self.roots, called), self.crossings(), rounded_constants(self.roots))
 
     def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
         """Return the name of the outermost module that was not called, of those in which a parameter is."""

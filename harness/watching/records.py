@@ -259,6 +259,80 @@ class StandingRecord:
     frozen: dict[str, tuple[Bits, float]] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A look at a follower and at the parameters that it follows, between the steps of optimizers."""
+
+    own: int  # stands for its bits
+    root: int  # stands for those of the parameters
+    # The correlation of its elements with those of the parameter: the median of tensors whose elements vary, or None.
+    likeness: float | None
+    distance: float  # its relative distance to the parameters
+    is_written: bool = False  # whether something has written it since the look before
+    # The cosine between its movement since the look before and the way to the parameters; 0 of one that did not move.
+    toward: float = 0.0
+    # A sample of its elements that differ from those that they follow, and how many of them are as they were.
+    sampled: int = 0
+    unchanged: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Follower:
+    """A copy of parameters of the root, by their names or shapes, which no optimizer steps."""
+
+    name: str  # how user code names it, if that is known
+    kind: str  # the name of its class
+    place: str  # the part of the root that it is like; empty for the root
+    dtype: str  # the narrowest of its tensors'
+    is_from_begin: bool  # whether it was there when watching began
+    looks: tuple[Look, ...]
+    # For each step that was seen from begin to end, the backward passes, and after how many of them it was written.
+    writes: tuple[tuple[int, int], ...] = ()
+    calls: int = 0  # of its forward
+    dropouts: tuple[str, ...] = ()  # its modules that drop elements at random, which were called
+    norms: tuple[str, ...] = ()  # its norms of running statistics that were called, and take those of their input
+    gathers: int = 0  # how many of its tensors have a gradient to which backward passes of several steps have added
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The same for the same one on other ranks."""
+        return self.name, self.kind, self.place
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A backward of a function of user code in whose forward a collective is issued."""
+
+    kind: str  # the name of the function's class
+    collective: str  # the kind of the collective
+    group: tuple[int, ...]  # its global ranks
+    is_own: bool  # whether the gradient of the input is that of the rank's own part of the output, which is not zero
+    uses_others: bool  # whether the parts of other ranks have a gradient that is not zero
+    loss: float  # of which the backward pass is
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A dropout or a norm of running statistics of the model in a step."""
+
+    name: str
+    is_norm: bool
+    is_training: bool
+    is_called: bool  # whether a forward of the step has called it
+    trains: bool  # of a norm its parameters, else those of the module around it: whether one requires a gradient
+    written: int = 0  # counts writes of its parameters
+
+
+@dataclasses.dataclass
+class Beside:
+    """Copies of the root, collectives in autograd, modes of its modules, and its constants."""
+
+    followers: list[Follower] = dataclasses.field(default_factory=list)  # what stands beside the root, by now
+    modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
+    crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
+    narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
+
+
 @dataclasses.dataclass
 class ModuleRecord:
     """The modules of the model in a step, by the canonical names of their parameters."""
@@ -282,6 +356,7 @@ class ModuleRecord:
     compiled: list[str] = dataclasses.field(default_factory=list)  # the names of modules that are compiled
     # Where the process compiles, the names of modules whose parameters get gradients without a call that is seen.
     unhooked: list[str] = dataclasses.field(default_factory=list)
+    beside: Beside = dataclasses.field(default_factory=Beside)
     # Calls of user code that concern the process; of the first root alone.
     acts: ActRecord = dataclasses.field(default_factory=ActRecord)
     standing: StandingRecord = dataclasses.field(default_factory=StandingRecord)
@@ -314,6 +389,8 @@ class LossRecord:
     tokens: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     are_means: bool = True  # whether each of them divides by its own labels that count
     labels: list[Labels] = dataclasses.field(default_factory=list)  # of those with two labels or more, in order
+    # Of the loss of each backward pass the factor by which it is a mean; None where its graph does not tell.
+    factors: list[float | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

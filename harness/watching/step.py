@@ -46,6 +46,7 @@ from shardproof.harness.watching.records import (
     StepRecord,
     Usage,
 )
+from shardproof.harness.watching.scales import factor_of_mean
 from shardproof.harness.watching.updates import Updates
 
 #: Tensors with a NaN that a record lists; the first is what matters.
@@ -247,6 +248,7 @@ class Losses:
         self._tokens: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._are_means: list[bool] = []
         self._labels: list[Compared] = []
+        self._factors: list[float | None] = []
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -261,12 +263,16 @@ class Losses:
         divisor = count if self._are_means[-1] else 1
         value.register_hook(lambda gradient: tokens.append((count, gradient.detach() / divisor)))
 
+    def begin_backward(self, losses: Sequence[torch.Tensor]) -> None:
+        """Note by what the losses of a backward pass are means."""
+        self._factors += map(factor_of_mean, losses)
+
     def record(self, dropped: int) -> LossRecord:
         """Return what a record has of them, without the first ``dropped``."""
         tokens = [(int(count), float(weight)) for count, weight in self._tokens[dropped:]]
         flags = host_rows([one.flags for one in self._labels])
         labels = [one.record(own) for one, own in zip(self._labels, flags, strict=True)]
-        return LossRecord(tokens, all(self._are_means), labels)
+        return LossRecord(tokens, all(self._are_means), labels, self._factors)
 
 
 class Drops:

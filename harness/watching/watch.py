@@ -375,6 +375,7 @@ class Watch:
         if now.forwards.count or now.finite:  # else it is of another model, and nothing of it is kept
             self._note_left()
         self._now.drops.begin_backward(self._now.backwards.count)
+        self._now.losses.begin_backward(scalars)
         for index, tensor in enumerate(scalars):
             place, number = _place(tensor, Layout(Box(()))), self._now.backwards.count
             self._takes.emit(Stage.LOSS, tensor, place, microbatch=number, index=index)

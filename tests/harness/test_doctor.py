@@ -205,7 +205,7 @@ BAD = [
     ([], "nothing: name a script, or -m and a module"),
     (["nosuch.py"], "nosuch.py: there is no such script"),
     (["-m", "nosuch.train"], "nosuch.train: there is no such module"),
-    (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D30"),
+    (["--checks", "D99", "train.py"], "doctor: checks='D99': no such check; known: D1 to D32"),
     (["--steps", "a,b", "train.py"], "doctor: steps='a,b': expected steps counted from 0, such as 0,1,2"),
 ]
 
