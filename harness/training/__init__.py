@@ -12,8 +12,8 @@ Nothing here imports pytest: it runs inside the user's training process.
   ``updates``, which optimizers have what trains, and whether they move it; ``freezing``, whether what is frozen stays;
   ``buffers``, whether ranks have the same; ``sharded``, whether full parameters were one's, and shards are no
   copies; ``recomputing``, whether recomputations repeat random numbers; ``tokens``, whether each counts alike;
-  ``followers``, whether copies follow; ``modes``, norms and dropouts; ``sums``, sums of means; ``crossings``, collectives in
-  autograd; ``acts``, whether loss scalers, schedulers and state dicts do what they are called for.
+  ``followers``, whether copies follow; ``modes``, norms and dropouts; ``sums``, sums of means; ``crossings``,
+  collectives in autograd; ``acts``, whether loss scalers, schedulers and state dicts do what they are called for.
 - ``request``: what a check is asked for; ``starting``: a check from Python.
 - ``checking``: a check on the ranks of a world; ``trained_model``: the training in one process, of the run or the
   reference.

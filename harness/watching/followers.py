@@ -1,7 +1,7 @@
 """The search for copies of a root: modules, lists and dicts of tensors with the shapes of its parameters.
 
-A moving average, a teacher, a target network, a reference policy or a best state is one: no optimizer steps it. The search
-is a walk over the objects of the process, and keeps none of them alive.
+A moving average, a teacher, a target network, a reference policy or a best state is one: no optimizer steps it. The
+search is a walk over the objects of the process, and keeps none of them alive.
 """
 
 from __future__ import annotations
