@@ -220,7 +220,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     def _levelled(self) -> Iterator[Levelled]:
         """Yield optimizers of groups with different rates that have stepped by one, which is no floor of them."""
         for one in self._given.values():
-            optimizer: Any = one.optimizer()
+            optimizer = one.optimizer()
             stepped = self._stepped.get(id(optimizer))
             if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
                 continue
