@@ -225,7 +225,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             if optimizer is None or stepped is None or stepped.optimizer() is not optimizer or not stepped.steps:
                 continue
             rates = stepped.steps[-1][1]
-            are_all = len(rates) == len(one.rates) == len(optimizer.param_groups)
+            are_all = len(rates) == len(one.rates) == len(getattr(optimizer, "param_groups", ()))
             if are_all and len(set(one.rates)) > 1 and len(set(rates)) == 1 and rates[0] > min(one.rates):
                 yield Levelled(type(optimizer).__name__, tuple(one.rates), rates[0])
 

@@ -147,7 +147,7 @@ def closure_of(args: Any, kwargs: Any) -> Any:
 
 
 def with_closure(args: Any, kwargs: Any, closure: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return the arguments of a step with another closure in the place of its own."""
+    """Return the arguments of a step with another closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
