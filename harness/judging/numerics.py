@@ -62,6 +62,12 @@ NORM_ROUNDING = 1e-4
 #: From which distance the gradient of one batch is another one than that of its microbatches.
 MICROBATCHES_APART = 1e-4
 
+# Of copies that follow a model.
+
+#: From which correlation on a copy is like its original, below which it has nothing to do with it, and from which
+#: cosine on a movement is one toward the original.
+COPY_IS_LIKE, COPY_IS_UNLIKE, COPY_FOLLOWS = 0.5, 0.3, 0.9
+
 # Of a comparison of two recordings.
 
 #: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.

@@ -8,12 +8,6 @@ from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.watching.records import Follower, Look
 
-#: From which correlation on a copy is like its original, and below which it has nothing to do with it.
-_LIKE, _UNLIKE = 0.5, 0.3
-
-#: From which cosine on a movement is one toward the original.
-_TOWARD = 0.9
-
 #: A sample of fewer elements shows nothing.
 _ENOUGH = 16
 
@@ -54,16 +48,16 @@ def _by_key(seen: Mapping[int, Sequence[Follower]]) -> Iterator[_OfRanks]:
 
 def _is_one(members: _OfRanks) -> bool:
     """Whether what has the shapes of the root's parameters has to do with them: by values on a rank, or by movement."""
-    return any(_is_like(look) or look.toward > _TOWARD for one in members.values() for look in one.looks)
+    return any(_is_like(look) or look.toward > numerics.COPY_FOLLOWS for one in members.values() for look in one.looks)
 
 
 def _is_like(look: Look) -> bool:
-    return look.likeness is not None and look.likeness > _LIKE
+    return look.likeness is not None and look.likeness > numerics.COPY_IS_LIKE
 
 
 def _follows(one: Follower) -> bool:
     """Whether something moves a follower toward its original."""
-    return any(look.is_written and look.toward > _TOWARD for look in one.looks)
+    return any(look.is_written and look.toward > numerics.COPY_FOLLOWS for look in one.looks)
 
 
 def _name(one: Follower) -> str:
@@ -110,7 +104,9 @@ def _began_apart(members: _OfRanks, first: Mapping[int, Look], step: int) -> Doc
     one = next(iter(members.values()))
     copies = [rank for rank, look in first.items() if look.distance == 0]
     others = [rank for rank in members if rank not in copies]
-    are_drawn = all(first[rank].likeness is not None and (first[rank].likeness or 0) < _UNLIKE for rank in others)
+    are_drawn = all(
+        first[rank].likeness is not None and (first[rank].likeness or 0) < numerics.COPY_IS_UNLIKE for rank in others
+    )
     is_sure = bool(copies) and are_drawn and all(map(_follows, members.values()))
     lines = [f"{_name(one)}: different values on ranks whose parameters are equal, when training begins"]
     if copies and are_drawn:
@@ -152,7 +148,7 @@ def _of_begin(members: _OfRanks, step: int) -> list[DoctorFinding]:
         first, is_copied = one.looks[0], any(look.distance == 0 for look in one.looks)
         if not one.is_from_begin or is_copied or first.likeness is None or not _follows(one):
             continue
-        if first.likeness < _UNLIKE:
+        if first.likeness < numerics.COPY_IS_UNLIKE:
             lines = [
                 f"{_name(one)}: moved toward the parameters in each step, and began with values of its own (a "
                 f"correlation of {first.likeness:.2f} with them)",

@@ -16,7 +16,7 @@ from shardproof.harness.watching.records import NotWatchable, StepRecord
 #: Seconds to wait for the slowest rank in a step that is not watched.
 _PATIENCE_OF_LOOKS = 20
 #: How many seconds ranks wait for each other at the end of the loop, where one may have ended otherwise.
-_PATIENCE_AT_THE_END = 30.0
+_PATIENCE_AT_THE_END = 30
 
 
 class Ranks:

@@ -182,7 +182,7 @@ def _division(epochs: Sequence[Epoch]) -> _Division | None:
 def _is_all_of(rows: int, given: int, epochs: Sequence[Epoch]) -> bool:
     """Whether samplers of all ranks give together as many rows as there are, but for those of a batch on each rank."""
     slack = len(epochs) * max(1, epochs[0].data.batch)
-    return abs(given - rows) <= slack and 0.75 * rows <= given < 1.5 * rows
+    return abs(given - rows) <= slack and 3 * rows <= 4 * given < 6 * rows
 
 
 def _rows_of(epochs: Sequence[Epoch]) -> int:

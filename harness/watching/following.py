@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -352,10 +353,10 @@ def _on_host(glance: _Glance) -> Look:
     distance, root, *ways, moved, sampled, unchanged = numbers
     own, parameters = (hash(tuple(map(tuple, host_rows(some)))) for some in (glance.own, glance.root))
     cosines = [
-        product / (way * moved) ** 0.5 for product, way in zip(ways[::2], ways[1::2], strict=True) if way * moved > 0
+        product / math.sqrt(way * moved) for product, way in zip(ways[::2], ways[1::2], strict=True) if way * moved > 0
     ]
     return Look(
-        own, parameters, None if likeness != likeness else likeness, (distance / root) ** 0.5 if root else 0.0,
+        own, parameters, None if likeness != likeness else likeness, math.sqrt(distance / root) if root else 0.0,
         glance.is_written, max(cosines, default=0.0), int(sampled), int(unchanged),
     )  # fmt: skip
 

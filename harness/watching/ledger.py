@@ -92,7 +92,7 @@ class Epoch:
     def trains(self) -> bool:
         """Whether there is about a step of the optimizer for each of its batches, or for each of a few."""
         steps = self.ends - self.begins
-        return 0 < steps <= 1.5 * self.batches + 2 and self.batches <= 128 * (steps + 1)
+        return 0 < 2 * steps <= 3 * self.batches + 4 and self.batches <= 128 * (steps + 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from shardproof.harness.watching.samples import is_narrow, some_of
 #: A buffer with fewer elements is no table of constants.
 _TABLE = 8
 
-#: Values that are multiples of this are exact in each dtype, as those of masks and counts are.
-_EXACT = 0.125
+#: Multiples of one part of so many are exact in each dtype, as the values of masks and counts are.
+_PARTS = 8
 
 
 def modes_of(roots: Sequence[nn.Module], called: Mapping[int, bool]) -> list[Mode]:
@@ -44,7 +44,7 @@ def rounded_constants(roots: Sequence[nn.Module]) -> list[str]:
     """Return the buffers that no state dict has, as tables of rotations are, of a dtype that rounds their values."""
     tables = {name: one for root in roots for name, one in _tables_of(root)}
     samples = {name: own.float() for name, one in tables.items() if (own := some_of(one)) is not None}
-    are_exact = host_rows([((one / _EXACT).frac() == 0).all() for one in samples.values()])
+    are_exact = host_rows([((one * _PARTS).frac() == 0).all() for one in samples.values()])
     return [name for name, is_exact in zip(samples, are_exact, strict=True) if not is_exact]
 
 
