@@ -347,7 +347,8 @@ def contrasted(data, kind, *, sums, rows="own"):
         own = model(inputs)
         every = kind.apply(own, sums).reshape(-1, own.shape[-1])
         logits = (own if rows == "own" else every) @ every.t()
-        F.cross_entropy(logits, torch.arange(len(logits))).backward()
+        first = data.rank * len(own) if rows == "own" else 0
+        F.cross_entropy(logits, torch.arange(first, first + len(logits))).backward()
         optimizer.step()
 
 

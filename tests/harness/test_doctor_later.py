@@ -477,7 +477,7 @@ HEALTHY = {
     "router of all ranks": (routed, ""),
     "evaluated and trained": (evaluated, ""),
     "evaluated without modes": (lambda data: evaluated(data, returns=False, make=perceptron), ""),
-    "statistics stay frozen": (frozen_statistics, ""),
+    "statistics stay frozen": (frozen_statistics, "the model trains in eval mode [D19]"),
     "drawn in a fork": (lambda data: sampled(data, draw_in_a_fork), ""),
     "drawn on all ranks": (lambda data: sampled(data, draw_globally, ranks=(0, 1)), ""),
     "drawn by seeds of ranks": (lambda data: sampled(data, draw_globally, seeds=(1, 2)), ""),

@@ -197,6 +197,7 @@ def summed_by_hand(data, *, is_twice=False):
         held = [one for module in model.modules() for one in module.parameters(recurse=False)]
         for one in held if is_twice else model.parameters():
             dist.all_reduce(one.grad)
+            one.grad.div_(dist.get_world_size())
 
     tied(data, nn.Sequential, model=model, reduces=reduces)
 
@@ -391,7 +392,8 @@ HEALTHY = {
     "recomputed and reentrant": (lambda data: recomputed(data, use_reentrant=True), ""),
     "recomputed under FSDP2": (lambda data: recomputed(data, fully_shard), ""),
     "recomputed without dropout": (lambda data: recomputed(data, noise=nn.Dropout(0.0), **FORGETS), ""),
-    "recomputed in eval": (lambda data: recomputed(data, is_training=False, **FORGETS), ""),
+    "recomputed in eval": (
+        lambda data: recomputed(data, is_training=False, **FORGETS), "the model trains in eval mode [D19]"),
     "recomputed by saved numbers": (
         lambda data: recomputed(data, noise=Noise(), context_fn=saving_noise, **FORGETS), ""),
     "tokens of the step": (lambda data: counted(data, "step"), ""),
