@@ -11,7 +11,7 @@ import gc
 import re
 import types
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -86,9 +86,11 @@ class FollowerSearch:
 
     Args:
         roots: the modules that are watched as one root.
+        stepped: what optimizers have stepped, also those that are gone, as for a learner of each task.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], stepped: Container[torch.Tensor] = ()) -> None:
+        self._stepped = stepped
         self._parts = [one for root in roots for one in _parts_of(root) if one.trains]
         self._mine = {id(one) for root in roots for _, one in parameters_of(root)}
         self._trained = {id(one) for part in self._parts for one in part.parameters.values() if one.requires_grad}
@@ -171,11 +173,13 @@ class FollowerSearch:
         """Whether nothing steps a parameter of a module: one of the root's may stand there without a gradient."""
         if id(tensor) in self._mine:
             return not tensor.requires_grad
-        return id(tensor) not in self._held and _is_readable(tensor)
+        return id(tensor) not in self._held and tensor not in self._stepped and _is_readable(tensor)
 
     def _is_copy(self, tensor: Any) -> bool:
         """Whether a value is a tensor of its own, with elements of its own, and computed by no graph."""
         if not issubclass(type(tensor), torch.Tensor) or id(tensor) in self._mine or id(tensor) in self._held:
+            return False
+        if tensor in self._stepped:
             return False
         return _is_readable(tensor) and tensor.is_leaf and local_of(tensor).data_ptr() not in self._places
 

@@ -7,11 +7,12 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
 from shardproof.harness.tensors.trees import local_of
@@ -174,7 +175,8 @@ class _One:
 class _OfRoot:
     """The followers of one root."""
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], stepped: Container[torch.Tensor]) -> None:
+        self._stepped = stepped
         self._roots = [weakref.ref(one) for one in roots]
         self._all: list[_One] = []
         self._searches = self._looks = 0
@@ -189,7 +191,7 @@ class _OfRoot:
         roots = [one for ref in self._roots if (one := ref()) is not None]
         if self._searches < _SEARCHES and len(roots) == len(self._roots) and len(self._all) < MOST:
             self._searches += 1
-            for places in FollowerSearch(roots).find(self._known())[: MOST - len(self._all)]:
+            for places in FollowerSearch(roots, self._stepped).find(self._known())[: MOST - len(self._all)]:
                 self._add(places)
         for follower in self._all:
             if follower.is_there:
@@ -260,6 +262,7 @@ class Followers(calls.Listener):
 
     def __init__(self) -> None:
         self._of: dict[int, _OfRoot] = {}
+        self._stepped = WeakTensorKeyDictionary()
         self._patches = contextlib.ExitStack()
 
     def begin(self, key: int, roots: Sequence[nn.Module]) -> Callable[[], list[Follower]]:
@@ -274,7 +277,7 @@ class Followers(calls.Listener):
             self._patches.callback(STEPS.add(lambda *_: None, self._after_step).remove)
         if key in self._of:
             self._of[key].close()
-        one = self._of[key] = _OfRoot(roots)
+        one = self._of[key] = _OfRoot(roots, self._stepped)
         self._look(one)
         return one.take
 
@@ -290,7 +293,9 @@ class Followers(calls.Listener):
 
     @_quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        held = {id(one) for one in parameters_in(optimizer)}
+        mine = parameters_in(optimizer)
+        self._stepped.update(dict.fromkeys(mine))
+        held = {id(one) for one in mine}
         owners = [one for one in self._of.values() if held & one.parameters()]
         for one in owners or self._of.values():
             one.on_step()
