@@ -1,8 +1,9 @@
 """A training with a scheduler, a loader, dropout and an average of its weights, which is saved and resumed.
 
-    shardproof check --save-and-resume 3 --mesh dp=2 --model checkpoint.py:model --parallelize checkpoint.py:parallelize \\
-        --optimizer checkpoint.py:optimizer --objects checkpoint.py:objects --data checkpoint.py:data \\
-        --step checkpoint.py:step --save checkpoint.py:save --load checkpoint.py:load
+    shardproof check --save-and-resume 3 --mesh dp=2 --model checkpoint.py:model \\
+        --parallelize checkpoint.py:parallelize --optimizer checkpoint.py:optimizer \\
+        --objects checkpoint.py:objects --data checkpoint.py:data --step checkpoint.py:step \\
+        --save checkpoint.py:save --load checkpoint.py:load
 
 MISTAKE=NAME in the environment makes a mistake: "moments" (those of the second group are not saved), "scheduler" (it is
 not loaded), "loader" (it begins with the first batch) or "average" (it is not loaded). docs/check.md shows the output.

@@ -1,10 +1,11 @@
 """Compares a resumed training with the run that went on: stages, in the order in which a resumption has them.
 
 States are compared bit by bit, whatever the ranks and the mesh: a load copies. Steps are compared as recordings are.
-They show which data are read, by which settings optimizers step, and whether anything depends on generators that differ.
+They show which data are read, by which settings optimizers step, and whether anything depends on other generators.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from shardproof.harness.judging import numerics
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.states import comparing as states
 from shardproof.harness.states import sides
-from shardproof.harness.states.differences import Difference
+from shardproof.harness.states.differences import Difference, hashes_of
 from shardproof.harness.states.sides import State
 from shardproof.harness.states.snapshot import MODEL, OPTIMIZER
 from shardproof.harness.states.snapshot import SCHEDULER as OBJECTS
 from shardproof.harness.training import comparing, recording, resuming
 from shardproof.harness.training.alignment import name_of_seen
 from shardproof.harness.training.comparing import Comparison
+from shardproof.harness.training.findings import listed
 from shardproof.harness.training.pairs import what
 from shardproof.harness.training.recording import RecordedEvent
 from shardproof.harness.training.request import Request
@@ -105,12 +107,13 @@ class _Judge:
         random = self._random() if self._is_as_wide and bits is not None else []
         lost += [Lost(RANDOM, random)] if random else []
         lost += self._by_steps(found, has_cause=bool(lost)) if found is not None else []
-        self._say_facts(found, bits)
-        return self._answered(lost)
+        self._compared += found.compared if found is not None else 0
+        self._notes = [] if lost else [*(found.notes if found is not None else ()), *self._notes]
+        return self._answered(lost, found, bits)
 
-    def _answered(self, lost: Sequence[Lost]) -> Answer:
+    def _answered(self, lost: Sequence[Lost], found: Comparison | None, bits: str | None) -> Answer:
         request = self._request
-        lines = [line for one in lost for line in one.lines]
+        lines = [line for one in lost for line in one.lines] or [self._agreement(found, bits)]
         own = {
             "model": request.model, "mesh": dict(request.mesh), "data": list(request.data_dims), "lines": lines,
             "compared": self._compared, "notes": self._notes,
@@ -163,7 +166,7 @@ class _Judge:
                 by_stage.setdefault(stage, []).append(one)
         order = [PARAMETERS, BUFFERS, MOMENTS, COUNTERS, *self._of_run[0].objects]
         for stage in sorted(by_stage, key=lambda one: order.index(one) if one in order else len(order)):
-            yield Lost(stage, self._lines_of(by_stage[stage], before))
+            yield Lost(stage, self._lines_of(by_stage[stage], before, after, earlier))
 
     def _stage_of(self, one: Difference, before: State) -> str:
         """Return the stage of a difference; none where steps judge it."""
@@ -177,18 +180,21 @@ class _Judge:
         if self._of_run[0].objects.get(name) != SCHEDULER:
             return name
         if key.name == f"{name}.{_EPOCH}":
-            self._notes.append(f"{name}: last_epoch {one.text}. Meant? Then the rates of later steps are the run's too")
+            self._notes.append(f"whether {name} goes on: last_epoch {one.text}, and the rates of these steps agree. "
+                               "Meant? then its function counts from the checkpoint on")  # fmt: skip
         return ""
 
-    def _lines_of(self, found: Sequence[Difference], before: State) -> list[str]:
+    def _lines_of(
+        self, found: Sequence[Difference], before: State, after: State, earlier: Sequence[State]
+    ) -> list[str]:  # fmt: skip
         lines = [line.partition(": ")[2] for line in states.lines(found)]
-        names = {one.key.name for one in found}
-        if group := _group_of(names, before):
+        if group := _group_of({one.key.name for one in found}, before):
             lines.append(f"  these are all parameters of {group}")
-        narrow = {dtype for one in found for of in self._resumed if (dtype := of.narrow.get(str(one.key)))}
-        was = {dtype for one in found for of in self._of_run if (dtype := of.narrow.get(str(one.key)))}
-        for dtype in sorted(narrow - was):
-            lines.append(f"  {_RESUMED} has values of {dtype} there")
+        keys = [str(one.key) for one in found]
+        dtypes = Counter(of.narrow[name] for name in keys for of in self._resumed if name in of.narrow)
+        if dtypes and all(one.kind == "values" for one in found):
+            lines.append(f"  {_RESUMED} has values of {dtypes.most_common(1)[0][0]} there")
+        lines += [f"  {line}" for line in _stale_parts(found, before, after, earlier)]
         return [lines[0], *(line if line.startswith("  ") else f"  {line}" for line in lines[1:])]
 
     # Steps ----------------------------------------------------------------------------------
@@ -234,7 +240,8 @@ class _Judge:
                 is_used = any(one["begin"][name] != one["end"][name] for one in its.generators[self._after :])
                 is_lost = now["begin"].get(name) != state and now["end"].get(name) != was["end"][name]
                 if is_used and is_lost:
-                    causes.setdefault((name, self._source_of(now["begin"].get(name, ""), name, rank)), []).append(rank)
+                    cause = self._source_of(now["begin"].get(name, ""), name, rank)
+                    causes.setdefault((name, cause), []).append(rank)
         lines = []
         for (name, cause), ranks in causes.items():
             where = "each rank" if len(ranks) == len(self._resumed) else ranks_of(ranks)
@@ -262,19 +269,13 @@ class _Judge:
                         return f"{name} on rank {rank} in step {step + self._after}"
         return None
 
-    def _say_facts(self, found: Comparison | None, bits: str | None) -> None:
-        if found is None:
-            return
-        self._compared += found.compared
-        self._notes += found.notes
+    def _agreement(self, found: Comparison | None, bits: str | None) -> str:
+        """Say how well steps agree."""
         if self._is_as_wide and bits is None:
-            self._notes.insert(0, _EQUAL)
-        elif not found.divergent:
-            first = f"; the first that is not equal bit by bit is {bits}" if bits else ""
-            self._notes.insert(0, f"largest distance {found.largest:.1g}{first}")
-
-
-_EQUAL = "all steps are equal bit by bit"
+            return "the state after load() and all steps are equal bit by bit"
+        first = f"; the first tensor that is not equal bit by bit is {bits}" if bits else ""
+        distance = found.largest if found is not None else 0.0
+        return f"the state after load() is equal bit by bit, steps are within {distance:.1g}{first}"
 
 
 def _of_rank(folder: Path, part: str, rank: int) -> _Rank:
@@ -293,6 +294,27 @@ def _is_rounding(one: Difference, state: State) -> bool:
     entry = state.entries.get(one.key)
     eps = numerics.EPS.get(entry.dtype, 0.0) if entry is not None else 0.0
     return one.kind == "values" and one.distance <= numerics.RUNS_EPS * eps
+
+
+def _stale_parts(
+    found: Sequence[Difference], before: State, after: State, earlier: Sequence[State]
+) -> Iterator[str]:  # fmt: skip
+    """Say which ranks have shards of another step of the run, of tensors that are not those of that step everywhere."""
+    causes: dict[str, list[str]] = {}
+    for one in found:
+        was, now = before.entries.get(one.key), after.entries.get(one.key)
+        if one.kind == "stale" or was is None or now is None:
+            continue
+        known = {part.box: hashes_of(part.sums) for part in was.held}
+        for part in (part for part in now.held if known.get(part.box, ()) != hashes_of(part.sums)):
+            for state in earlier:
+                its = state.entries[one.key].held if one.key in state.entries else ()
+                if any(hashes_of(other.sums) == hashes_of(part.sums) and other.box == part.box for other in its):
+                    cause = f"on {part.source}: that of {state.path}, after step {state.step}"
+                    causes.setdefault(cause, []).append(str(one.key))
+                    break
+    for cause, names in causes.items():
+        yield f"{cause} ({listed([*dict.fromkeys(names)])})"
 
 
 def _group_of(names: set[str], state: State) -> str:

@@ -166,6 +166,7 @@ def _facts(record: CaseRecord) -> list[str]:
     own = record.own
     assert own is not None
     facts = [f"compared  {own.compared} tensors in {record.seconds:.0f} s"]
+    facts += [f"agree     {line}" for line in own.lines]
     if own.loss_factor is not None:
         facts[0] += f"; losses are {own.loss_factor:.6g} x the reference's, gradients 1 x"
     used = [(one.sharded_ulps / one.allowed_ulps, one) for one in own.distances if one.allowed_ulps]
