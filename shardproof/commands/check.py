@@ -29,6 +29,7 @@ examples:
   shardproof check --model gpt:0.1b --mesh 2
   shardproof check --model llama:0.9b --mesh 2x2 --impl torch.fully_shard --param-dtype bfloat16
   shardproof check --model my.py:model --parallelize my.py:parallelize --step my.py:step --mesh dp=2,tp=2
+  shardproof check --model my.py:model --save my.py:save --load my.py:load --mesh 4 --save-and-resume 3 --resume-mesh 2
 
 The functions are called as model(), parallelize(model, mesh), optimizer(model), data(step, rank) and
 step(model, optimizer, microbatches, mesh). docs/check.md describes them and what is compared.
