@@ -6,23 +6,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, objects: Mapping[str, Any]) -> None:
     """Write a checkpoint of the model, the optimizer, objects with a state dict, and torch's generator of each rank."""
-    dcp.save(_state(model, optimizer, objects) | _random(), checkpoint_id=folder)
+    state_dict_saver.save(_state(model, optimizer, objects) | _random(), checkpoint_id=folder)
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, objects: Mapping[str, Any]) -> None:
     """Load a checkpoint; the generators of ranks are those of it if there are equally many ranks."""
     found = _state(model, optimizer, objects)
-    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
     is_as_wide = _key(dist.get_world_size() - 1) in known and _key(dist.get_world_size()) not in known
     random = _random() if is_as_wide else {}
-    dcp.load(found | random, checkpoint_id=folder)
+    state_dict_loader.load(found | random, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
     for state in random.values():
         torch.set_rng_state(state)

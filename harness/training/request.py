@@ -326,22 +326,32 @@ class Functions:
     load: Callable[..., Any] | None = None
 
 
-def functions_of(request: Request) -> Functions:
-    """Import what a request names, and refuse what cannot be as NotCheckable."""
-    found = {}
-    resumes = bool(request.save_and_resume)
+def _refuse_resuming(request: Request) -> None:
+    """Refuse options of a resumption that do not go together."""
     given = [f"--{one.replace('_', '-')}" for one in (*_RESUMING, "resume_mesh") if getattr(request, one)]
-    if given and not resumes:
+    if given and not request.save_and_resume:
         raise NotCheckable(f"check: {given[0]} is of --save-and-resume N, which is not given")
     if bool(request.save) != bool(request.load):
         raise NotCheckable(
             "check: --save and --load belong together: give both, or none for torch.distributed.checkpoint"
         )
+
+
+def _named(request: Request) -> dict[str, Callable[..., Any] | None]:
+    """Import the functions that a request names, by their options."""
+    found: dict[str, Callable[..., Any] | None] = {}
     for option, arguments in (ARGUMENTS | _RESUMING).items():
         name = getattr(request, option)
         is_named = name and name not in _BY_NAME
-        has_more = resumes and option in ("data", "step", *_RESUMING)
+        has_more = bool(request.save_and_resume) and option in ("data", "step", *_RESUMING)
         found[option] = function_of(option, name, arguments, may_have_more=has_more) if is_named else None
+    return found
+
+
+def functions_of(request: Request) -> Functions:
+    """Import what a request names, and refuse what cannot be as NotCheckable."""
+    _refuse_resuming(request)
+    found = _named(request)
     try:
         subject = subject_of(importable(request.model), layers=request.layers, dim=request.dim)
         adapter = None if request.is_own else _adapter(request)

@@ -212,8 +212,8 @@ class _Judge:
             if kind not in (resuming.BY_ROWS, resuming.BY_STATES):
                 yield Lost(RATES if kind == "lr" else SETTINGS, lines)
                 has_cause = True
-        if not has_cause and (lines := by_kind.get(resuming.BY_STATES)):
-            yield Lost(MOMENTS, lines)
+        if not has_cause and resuming.BY_STATES in by_kind:
+            yield Lost(MOMENTS, by_kind[resuming.BY_STATES])
             has_cause = True
         if has_cause or not found.divergent:
             return
@@ -224,8 +224,8 @@ class _Judge:
         text = comparing.text_of(first).splitlines()
         yield Lost(f"{STEPS}, {first.stage.value}", [
             f"rank {first.rank} first diverges at {text[0]}", *text[1:],
-            "  the state after load(), data and settings agree: it depends on what neither the model, the optimizer nor "
-            "objects() has",
+            "  the state after load(), data and settings agree: steps depend on what is in none of model, optimizer, "
+            "and objects()",
         ])  # fmt: skip
 
     def _uses_generators(self) -> bool:

@@ -53,7 +53,7 @@ def resumption(
     """
     part, told = None, ""
     try:
-        part = Part(request, rank, mesh, device)
+        part = TrainingPart(request, rank, mesh, device)
     except NotCheckable as error:
         told = str(error)
     if refused := [one for one in exchange(told) if one]:
@@ -72,7 +72,7 @@ def resumption(
         raise Divergence(found.text, Location(stage=Stage.RESUMPTION, step=request.save_and_resume, name=found.lost[0]))
 
 
-class Part:
+class TrainingPart:
     """The training of one rank: made by the user's functions, with a recording and states.
 
     Args:
@@ -91,7 +91,7 @@ class Part:
         torch.manual_seed(request.seed)
         with self._calls.of("model()"):
             original = Unsharded.of(functions.subject.build(request.sequence))
-        with self._calls.of("parallelize()"):
+        with self._calls.of("parallelize() or optimizer()" if functions.optimizer else "parallelize()"):
             self._made: Made = Maker(request, functions, "run", mesh, device).make(original, None)
         self._caller = Caller(request, functions, original, self._made, mesh, device)
         self.objects = self._objects()

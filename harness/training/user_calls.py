@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardproof import door, folders
 from shardproof.door import printable
@@ -78,6 +79,6 @@ def line_of(folder: Path, request: Request) -> str:
     return printable("; ".join(texts))
 
 
-def _call(found: object) -> tuple[float, str, str, str]:
-    when, name, how, text = found  # type: ignore[misc]
+def _call(found: Any) -> tuple[float, str, str, str]:
+    when, name, how, text = found
     return when, name, how, text

@@ -55,6 +55,8 @@ def check(arguments: Sequence[str]) -> int:
         request = _request(options)
         if request.keep:
             _make_folder(request.keep)
+            if request.save_and_resume and os.listdir(request.keep):
+                raise NotCheckable(f"check: --keep {request.keep} has files: give an empty folder")
         functions_of(request)
         _fits(request, options.device)
         for option in ("bisect", "save_and_resume"):
@@ -97,29 +99,31 @@ def check(arguments: Sequence[str]) -> int:
 
 def _save_and_resume(request: Request, options: argparse.Namespace) -> int:
     """Run the training that is saved, and then the resumed one in processes of its own."""
+    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
+        request = dataclasses.replace(request, shared=request.keep or folder)
+        report = options.report or os.path.join(folder, "run.json")
+        # The run file of the first part is that of the check if the second one is not begun.
+        return _part(request, options, report) or _part(request.resumed(), options, report)
+
+
+def _part(request: Request, options: argparse.Namespace, report: str) -> int:
+    """Run one of the two parts, and print how it ended, but not that the first one has been saved."""
     from shardproof.harness.training import user_calls
     from shardproof.harness.training.request import VARIABLE
     from shardproof.harness.training.starting import record_of
 
-    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
-        shared = request.keep or folder
-        request = dataclasses.replace(request, shared=shared)
-        for part, report in ((request, os.path.join(folder, "first.json")),
-                             (request.resumed(), options.report or os.path.join(folder, "run.json"))):  # fmt: skip
-            os.environ[VARIABLE] = part.dumps()
-            said = io.StringIO()
-            with contextlib.redirect_stdout(said):
-                code = _run(part, options, report)
-            record = record_of(report)
-            if record is None:
-                print(said.getvalue() if code else "", end="", file=sys.stderr)
-                return code
-            if record.verdict is not Verdict.PASS:
-                line = user_calls.line_of(pathlib.Path(shared), part)
-                if options.report and part is request:
-                    os.replace(report, options.report)
-                return _say(part, record, f"{_title(part)}: {line}" if line else "")
-        return _say(part, record)
+    os.environ[VARIABLE] = request.dumps()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = _run(request, options, report)
+    record = record_of(report)
+    if record is None:
+        print(said.getvalue() if code else "", end="", file=sys.stderr)
+        return code or commands.BAD_INPUT
+    if record.verdict is Verdict.PASS:
+        return _say(request, record) if request.readers else 0
+    line = user_calls.line_of(pathlib.Path(request.shared), request)
+    return _say(request, record, f"{_title(request)}: {line}" if line else "")
 
 
 def _title(request: Request) -> str:

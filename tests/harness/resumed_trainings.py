@@ -145,8 +145,10 @@ def by_hand(model, optimizer, microbatches, mesh):
 
 
 def train(model, optimizer, microbatches):
+    model.count = getattr(model, "count", 0) + (HOW[0] == "a weight of the loss is in an attribute")
     for tokens, labels in microbatches:
-        (F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / len(microbatches)).backward()
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) / len(microbatches)
+        (loss * (1 + model.count)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -303,6 +305,7 @@ SIBLINGS = {
     "weight decay is lost": (EVERYTHING, "settings"),
     "save() leaves the average in the model": (EVERYTHING, "save()"),
     "a save that is not staged": (EVERYTHING, "parameters"),
+    "a weight of the loss is in an attribute": (EVERYTHING, "steps, gradient"),
 }
 HEALTHY = {
     "everything is restored": EVERYTHING,
