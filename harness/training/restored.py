@@ -44,7 +44,7 @@ _EPOCH = "last_epoch"
 
 
 class Lost(NamedTuple):
-    """What a resumption has otherwise.
+    """A stage that a resumption has otherwise.
 
     Attributes:
         stage: the first of these names that fits, or that of an object.
@@ -56,7 +56,7 @@ class Lost(NamedTuple):
 
 @dataclasses.dataclass
 class Answer:
-    """What is said of a resumption.
+    """The verdict on a resumption.
 
     Attributes:
         lost: the stages that differ, the first of them first.
@@ -155,10 +155,15 @@ class _Judge:
             return
         others = [*range(self._after), *range(self._after + 1, self._after + self._request.steps + 1)]
         earlier = [self._state(f"step{step}", _WENT_ON) for step in reversed(others)]
+        yield from self._lost(before, after, earlier, passing={one.key for one in saved})
+
+    def _lost(
+        self, before: State, after: State, earlier: Sequence[State], *, passing: set[EntryKey]
+    ) -> Iterator[Lost]:  # fmt: skip
+        """Yield what loading has not restored; values of objects that change by themselves are no part of it."""
         found = states.compare(before, after, earlier=earlier)
         later = states.compare(self._state(f"step{self._after + 1}", _WENT_ON), self._state("after1", _RESUMED))
         lasting = {one.key for one in later if not _is_rounding(one, before)}
-        passing = {one.key for one in saved}
         by_stage: dict[str, list[Difference]] = {}
         for one in found:
             stage = self._stage_of(one, before)

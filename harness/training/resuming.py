@@ -223,20 +223,23 @@ def lines_of_data(ref: Recorded, run: Recorded, offset: int) -> list[str]:
     others = [step for step, (was, now) in reads.items() if was and now and _united(was) != _united(now)]
     if not others:
         return []
-    step, (was, now) = others[0], reads[others[0]]
+    step = others[0]
     if len(by_data) == 1 and step == run.steps[0]:
         return [_of_data(("RUN", step), ("REF", step + offset), offset, by_data[0])]
-    lacking, every = _united(was) - _united(now), _united(was)
-    found = [f"data of RUN differ: its step {step} lacks {len(lacking)} of the {len(every)} rows of REF's step "
-             f"{step + offset}, and has {len(_united(now) - every)} others"]  # fmt: skip
+    return list(_of_other_rows(ref, run, step, offset))
+
+
+def _of_other_rows(ref: Recorded, run: Recorded, step: int, offset: int) -> Iterator[str]:
+    """Say how many rows of a step are others, on which ranks, and of which step they are."""
+    was, now = _united(_reads(ref, step + offset)), _united(_reads(run, step))
+    yield (f"data of RUN differ: its step {step} lacks {len(was - now)} of the {len(was)} rows of REF's step "
+           f"{step + offset}, and has {len(now - was)} others")  # fmt: skip
     by_rank = zip(_rows_of_ranks(ref, step + offset), _rows_of_ranks(run, step), strict=False)
     apart = [rank for rank, (one, other) in enumerate(by_rank) if one != other]
     if len(ref.ranks) == len(run.ranks) and len(apart) < len(run.ranks):
-        found.append(f"  {ranks_of(apart)} read{'s' * (len(apart) == 1)} other rows, and the others the same")
-    known = {step: _united(_reads(ref, step)) for step in ref.steps}
-    if some := [number for number, rows in known.items() if _united(now) & rows]:
-        found.append(f"  they are rows of REF's {steps_of(some)}")
-    return found
+        yield (f"  {ranks_of(apart)} read{'s' * (len(apart) == 1)} other rows, and the others the same")
+    if some := [number for number in ref.steps if _united(_reads(ref, number)) & now]:
+        yield f"  it reads rows of REF's {steps_of(some)}"
 
 
 def _rows_of_ranks(recorded: Recorded, step: int) -> list[set[object]]:

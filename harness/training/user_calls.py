@@ -51,7 +51,9 @@ def _place_of(error: BaseException) -> str:
     frames = [
         one
         for one in traceback.extract_tb(error.__traceback__)
-        if not one.filename.startswith("<") and not os.path.realpath(one.filename).startswith((own, library))
+        if not one.filename.startswith("<")
+        and "-packages" not in one.filename
+        and not os.path.realpath(one.filename).startswith((own, library))
     ]
     return f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})" if frames else ""
 
