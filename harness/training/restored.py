@@ -17,7 +17,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.states import comparing as states
 from shardproof.harness.states import sides
 from shardproof.harness.states.differences import Difference, hashes_of
-from shardproof.harness.states.sides import State
+from shardproof.harness.states.sides import EntryKey, State
 from shardproof.harness.states.snapshot import MODEL, OPTIMIZER
 from shardproof.harness.states.snapshot import SCHEDULER as OBJECTS
 from shardproof.harness.training import comparing, recording, resuming

@@ -237,9 +237,9 @@ def _of_other_rows(ref: Recorded, run: Recorded, step: int, offset: int) -> Iter
     by_rank = zip(_rows_of_ranks(ref, step + offset), _rows_of_ranks(run, step), strict=False)
     apart = [rank for rank, (one, other) in enumerate(by_rank) if one != other]
     if len(ref.ranks) == len(run.ranks) and len(apart) < len(run.ranks):
-        yield (f"  {ranks_of(apart)} read{'s' * (len(apart) == 1)} other rows, and the others the same")
+        yield f"  {ranks_of(apart)} read{'s' * (len(apart) == 1)} other rows, and the others the same"
     if some := [number for number in ref.steps if _united(_reads(ref, number)) & now]:
-        yield f"  it reads rows of REF's {steps_of(some)}"
+        yield f"  these include rows of REF's {steps_of(some)}"
 
 
 def _rows_of_ranks(recorded: Recorded, step: int) -> list[set[object]]:
