@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -109,7 +109,8 @@ def load(model, optimizer, scheduler, loader, average, folder):
     averages = {str(number): value for number, value in enumerate(average.values)}
     wanted = {"model": parameters, "optimizer": states}
     dcp.load(wanted if MISTAKE == "average" else wanted | {"average": averages}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states)
+    options = StateDictOptions(strict=MISTAKE != "moments")
+    set_state_dict(model, optimizer, model_state_dict=parameters, optim_state_dict=states, options=options)
     own = torch.load(f"{folder}/rank{dist.get_rank()}.pt")
     if MISTAKE == "scheduler":
         for group in optimizer.param_groups:

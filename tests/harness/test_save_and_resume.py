@@ -95,6 +95,7 @@ def checked(*options, names=("objects", "save", "load"), file=EXAMPLE, **variabl
                   *options, OMP_NUM_THREADS="1", timeout=600, **variables)  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_file_that_a_rank_lacks_is_one_line():
     done = checked("--mesh", "1", "--resume-mesh", "2")
     line = f"fail  {EXAMPLE}:model, own, mesh dp=2: load() raised on rank 1 of 2: FileNotFoundError: "
