@@ -28,7 +28,7 @@ from shardproof.harness.training.request import Request
 from shardproof.harness.training.resumption import resumption
 
 HERE = "tests.harness.resumed_trainings"
-AFTER, STEPS, WORDS, DIM = 3, 2, 16, 8
+AFTER, STEPS, WORDS, DIM = 3, 1, 16, 8
 
 #: The case that trains; the ranks train one after the other.
 HOW = [""]

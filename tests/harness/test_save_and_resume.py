@@ -71,7 +71,7 @@ def test_siblings_of_the_mistakes_are_named(tmp_path):
     assert {case: lost for case, (lost, _, _) in found.items()} == {
         case: stage for case, (_, stage) in trainings.SIBLINGS.items()
     }
-    assert "is that of the run that went on, after step 5" in found["a save that is not staged"][1]
+    assert "is that of the run that went on, after step 4" in found["a save that is not staged"][1]
 
 
 @pytest.mark.nightly
