@@ -388,6 +388,7 @@ OTHERS = {
     ("harness/reproducing/shrinking.py", "tried"): "a temporary folder",
     ("harness/reproducing/tape.py", "recorded"): "the temporary folder of reproduce",
     ("shardproof/__main__.py", "console"): "",
+    ("shardproof/commands/check.py", "_save_and_resume"): "a temporary folder",
     ("shardproof/commands/check.py", "check"): "a temporary folder",
     ("shardproof/commands/findings.py", "_output"): "a temporary folder",
     ("shardproof/commands/reproduce.py", "_recorded"): "a temporary folder",

@@ -21,6 +21,9 @@ class Stage(enum.Enum):
     SHARDING = "sharding"
     """What each rank holds: the bytes once the model is sharded, and the elements of its shards."""
 
+    RESUMPTION = "resumption"
+    """What a training has when it is resumed from a checkpoint. Only ``check --save-and-resume`` has it."""
+
     INPUT = "input"
     """The tensors that a forward of the root gets. Only recordings have them."""
 

@@ -23,6 +23,8 @@ Nothing here imports pytest: it runs inside the user's training process.
 - ``reference``: the process of the reference. ``sides``, what the run, the baseline and the oracle have seen of a step;
   ``judge``, the first stage that diverges, and ``causes``, what it looks like; ``initial``, parameters before the first
   step; ``outcome``, what is said.
+- ``resumption``: a training that is saved and one that resumes it, on ranks; ``checkpointing``, by which they are saved
+  without functions of the user; ``user_calls``, which of these failed; ``restored``, what differs, by stages.
 - ``bisect``: the search for the settings that it takes to fail, over ``trials``; ``axes``: what can be turned off.
 - ``report``: the texts, and the run file.
 - ``recording``: writes what one rank sees of some steps, and reads it.

@@ -177,7 +177,7 @@ def _stages(pair: Pair, found: Comparison, aligned: Aligned | None) -> Sequence[
     if not text:
         return tuple(Stage)
     if found.resumption is not None and (said := resuming.other_data(pair, aligned)):
-        found.resumption.lines.append(said)
+        found.resumption.add_lines(resuming.BY_ROWS, [said])
         found.has_other_data = True
         found.notes.append(f"not compared: anything that depends on the data of step {pair.step}")
         return _BEFORE_DATA

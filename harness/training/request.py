@@ -123,9 +123,31 @@ class Dtypes:
         return {name: DTYPES[value] for name in names if (value := getattr(self, name))}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resuming:
+    """Whether the training is saved and resumed, and how.
+
+    Attributes:
+        save_and_resume: after how many steps it is saved; 0 for a check against one process.
+        resume_mesh: the mesh of the resumed training; empty for that of the run.
+        objects: makes what the training has besides model and optimizer; empty for nothing.
+        save: writes a checkpoint; empty for torch.distributed.checkpoint, as is ``load``.
+        readers: in the resumed training, the number of ranks of the run that read different data.
+        shared: the folder of both trainings, in the rank processes; empty before.
+    """
+
+    save_and_resume: int = 0
+    resume_mesh: str = ""
+    objects: str = ""
+    save: str = ""
+    load: str = ""
+    readers: int = 0
+    shared: str = ""
+
+
 # Options are listed in the order of the fields, those of the last base first.
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request(Dtypes, Steps, UserCode, ModelOnMesh):
+class Request(Resuming, Dtypes, Steps, UserCode, ModelOnMesh):
     """A training that is to be checked, in plain values.
 
     Attributes:
@@ -158,6 +180,14 @@ class Request(Dtypes, Steps, UserCode, ModelOnMesh):
         for at, size in reversed(found):
             number = number * size + at
         return number
+
+    def resumed(self) -> "Request":
+        """Return the request of the resumed training; a mesh without data dimensions is NotCheckable."""
+        mesh = parse_mesh(self.resume_mesh) if self.resume_mesh else self.mesh
+        wanted = tuple(name for name in self.data_dims if name in dict(mesh))
+        return dataclasses.replace(
+            self, mesh=mesh, data_dims=data_dims_of(mesh, wanted), readers=self.data_size
+        )  # fmt: skip
 
     def dumps(self) -> str:
         """Return the request as JSON."""
@@ -235,8 +265,14 @@ def importable(name: str) -> str:
     return f"{stem}:{function}"
 
 
-def function_of(option: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    """Import a function of the user that can be called with as many arguments; anything else is NotCheckable."""
+def function_of(
+    option: str, name: str, arguments: tuple[str, ...], *, may_have_more: bool = False
+) -> Callable[..., Any]:
+    """Import a function of the user that can be called with as many arguments; anything else is NotCheckable.
+
+    Args:
+        may_have_more: whether it may need further arguments, which are given by their names.
+    """
     module_name, colon, function_name = importable(name).partition(":")
     given = f"check: --{option} {name}"
     if not colon or not function_name:
@@ -248,7 +284,8 @@ def function_of(option: str, name: str, arguments: tuple[str, ...]) -> Callable[
     if not callable(function):
         raise NotCheckable(f"{given}: {module_name!r} has no function {function_name!r}")
     try:
-        inspect.signature(function).bind(*arguments)
+        signature = inspect.signature(function)
+        (signature.bind_partial if may_have_more else signature.bind)(*arguments)
     except TypeError as error:
         raise NotCheckable(f"{given}: it is called as {function_name}({', '.join(arguments)}): {error}") from None
     except ValueError:  # written in C
@@ -265,6 +302,11 @@ ARGUMENTS = {
 }
 """With what the user's functions are called, by the option that names them."""
 
+BY_NAME = ("model", "optimizer", "mesh", "folder", "step")
+"""The arguments that ``save`` and ``load`` may have, by their names; further ones are those of ``objects``."""
+
+_RESUMING = {"objects": ("model", "optimizer"), "save": (), "load": ()}
+
 _BY_NAME = ("adamw", "sgd")
 
 
@@ -279,15 +321,37 @@ class Functions:
     data: Callable[..., Any] | None
     step: Callable[..., Any] | None
     plain: Callable[..., Any] | None
+    objects: Callable[..., Any] | None = None
+    save: Callable[..., Any] | None = None
+    load: Callable[..., Any] | None = None
+
+
+def _refuse_resuming(request: Request) -> None:
+    """Refuse options of a resumption that do not go together."""
+    given = [f"--{one.replace('_', '-')}" for one in (*_RESUMING, "resume_mesh") if getattr(request, one)]
+    if given and not request.save_and_resume:
+        raise NotCheckable(f"check: {given[0]} is of --save-and-resume N, which is not given")
+    if bool(request.save) != bool(request.load):
+        raise NotCheckable(
+            "check: --save and --load belong together: give both, or none for torch.distributed.checkpoint"
+        )
+
+
+def _named(request: Request) -> dict[str, Callable[..., Any] | None]:
+    """Import the functions that a request names, by their options."""
+    found: dict[str, Callable[..., Any] | None] = {}
+    for option, arguments in (ARGUMENTS | _RESUMING).items():
+        name = getattr(request, option)
+        is_named = name and name not in _BY_NAME
+        has_more = bool(request.save_and_resume) and option in ("data", "step", *_RESUMING)
+        found[option] = function_of(option, name, arguments, may_have_more=has_more) if is_named else None
+    return found
 
 
 def functions_of(request: Request) -> Functions:
     """Import what a request names, and refuse what cannot be as NotCheckable."""
-    found = {}
-    for option, arguments in ARGUMENTS.items():
-        name = getattr(request, option)
-        is_named = name and name not in _BY_NAME
-        found[option] = function_of(option, name, arguments) if is_named else None
+    _refuse_resuming(request)
+    found = _named(request)
     try:
         subject = subject_of(importable(request.model), layers=request.layers, dim=request.dim)
         adapter = None if request.is_own else _adapter(request)
@@ -304,6 +368,28 @@ def functions_of(request: Request) -> Functions:
             known = f"it has {', '.join(sorted(takes))}" if takes else "it has none"
             raise NotCheckable(f"check: parallelize() has no keyword argument {unknown[0]!r}; {known}")
     return Functions(subject, adapter, **found)
+
+
+def by_name(function: Callable[..., Any] | None, given: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
+    """Return those of the given values that a function has arguments for, by their names.
+
+    Args:
+        first: the number of its arguments that have their values by position.
+
+    Raises:
+        NotCheckable: it needs an argument that is not given; in one line.
+    """
+    if function is None:
+        return {}
+    parameters = list(inspect.signature(function).parameters.values())
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return dict(given)
+    own = [one for one in parameters[first:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if lacking := [one.name for one in own if one.name not in given and one.default is one.empty]:
+        known = ", ".join(given) or "no objects"
+        raise NotCheckable(f"check: {function.__name__}() needs {lacking[0]!r}; there are {known}: objects() returns "
+                           "others by their names")  # fmt: skip
+    return {one.name: given[one.name] for one in own if one.name in given}
 
 
 def axes_of(request: Request) -> dict[str, Any]:

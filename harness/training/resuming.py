@@ -6,6 +6,7 @@ on from the checkpoint. Aligned steps show the rest of a checkpoint: the age of 
 moments go on, and the settings of groups, which a scheduler sets.
 """
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -200,45 +201,90 @@ def other_data(pair: Pair, aligned: Aligned | None) -> str:
     ref, run = _Side.both(pair)
     # The resumption is the one whose number is smaller.
     resumed, before, sign = (run, ref, 1) if aligned.offset >= 0 else (ref, run, -1)
-    read, behind = resumed.number + sign * aligned.data, sign * (aligned.offset - aligned.data)
+    return _of_data(
+        (resumed.name, resumed.number), (before.name, before.number), sign * aligned.offset, sign * aligned.data
+    )
+
+
+def _of_data(resumed: tuple[str, int], before: tuple[str, int], offset: int, data: int) -> str:
+    """Say of which step the resumption reads the data; each side has its name and the number of its step."""
+    behind = offset - data
     what = f"are {abs(behind)} step{'s' * (abs(behind) != 1)} {'behind' if behind > 0 else 'ahead'}"
     return (
-        f"data of {resumed.name} {what if aligned.data else 'begin anew'}: its step {resumed.number} reads the data of "
-        f"{before.name}'s step {read} instead of step {before.number}"
+        f"data of {resumed[0]} {what if data else 'begin anew'}: its step {resumed[1]} reads the data of "
+        f"{before[0]}'s step {resumed[1] + data} instead of step {before[1]}"
     )
+
+
+def lines_of_data(ref: Recorded, run: Recorded, offset: int) -> list[str]:
+    """Say which data a resumption reads, if they are not those of the aligned steps."""
+    by_data = offsets_by_data(ref, run)
+    reads = {step: (_reads(ref, step + offset), _reads(run, step)) for step in _common(ref, run, offset)}
+    others = [step for step, (was, now) in reads.items() if was and now and _united(was) != _united(now)]
+    if not others:
+        return []
+    step = others[0]
+    if len(by_data) == 1 and step == run.steps[0]:
+        return [_of_data(("RUN", step), ("REF", step + offset), offset, by_data[0])]
+    return list(_of_other_rows(ref, run, step, offset))
+
+
+def _of_other_rows(ref: Recorded, run: Recorded, step: int, offset: int) -> Iterator[str]:
+    """Say how many rows of a step are others, on which ranks, and of which step they are."""
+    was, now = _united(_reads(ref, step + offset)), _united(_reads(run, step))
+    yield (f"data of RUN differ: its step {step} lacks {len(was - now)} of the {len(was)} rows of REF's step "
+           f"{step + offset}, and has {len(now - was)} others")  # fmt: skip
+    by_rank = zip(_rows_of_ranks(ref, step + offset), _rows_of_ranks(run, step), strict=False)
+    apart = [rank for rank, (one, other) in enumerate(by_rank) if one != other]
+    if len(ref.ranks) == len(run.ranks) and len(apart) < len(run.ranks):
+        yield f"  {ranks_of(apart)} read{'s' * (len(apart) == 1)} other rows, and the others the same"
+    if some := [number for number in ref.steps if _united(_reads(ref, number)) & now]:
+        yield f"  these include rows of REF's {steps_of(some)}"
+
+
+def _rows_of_ranks(recorded: Recorded, step: int) -> list[set[object]]:
+    """Return the rows that each rank reads in a step."""
+    return [_united(_reads(dataclasses.replace(recorded, ranks=[own]), step)) for own in recorded.ranks]
+
+
+BY_STATES, BY_ROWS = "states", "data"
 
 
 class Resumption:
     """The differences of aligned steps that a checkpoint makes, each of the first step that has it.
 
     Attributes:
-        lines: the differences.
+        by_kind: the differences, by BY_ROWS, BY_STATES or the name of a setting.
     """
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._said: set[str] = set()
+        self.by_kind: dict[str, list[str]] = {}
         self._lacks: dict[str, None] = {}
+
+    @property
+    def lines(self) -> list[str]:
+        """The differences."""
+        return [line for lines in self.by_kind.values() for line in lines]
 
     def add(self, pair: Pair) -> None:
         """Add what a step shows."""
         ages = different_ages(pair)
-        self._add("states", [*ages, *_with_ages(pair)] if ages else list(_moments(pair)))
+        self.add_lines(BY_STATES, [*ages, *_with_ages(pair)] if ages else list(_moments(pair)))
         values = [_settings_of(side.step) for side in _Side.both(pair)]
         self._lacks |= {str(side.recorded.path): None for side, own in zip((pair.ref, pair.run), values, strict=True)
                         if not own}  # fmt: skip
         for key in dict.fromkeys(key for own in values for key, _, _ in own):
-            self._add(key, list(_of_setting(pair, key, *values)))
+            self.add_lines(key, list(_of_setting(pair, key, *values)))
 
     def notes(self) -> Iterator[str]:
         """Say what the recordings do not have."""
         for path in self._lacks:
             yield f"not compared: learning rates and other settings, which {path} lacks: record it anew"
 
-    def _add(self, kind: str, lines: list[str]) -> None:
-        if lines and kind not in self._said:
-            self._said.add(kind)
-            self.lines += lines
+    def add_lines(self, kind: str, lines: list[str]) -> None:
+        """Add differences of a kind, of which those of an earlier step stay."""
+        if lines:
+            self.by_kind.setdefault(kind, lines)
 
 
 _Values = dict[tuple[str, str, int], tuple[float, ...]]

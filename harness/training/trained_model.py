@@ -326,6 +326,70 @@ class Observations:
         self.events[seen.key] = dataclasses.replace(seen, value=seen.value.detach().to(home, copy=True))
 
 
+class Caller:
+    """Calls the user's ``data`` and ``step``, or what stands for them.
+
+    Args:
+        mesh: of the run's ranks, or of one rank with the same names.
+    """
+
+    def __init__(
+        self, request: Request, functions: Functions, original: Unsharded, made: Made, mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.request, self.functions, self.original, self.mesh = request, functions, original, mesh
+        self._made, self._device = made, device
+
+    def data(self, step: int, rank: int, **more: Any) -> list[Any]:
+        """Return the microbatches of a data rank, on the device."""
+        if self.functions.data is not None:
+            made = self.functions.data(step, rank, **more)
+            if not isinstance(made, list) or not made:
+                raise NotCheckable("check: data(step, rank) did not return a list of microbatches")
+        else:
+            options = {"step": step, "rank": rank, "batch": self.request.batch, "sequence": self.request.sequence}
+            made = [microbatch(self.original.built, index=one, **options) for one in range(self.request.microbatches)]
+        return [map_tensors(lambda one: one.to(self._device), arguments) for arguments in made]
+
+    def step(self, microbatches: list[Any], **more: Any) -> None:
+        """Train one optimizer step on microbatches."""
+        model, optimizer = self._made.model, self._made.optimizer
+        if self.functions.step is not None:
+            self.functions.step(model, optimizer, microbatches, self.mesh, **more)
+        elif self._made.adapter is not None:
+            self._driven(self._made.adapter, microbatches)
+        else:
+            for arguments in microbatches:
+                (self._loss(model, arguments) / len(microbatches)).backward()
+            if self.request.max_norm:
+                own = getattr(model, "clip_grad_norm_", None)
+                if own is not None:
+                    own(self.request.max_norm)
+                else:
+                    nn.utils.clip_grad_norm_(model.parameters(), self.request.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _driven(self, adapter: Adapter, microbatches: list[Any]) -> None:
+        """Train as an implementation's documentation says, through its adapter."""
+        count = 1 if adapter.traits.divides_by_microbatches else len(microbatches)
+        for number, arguments in enumerate(microbatches):
+            with adapter.microbatch(is_last=number == len(microbatches) - 1):
+                adapter.backward(self._loss(adapter.forward, arguments) / count)
+        if self.request.max_norm and adapter.traits.clips == "call":
+            adapter.clip()
+        adapter.step()
+        adapter.zero_grad(set_to_none=True)
+
+    def _loss(self, forward: Callable[..., Any], arguments: Any) -> torch.Tensor:
+        if isinstance(arguments, Mapping):
+            output = forward(**arguments)
+            loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
+            return loss  # type: ignore[no-any-return]
+        given = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
+        return self.original.built.loss(forward(*given), *given)
+
+
 class TrainedModel:
     """A model that trains by a request's functions.
 
@@ -340,11 +404,12 @@ class TrainedModel:
         explains: bool = False, baseline: "TrainedModel | None" = None,
     ) -> None:  # fmt: skip
         self.request, self.functions, self.role, self.mesh = request, functions, role, mesh
-        self._device, self._observations = device, Observations(role, explains=explains)
+        self._observations = Observations(role, explains=explains)
         torch.manual_seed(request.seed)
         self.original = Unsharded.of(functions.subject.build(request.sequence))
         maker = Maker(request, functions, role, mesh, device)
         self._made: Made = maker.make(self.original, None if baseline is None else baseline._made)
+        self._caller = Caller(request, functions, self.original, self._made, mesh, device)
         self.watch = Watch(
             self._observations.records.append, steps=range(request.steps + 1), optimizers=[self.optimizer],
             sink=self._observations.see, on_error=self._observations.errors.append, modules=True, digests=False,
@@ -391,14 +456,7 @@ class TrainedModel:
 
     def data(self, step: int, rank: int) -> list[Any]:
         """Return the microbatches of a data rank, on the device; those of the oracle are float64."""
-        if self.functions.data is not None:
-            made = self.functions.data(step, rank)
-            if not isinstance(made, list) or not made:
-                raise NotCheckable("check: data(step, rank) did not return a list of microbatches")
-        else:
-            options = {"step": step, "rank": rank, "batch": self.request.batch, "sequence": self.request.sequence}
-            made = [microbatch(self.original.built, index=one, **options) for one in range(self.request.microbatches)]
-        return [map_tensors(lambda one: one.to(self._device), arguments) for arguments in made]
+        return self._caller.data(step, rank)
 
     def cast(self, microbatches: list[Any]) -> list[Any]:
         """Copy microbatches; for the oracle in its dtype."""
@@ -421,7 +479,7 @@ class TrainedModel:
         mode = narrow or double
         before = self.watch.step
         with mode, Choices(self._choose):
-            self._call(self.cast(microbatches))
+            self._caller.step(self.cast(microbatches))
         self.watch.end_step()
         if self._observations.errors:
             raise self._observations.errors[0]
@@ -433,42 +491,6 @@ class TrainedModel:
             events, self.state(), record.forwards.count, [one.norm_type for one in record.norms.calls],
             narrow.dtype if narrow is not None else torch.float64, bool(meshes_of_units(self.model)),
         )  # fmt: skip
-
-    def _call(self, microbatches: list[Any]) -> None:
-        if self.functions.step is not None:
-            self.functions.step(self.model, self.optimizer, microbatches, self.mesh)
-        elif self._made.adapter is not None:
-            self._driven(self._made.adapter, microbatches)
-        else:
-            for arguments in microbatches:
-                (self._loss(self.model, arguments) / len(microbatches)).backward()
-            if self.request.max_norm:
-                own = getattr(self.model, "clip_grad_norm_", None)
-                if own is not None:
-                    own(self.request.max_norm)
-                else:
-                    nn.utils.clip_grad_norm_(self.model.parameters(), self.request.max_norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def _driven(self, adapter: Adapter, microbatches: list[Any]) -> None:
-        """Train as an implementation's documentation says, through its adapter."""
-        count = 1 if adapter.traits.divides_by_microbatches else len(microbatches)
-        for number, arguments in enumerate(microbatches):
-            with adapter.microbatch(is_last=number == len(microbatches) - 1):
-                adapter.backward(self._loss(adapter.forward, arguments) / count)
-        if self.request.max_norm and adapter.traits.clips == "call":
-            adapter.clip()
-        adapter.step()
-        adapter.zero_grad(set_to_none=True)
-
-    def _loss(self, forward: Callable[..., Any], arguments: Any) -> torch.Tensor:
-        if isinstance(arguments, Mapping):
-            output = forward(**arguments)
-            loss = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
-            return loss  # type: ignore[no-any-return]
-        given = arguments if isinstance(arguments, (tuple, list)) else (arguments,)
-        return self.original.built.loss(forward(*given), *given)
 
     # What is seen ---------------------------------------------------------------------------
 

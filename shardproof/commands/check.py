@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -28,6 +29,7 @@ examples:
   shardproof check --model gpt:0.1b --mesh 2
   shardproof check --model llama:0.9b --mesh 2x2 --impl torch.fully_shard --param-dtype bfloat16
   shardproof check --model my.py:model --parallelize my.py:parallelize --step my.py:step --mesh dp=2,tp=2
+  shardproof check --model my.py:model --save my.py:save --load my.py:load --mesh 4 --save-and-resume 3 --resume-mesh 2
 
 The functions are called as model(), parallelize(model, mesh), optimizer(model), data(step, rank) and
 step(model, optimizer, microbatches, mesh). docs/check.md describes them and what is compared.
@@ -53,15 +55,25 @@ def check(arguments: Sequence[str]) -> int:
         request = _request(options)
         if request.keep:
             _make_folder(request.keep)
+            if request.save_and_resume and os.listdir(request.keep):
+                raise NotCheckable(f"check: --keep {request.keep} has files: give an empty folder")
         functions_of(request)
         _fits(request, options.device)
-        if options.bisect and "TORCHELASTIC_RUN_ID" in os.environ:
-            raise NotCheckable("check: --bisect starts checks of its own: start it without torchrun")
+        for option in ("bisect", "save_and_resume"):
+            if getattr(options, option) and "TORCHELASTIC_RUN_ID" in os.environ:
+                name = option.replace("_", "-")
+                raise NotCheckable(f"check: --{name} starts checks of its own: start it without torchrun")
+        if request.save_and_resume:
+            _fits(request.resumed(), options.device)
+            if options.bisect or options.explain:
+                raise NotCheckable("check: --bisect and --explain are of a check without --save-and-resume")
     except NotCheckable as error:
         print(f"shardproof {error}", file=sys.stderr)
         return commands.BAD_INPUT
-    words = ["python", "-m", "shardproof", "check", *arguments]
-    os.environ |= {VARIABLE: request.dumps(), COMMAND: shlex.join(words)}
+    os.environ[COMMAND] = shlex.join(["python", "-m", "shardproof", "check", *arguments])
+    if request.save_and_resume:
+        return _save_and_resume(request, options)
+    os.environ[VARIABLE] = request.dumps()
     with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
         report = options.report or os.path.join(folder, "run.json")
         said = io.StringIO()
@@ -85,6 +97,39 @@ def check(arguments: Sequence[str]) -> int:
     return code
 
 
+def _save_and_resume(request: Request, options: argparse.Namespace) -> int:
+    """Run the training that is saved, and then the resumed one in processes of its own."""
+    with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
+        request = dataclasses.replace(request, shared=request.keep or folder)
+        report = options.report or os.path.join(folder, "run.json")
+        # The run file of the first part is that of the check if the second one is not begun.
+        return _part(request, options, report) or _part(request.resumed(), options, report)
+
+
+def _part(request: Request, options: argparse.Namespace, report: str) -> int:
+    """Run one of the two parts, and print how it ended, but not that the first one has been saved."""
+    from shardproof.harness.training import user_calls
+    from shardproof.harness.training.request import VARIABLE
+    from shardproof.harness.training.starting import record_of
+
+    os.environ[VARIABLE] = request.dumps()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = _run(request, options, report)
+    record = record_of(report)
+    if record is None:
+        print(said.getvalue() if code else "", end="", file=sys.stderr)
+        return code or commands.BAD_INPUT
+    if record.verdict is Verdict.PASS:
+        return _say(request, record) if request.readers else 0
+    line = user_calls.line_of(pathlib.Path(request.shared), request)
+    return _say(request, record, f"{_title(request)}: {line}" if line else "")
+
+
+def _title(request: Request) -> str:
+    return f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
+
+
 def _run(request: Request, options: argparse.Namespace, report: str) -> int:
     import pytest
 
@@ -99,13 +144,14 @@ def _run(request: Request, options: argparse.Namespace, report: str) -> int:
     return int(pytest.main(given))
 
 
-def _say(request: Request, record: CaseRecord) -> int:
+def _say(request: Request, record: CaseRecord, line: str = "") -> int:
+    """Print how a check ended, and return the exit code; a line stands for the text of what failed."""
     own = record.own
-    title = f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
     if record.verdict is Verdict.PASS and own is not None:
-        print(
-            f"pass  {title}: {request.steps} steps agree with one process that trains on the microbatches of all ranks"
-        )
+        other = "one process that trains on the microbatches of all ranks"
+        if request.save_and_resume:
+            other = f"the run that was saved after {request.save_and_resume} steps and went on"
+        print(f"pass  {_title(request)}: {request.steps} steps agree with {other}")
         for line in _facts(record):
             print(f"  {line}")
         return 0
@@ -113,7 +159,7 @@ def _say(request: Request, record: CaseRecord) -> int:
     if text.startswith("check: "):
         print(f"shardproof {text.splitlines()[0]}", file=sys.stderr)
         return commands.BAD_INPUT
-    print(f"{record.verdict}  {text}")
+    print(f"{record.verdict}  {line or text}")
     found = record.failure.stage if record.failure is not None else None
     if record.explanation is None and found in ("output", "loss", "gradient before its reduction"):
         print("--explain names the first module whose output or gradient diverges")
@@ -125,6 +171,7 @@ def _facts(record: CaseRecord) -> list[str]:
     own = record.own
     assert own is not None
     facts = [f"compared  {own.compared} tensors in {record.seconds:.0f} s"]
+    facts += [f"agree     {line}" for line in own.lines]
     if own.loss_factor is not None:
         facts[0] += f"; losses are {own.loss_factor:.6g} x the reference's, gradients 1 x"
     used = [(one.sharded_ulps / one.allowed_ulps, one) for one in own.distances if one.allowed_ulps]
@@ -226,6 +273,13 @@ def _parser() -> argparse.ArgumentParser:
         "--off can name, mesh dimensions, dtypes, microbatches, and arguments of --parallelize")  # fmt: skip
     add("--off-as", action="append", default=[], type=_pair, metavar="NAME=VALUE", help="with --bisect: the value that "
         "turns off this argument of --parallelize")  # fmt: skip
+    add("--save-and-resume", type=positive, default=0, metavar="N", help="save after N steps, resume in new processes, "
+        "and compare with the run that went on")  # fmt: skip
+    add("--resume-mesh", default="", metavar="MESH", help="the mesh of the resumed training (default: --mesh)")
+    add("--save", default="", metavar="NAME", help="your function that saves (default: torch.distributed.checkpoint)")
+    add("--load", default="", metavar="NAME", help="your function that loads, and may return the step to go on with")
+    add("--objects", default="", metavar="NAME", help="your function that returns a dict of what else the training "
+        "has: scheduler, loader, EMA")  # fmt: skip
     add("--data-dims", default="", metavar="DIMS", help="mesh dimensions whose ranks read different data (default: "
         "dimensions with names such as dp)")  # fmt: skip
     add("--steps", type=positive, default=3, metavar="N", help="steps to train (default: 3)")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardproof.harness.judging.finding import Finding
 from shardproof.harness.parity.explainer import ModuleFinding
 from shardproof.harness.parity.rank import Rank
-from shardproof.harness.training import checking
+from shardproof.harness.training import checking, resumption
 from shardproof.harness.training.request import COMMAND, Request, asked
 from shardproof.testing import world
 
@@ -34,6 +34,12 @@ def test_own(rank: Rank, request_: str) -> None:
         if rank.explainer is not None:
             rank.explainer.add(_Step(checked.answers))
 
+    if request.save_and_resume:
+        resumption.resumption(
+            request, rank=rank.index, mesh=rank.mesh(sizes, names), device=rank.device, exchange=rank.exchange,
+            note=lambda own: setattr(rank.record, "own", own),
+        )  # fmt: skip
+        return
     checking.check(
         request, rank=rank.index, mesh=rank.mesh(sizes, names), device=rank.device, backend=dist.get_backend(),
         folder=request.keep or str(rank.tmp_path), exchange=rank.exchange, explains=rank.explainer is not None,
