@@ -390,6 +390,7 @@ OTHERS = {
     ("shardproof/__main__.py", "console"): "",
     ("shardproof/commands/check.py", "check"): "a temporary folder",
     ("shardproof/commands/findings.py", "_output"): "a temporary folder",
+    ("shardproof/commands/findings.py", "_report"): "a temporary folder",
     ("shardproof/commands/reproduce.py", "_recorded"): "a temporary folder",
     ("shardproof/commands/reproduce.py", "_run"): "a temporary folder",
 }
