@@ -1,6 +1,6 @@
 """torch `fully_shard`: `reset_iter_state` raises `AttributeError` before the first forward
 
-`reset_iter_state()` before the first forward raises `'FSDPCommContext' object has no attribute 'all_gather_state'`: it
+`reset_iter_state()` before the first forward raises `AttributeError` about an attribute of `FSDPCommContext`: it
 reads state that the first forward makes. A loop with one handler for all exceptions of an iteration gets this
 `AttributeError` in place of its own error, for example that of the data loader in the first iteration. The
 documentation excludes modules that are not the root, and no time.

@@ -13,7 +13,9 @@ from pathlib import Path
 from shardproof.findings import MAX_LINES, FindingError, KnownFinding, markdown
 
 #: Lines that torch and Python print on stderr and that are about something else.
-_NOISE = re.compile(r"(\[rank\d+\]:)?\[[IWE]\d{4}|.*\bWarning: |\s+warnings\.warn\(|\s+self\.setter\(|W\d{4} ")
+_NOISE = re.compile(r"(\[rank\d+\]:)?\[?[IWE]\d{4} |(USDT|ERROR):\d{4}-\d\d-\d\d ")
+_WARNING = re.compile(r"\S+:\d+: \w*Warning: ")  # its line of source follows, if it can be read
+_INSTALLED = re.compile(r"/\S*/site-packages/")
 _FIRST, _LAST = 8, 14  # lines of a long output
 _WIDTH = 600
 
@@ -51,10 +53,10 @@ def check(finding: KnownFinding) -> None:
     """Refuse a finding of which no report can be made.
 
     Raises:
-        FindingError: a release has mended it, its header lacks a field, or its program is too long.
+        FindingError: a release has fixed it, its header lacks a field, or its program is too long.
     """
     if finding.fixed_in is not None:
-        raise FindingError(f"{finding.id} is mended in torch {finding.fixed_in}: there is nothing to report")
+        raise FindingError(f"{finding.id} is fixed in torch {finding.fixed_in}: there is nothing to report")
     if missing := [field for field in ("shows", "right", "places") if not getattr(finding, field)]:
         raise FindingError(
             f"{finding.path.name}: a report needs the fields shows, right and places; {missing[0]} is missing"
@@ -110,10 +112,15 @@ def _seen(finding: KnownFinding) -> str:
 
 def _shortened(printed: Sequence[str]) -> str:
     *lines, end = printed
-    kept = [line[:_WIDTH] for line in lines if line.strip() and not _NOISE.match(line)]
+    kept: list[str] = []
+    for before, line in zip(["", *lines], lines, strict=False):
+        is_source = _WARNING.match(before) and line.startswith("  ")
+        if line.strip() and not (_NOISE.match(line) or _WARNING.match(line) or is_source):
+            kept.append(_INSTALLED.sub("", line)[:_WIDTH])
     if len(kept) > _FIRST + _LAST:
         kept = [*kept[:_FIRST], "...", *kept[-_LAST:]]
-    return "\n".join([*kept, *([] if end == "exit code 0" else [f"({end})"])]).replace("```", "'''")
+    ends: list[str] = {"exit code 0": [], "time limit": ["(it does not end: time limit)"]}.get(end, [f"({end})"])
+    return "\n".join([*kept, *ends]).replace("```", "'''")
 
 
 def _root() -> Path:

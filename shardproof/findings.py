@@ -121,7 +121,7 @@ class KnownFinding:
 
     @property
     def paragraph(self) -> str:
-        """What is wrong, for whoever reads a report, in Markdown."""
+        """The part of the text that is for the readers of a report."""
         return self.text.partition("\n\n")[0]
 
     @property
@@ -132,7 +132,7 @@ class KnownFinding:
 
     @property
     def is_known_upstream(self) -> bool:
-        """Whether a thread is about exactly this, or a release has mended it."""
+        """Whether a thread is about exactly this, or a release has fixed it."""
         return bool(self.upstream) or self.fixed_in is not None
 
     @property

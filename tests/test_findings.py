@@ -84,7 +84,9 @@ def test_a_report_has_nothing_of_ours(finding):
         assert f"# {finding.title}\n\n{finding.paragraph}\n" in text and f"\nRight: {finding.right}\n" in text
         (printed,) = re.findall(r"## It prints\n\n```\n(.*?)\n```", text, flags=re.DOTALL)
         # A run's last lines: "(exit code 1)" there.
-        assert re.search(finding.shows, printed.replace("(time limit)", "time limit"), flags=re.MULTILINE)
+        assert re.search(
+            finding.shows, printed.replace("(it does not end: time limit)", "time limit"), flags=re.MULTILINE
+        )
 
 
 def test_reports_are_of_findings():
@@ -241,7 +243,7 @@ print(__file__)
 
 ```
 wrong
-/repro.py
+repro.py
 ```
 
 Right: `right`
@@ -266,7 +268,7 @@ Right: `right`
     [
         (REPORTABLE, "print('right')", 1, "F-1    does not reproduce; no report of it"),
         (f"{REPORTABLE}\n# gpus = 2", "print('wrong')", 1, "F-1    not run: needs 2 GPUs (here is 0); no report of it"),
-        (f'{REPORTABLE}\n# fixed_in = "2.14"', "print('wrong')", 2, "F-1 is mended in torch 2.14: there is nothing to"),
+        (f'{REPORTABLE}\n# fixed_in = "2.14"', "print('wrong')", 2, "F-1 is fixed in torch 2.14: there is nothing to"),
         (KNOWN, "print('wrong')", 2, "F001.py: a report needs the fields shows, right and places; right is missing"),
         (REPORTABLE, "print('wrong')\n\n" * 31, 2, "F001.py: its program has 31 lines, and one of a report at most 30"),
         (REPORTABLE.replace(":clip", ":clap"), "print('wrong')", 2, "F001.py: the installed torch has no torch.nn.ut"),

@@ -116,7 +116,7 @@ def _report(finding: KnownFinding, file: pathlib.Path, seconds: int) -> int:
     if result.said != REPRODUCES:
         print(f"{result}; no report of it", file=sys.stderr)
         return DIFFERS
-    text = bug_report.write(finding, [line.replace(folder, "") for line in lines], _version("torch") or "")
+    text = bug_report.write(finding, [line.replace(f"{folder}/", "") for line in lines], _version("torch") or "")
     try:
         made = folders.write_file(file, text)
     except folders.NotWritten as error:

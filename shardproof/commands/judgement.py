@@ -22,7 +22,7 @@ NOT_JUDGED: Final = "not judged"
 
 @described()
 class Item:
-    """One thing that was found."""
+    """A finding, a note, a divergence, a difference or a regression."""
 
     kind: str = says(
         '"finding" and "note" of the doctor, "divergence", "difference"; of the gate the kind of regression'
@@ -35,7 +35,7 @@ class Item:
 
 @described()
 class Judgement:
-    """What a command has found."""
+    """The result of a command that judges."""
 
     judgement_version: int = written("of this form", default=VERSION)
     command: str = says("its name")
@@ -67,7 +67,7 @@ def of(command: str, items: Sequence[Item], text: str, *, is_judged: bool = True
 
 
 def write(path: str | None, judgement: Judgement) -> int:
-    """Write the file, if one is asked for; return 0, or the exit code of a file that cannot be written."""
+    """Write the file, if the option names one; return 0, or the exit code of a file that cannot be written."""
     if path is None:
         return 0
     try:
