@@ -76,7 +76,7 @@ def test_names_are_read_in_lower_case_too(name, capsys):
 
 
 @pytest.mark.parametrize("name", ["D99", "F-9999", "9", "x", "", "../x", "TRAINING-999"])
-def test_what_is_nowhere_is_one_line(name, capsys):
+def test_an_unknown_name_is_one_line(name, capsys):
     code, printed = explained("D11", name, capsys=capsys)
     assert code == 2 and printed.count("\n") == 1
     assert printed.startswith(f"shardproof: explain: {name!r} is in no table of the documentation; expected a code of")

@@ -34,7 +34,7 @@ def doctor(arguments: Sequence[str]) -> int:
     from shardproof.harness.watching.records import NotWatchable
     from shardproof.harness.watching.ties import Ties
 
-    watching = None
+    watching, has_ended = None, True
     try:
         steps = commands.numbers("doctor", options.steps)
         with contextlib.closing(Ties()) as ties, Doctor(
@@ -44,8 +44,13 @@ def doctor(arguments: Sequence[str]) -> int:
             run_script.run(script)
     except NotWatchable as error:
         return commands.refuse(error)
-    finally:  # also where the script ends with an exception, or by sys.exit()
-        refused = judgement.write(options.json, _judged(watching)) if watching is not None and _is_first() else 0
+    except Exception:
+        has_ended = False
+        raise
+    finally:  # also if the script ends with an exception, or by sys.exit()
+        refused = 0
+        if watching is not None and _is_first():
+            refused = judgement.write(options.json, _judged(watching, has_ended))
     return refused or int(options.strict and any(not one.is_note for one in watching.findings))
 
 
@@ -57,7 +62,7 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _judged(watching: "Doctor") -> judgement.Judgement:
+def _judged(watching: "Doctor", has_ended: bool) -> judgement.Judgement:
     items = [
         judgement.Item(
             kind="note" if one.is_note else "finding",
@@ -69,7 +74,7 @@ def _judged(watching: "Doctor") -> judgement.Judgement:
         for one in watching.findings
     ]
     summary = watching.summary()
-    return judgement.of("doctor", items, summary, is_judged=summary != _UNSEEN)
+    return judgement.of("doctor", items, summary, is_judged=has_ended and summary != _UNSEEN)
 
 
 def _names(text: str) -> tuple[str, ...]:

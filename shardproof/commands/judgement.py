@@ -27,9 +27,9 @@ class Item:
     kind: str = says(
         '"finding" and "note" of the doctor, "divergence", "difference"; of the gate the kind of regression'
     )
-    title: str = says("what is wrong, in one line")
+    title: str = says("the mistake or the difference, in one line")
     codes: Sequence[str] = written("checks and the signature, as `shardproof explain` takes them", default=())
-    lines: Sequence[str] = written("what was seen besides", default=())
+    lines: Sequence[str] = written("further lines, as printed", default=())
     where: Mapping[str, Any] = written("the step, the rank, the name, the case, as far as it is known", default={})
 
 
@@ -40,8 +40,8 @@ class Judgement:
     judgement_version: int = written("of this form", default=VERSION)
     command: str = says("its name")
     verdict: str = says('"found", "nothing found" (of what was looked at) or "not judged"')
-    items: Sequence[Item] = says("what was found, notes too, in the order in which it is printed")
-    text: Sequence[str] = says("the summary, one line each: what was looked at, and what was not")
+    items: Sequence[Item] = says("findings, notes, divergences and others, in the order of the printed text")
+    text: Sequence[str] = says("the summary, a string for each line")
 
 
 def codes_in(lines: Sequence[str]) -> list[str]:
