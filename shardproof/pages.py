@@ -35,7 +35,7 @@ class Row:
 
     page: str
     heading: str
-    before: str  # the paragraph that introduces the table, if it ends in a colon
+    before: str  # the sentence that introduces the table, if it ends in a colon
     cells: tuple[tuple[str, str], ...]  # the name of the column, which may be empty, and the text
 
 
@@ -81,7 +81,7 @@ def _rows(name: str, page: str) -> Iterator[Row]:
         if not header:
             header = cells
         elif cells[0] == name and (not name.isdecimal() or header[0] in _OF_CODES):
-            said = plain(before) if before.endswith(":") else ""
+            said = plain(re.split(r"(?<=\.) ", before)[-1]) if before.endswith(":") else ""
             yield Row(page, heading, said, tuple(zip(header[1:], cells[1:], strict=False)))
 
 
