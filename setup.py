@@ -17,6 +17,8 @@ PACKAGE = Path(__file__).parent / "shardproof"
 ORIGIN = runpy.run_path(str(PACKAGE / "harness/plugin/origin.py"))
 # The code that reads the contract, of a clone or of an sdist.
 CONTRACT = runpy.run_path(str(PACKAGE / "contract.py"))
+# The code that finds the pages of `shardproof explain`, likewise.
+PAGES = runpy.run_path(str(PACKAGE / "pages.py"))
 
 
 def write_made(root: str) -> None:
@@ -26,6 +28,8 @@ def write_made(root: str) -> None:
     for page in CONTRACT["made_pages"]():
         # Without links to files that only a clone has.
         made[f"docs/{page.name}"] = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", page.read_text(encoding="utf-8"))
+    for name in PAGES["names"]():
+        made[f"{PAGES['COPIES'].name}/{name}"] = PAGES["read"](name)
     made[ORIGIN["COMMIT_FILE"]] = ORIGIN["commit"](PACKAGE) + "\n"
     for name, text in made.items():
         file = package / name

@@ -96,10 +96,26 @@ Threads that a header lists as `upstream` are about exactly that error, in the t
 state when they were looked up (pull requests of pytorch/pytorch are closed when they land); `related` are others that
 help a reader. Of a finding without `upstream` we know no such thread.
 
+[unreported.md](unreported.md) has those of `torch.fully_shard` that nobody has reported, by severity, with reports.
+
 Written by `python docs/make.py findings`; `tests/test_findings.py` compares.
 
 | finding | title | implementation | state | upstream |
 |---|---|---|---|---|"""
+
+UNREPORTED = """\
+# Findings of `fully_shard` that nobody has reported
+
+[Findings](findings.md) of `torch.fully_shard` of which we know no thread in the tracker of PyTorch, and which no
+release has mended, as far as the program was run; the gravest first. *Seen* is the newest release that showed the
+error. A *report* is for a maintainer, and has nothing of shardproof: a program of at most {lines} lines, the output
+that it had with torch 2.15.0, the right output, and the suspected functions. `shardproof findings --report F-2 -o
+report.md` writes one anew, after it has run the program with the torch that is installed. Nothing is posted.
+
+Written by `python docs/make.py unreported`; `tests/test_findings.py` compares."""
+
+#: The implementation whose findings that page has.
+WATCHED = "torch.fully_shard"
 
 
 # Of the contract and the suites
@@ -306,6 +322,26 @@ def findings_page(found: Iterable[findings.KnownFinding]) -> str:
     return "\n".join([FINDINGS, *rows]) + "\n"
 
 
+def unreported_page(found: Sequence[findings.KnownFinding]) -> str:
+    """The findings of ``fully_shard`` without a thread, by severity, with their reports."""
+    mine = [one for one in found if WATCHED in one.implementations and one.is_there and not one.is_known_upstream]
+    parts = [UNREPORTED.format(lines=findings.MAX_LINES)]
+    for severity, meaning in findings.SEVERITIES.items():
+        chosen = [one for one in mine if one.severity == severity]
+        parts.append(f"\n## {severity.capitalize()}: {meaning}\n")
+        parts.append("| finding | title | seen | report |\n|---|---|---|---|")
+        for one in chosen:
+            report = one.path.parent / "reports" / f"{one.path.stem}.md"
+            cells = (
+                f"[{one.id}](../findings/{one.path.name})",
+                one.title.replace("|", "\\|"),
+                one.seen or "by a program of another form",
+                f"[{report.name}](../findings/reports/{report.name})" if report.exists() else "",
+            )
+            parts.append(f"| {' | '.join(cells)} |")
+    return "\n".join(parts) + "\n"
+
+
 # What is made
 
 
@@ -322,6 +358,7 @@ MADE: Mapping[str, tuple[str, Callable[[], str]]] = {
 #: By name, the pages that are committed.
 COMMITTED: Mapping[str, tuple[pathlib.Path, Callable[[], str]]] = {
     "findings": (ROOT / "docs/findings.md", lambda: findings_page(findings.load())),
+    "unreported": (ROOT / "docs/unreported.md", lambda: unreported_page(findings.load())),
     "matrix": (ROOT / "docs/matrix.md", lambda: matrix.page(matrix.runs(), matrix.known())),
     "readme": (ROOT / "README.md", lambda: matrix.readme(matrix.runs())),
     "drawn": (ROOT / "suites/crossed.toml", drawn_rows),

@@ -1,17 +1,24 @@
 """torch `fully_shard`: two pipeline stages that reshard to a smaller size make groups of one name
 
-`reshard_after_forward=2` on the four data-parallel ranks of each of two stages. Each stage makes a `DeviceMesh` of its
-own ranks, whose process groups are numbered: those of the two stages have the same names and meet in the store. On gloo
-ranks stay in `fully_shard`, in the rendezvous of such a group, or a later `full_tensor()` raises `Connection closed by
-peer`; which, is a matter of timing. So the capability `reshard-a-part`, which the case of COLLECTIVES-5 for such meshes
-needs, is not declared. It was found with a test of the reference, which had the same fault and showed wrong rows too. With
-NCCL it was not tried. Of five runs of the reproducer and its variants none ended well on all ranks.
+`fully_shard(..., reshard_after_forward=2)` on the four data-parallel ranks of each of two pipeline stages. Each stage
+makes a post-forward `DeviceMesh` of its own ranks. The process groups of that mesh are named by a counter, so that the
+groups of both stages get the same names and meet in the store: over gloo, ranks stay in the rendezvous inside
+`fully_shard`, or a later `full_tensor()` raises `Connection closed by peer` or returns wrong rows, depending on timing.
+
+So the capability `reshard-a-part`, which the case of COLLECTIVES-5 for such meshes needs, is not declared. It was found
+with a test of the reference, which had the same fault and showed wrong rows too. With NCCL it was not tried. Of five
+runs of the reproducer and its variants none ended well on all ranks.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "hang"
+# right = 'All 8 ranks print `0 of 8 rows are wrong`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_init:_get_post_forward_mesh_info",
+# ]
 # shows = '[1-8] of 8 rows are wrong|Connection closed by peer|^time limit$'
 # ///
 

@@ -1,15 +1,23 @@
 """torch `FullyShardedDataParallel` beside tensor parallelism: sharded state dicts of uneven sizes abort
 
-Where a dimension that tensor parallelism has cut does not divide by the ranks, saving or loading a sharded state dict
-makes ranks exchange tensors of different sizes; over gloo they end with SIGABRT ("Received data size doesn't match
-expected size"). Seen by RESUME-1. `python findings/F017.py 11` ends while saving, `python findings/F017.py 9` while loading; with 12 and 10
-both pass.
+Under `FullyShardedDataParallel` beside tensor parallelism, a sharded state dict cannot be saved and loaded if the
+dimension that tensor parallelism has cut does not divide by the ranks (here 9 output features on a 2 x 2 mesh; 11 fails
+while saving, 10 and 12 work). Ranks exchange tensors of different sizes; over gloo they end with SIGABRT: "Received
+data size doesn't match expected size".
+
+Seen by RESUME-1.
 """
 
 # /// finding
 # implementations = ["torch.fsdp"]
 # requirements = ["RESUME-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'Each rank prints `saved` and `loaded`, as with 10 or 12 instead of 9.'
+# places = [
+#     "torch.distributed.tensor.parallel.fsdp:_chunk_dtensor",
+#     "torch.distributed.tensor.parallel.fsdp:_all_gather_dtensor",
+# ]
 # arguments = ["9"]
 # shows = 'terminate called after throwing an instance of .gloo::EnforceNotMet'
 # related = [

@@ -9,7 +9,7 @@ AUTOGRAD-13.
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp"]
 # requirements = ["AUTOGRAD-13"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
 # shows = '^setStorage: .* out of bounds for storage of size 0|^ValueError: expected to be in states'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/181832 closed: Inplace operation on a view tensor can drop the fsdp pre-backward hook on it",

@@ -1,13 +1,20 @@
 """torch `fully_shard`: a parameter without rows stops the reduction
 
-A parameter whose first dimension is 0 has an empty gradient, and the copy into the reduction refuses it:
-`_chunk_cat expects non-empty tensor`. Seen by TRAINING-1.
+A parameter whose first dimension is 0 has an empty gradient. The copy into the reduce-scatter input refuses it, and
+backward raises `_chunk_cat expects non-empty tensor`. Forward, and the all-gather of the same parameter, work.
+
+Seen by TRAINING-1.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["TRAINING-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'Backward ends, and `model.empty.grad` is an empty DTensor, as without `fully_shard`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce_scatter_copy_in",
+# ]
 # shows = '^RuntimeError: _chunk_cat expects non-empty tensor'
 # ///
 

@@ -8,7 +8,7 @@ and the first training forward raises: `Inplace update to inference tensor outsi
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp"]
 # requirements = ["EVALUATION-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
 # shows = '^Inplace update to inference tensor|^The `grad_fn` is needed'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/113203 closed: `inference_mode` before training results in FSDP AssertionError, for `FullyShardedDataParallel`",

@@ -1,20 +1,27 @@
 """torch `fully_shard`, `FullyShardedDataParallel`: an evaluation after a step uses the parameters from before the step
 
-The root's unit stays gathered after a forward, by default of `fully_shard` and always of `FullyShardedDataParallel`, and
-so does every unit that does not reshard. Backward frees it; after a forward under `no_grad` no backward comes. If the
-optimizer steps then, the next forward, of an evaluation or of training, computes with what was gathered before the step.
-Silent. Units of `fully_shard` that reshard to a smaller size keep the old smaller shards alike. So it is where a script evaluates an
-average of the weights in their place and puts them back: the next step trains on the average. Data that a script gives
+After a forward under `no_grad` the root's parameters stay unsharded (the root does not reshard after forward by
+default), because no backward follows that reshards them. If the optimizer steps next, the shards change and the
+unsharded parameters do not: the next forward, of an evaluation or of training, silently computes with the values from
+before the step. The same holds for every unit with `reshard_after_forward=False`, for evaluations with averaged weights
+that are copied into the parameters and back, and for `FullyShardedDataParallel`. `model.reshard()` after the evaluation
+avoids it.
+
+Units of `fully_shard` that reshard to a smaller size keep the old smaller shards alike. Data that a script gives
 parameters of `FullyShardedDataParallel` by `parameter.data = ...` after an evaluation are not used either. Seen by
-EVALUATION-2, EVALUATION-3, OPTIMIZER-1 and OPTIMIZER-3. The
-reproducer prints the difference to a forward after `reshard()`: 0.1 for each of both implementations, and 0 if it is
-right.
+EVALUATION-2, EVALUATION-3, OPTIMIZER-1 and OPTIMIZER-3.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate_with_fsdp", "accelerate.fsdp"]
 # requirements = ["EVALUATION-2", "EVALUATION-3", "OPTIMIZER-1", "OPTIMIZER-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`0.0` for both: the output moves by 0.1 with the step, as it does after `reshard()`. It is off by 0.1.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_pre_forward",
+# ]
 # shows = '^\d \w+ 0\.1'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/117421 closed: a state dict loaded after a forward without backward is not used by the next forward",

@@ -9,7 +9,7 @@ every gradient. Smaller norms are rounded to float16 (or bfloat16) before they a
 # /// finding
 # implementations = ["torch.fully_shard", "torchtitan.simple_fsdp"]
 # requirements = ["CLIPPING-7"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
 # shows = '^\d inf '
 # upstream = [
 #     "https://github.com/pytorch/pytorch/pull/194033 open: get_total_norm: add a dtype argument for the accumulation",

@@ -1,14 +1,21 @@
 """torch `fully_shard`: backward gathers units whose backward never comes
 
-Backward gathers ahead the unit that ran before, also one that is frozen and whose output needs no gradient, such as the
-frozen layers below the trained ones. Each such unit next to a trained one costs a gather in vain; training is right. Seen
-by FROZEN-5. The reproducer counts the gathers of a backward that needs one: 2.
+Backward prefetches the unit that ran before in forward, also if that unit is frozen and its output needs no gradient,
+as the frozen layers below a trained head. Backward never reaches such a unit: each one next to a trained unit costs an
+all-gather whose result nothing uses. Gradients are right.
+
+Training is right. Seen by FROZEN-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["FROZEN-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "slow"
+# right = '`1`: the unit of the last layer needs its parameters in backward, the two frozen ones below it do not. 2 all-gathers run.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch",
+# ]
 # shows = '^\d 2$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/118118 closed: Added backward prefetching, which names mistargeted prefetches as a limit of the order that it goes by",

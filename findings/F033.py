@@ -1,14 +1,23 @@
 """torch `fully_shard`, `FullyShardedDataParallel`: the inf-norm of gradients with a NaN is a number
 
-Over the ranks the inf-norm is a maximum, and whether a maximum of a NaN and a number is NaN depends on their order. With
-the NaN on the last rank every rank returns a finite norm, and `error_if_nonfinite` does not raise. Seen by CLIPPING-8. The
-reproducer prints 1.0.
+The inf-norm over ranks is a MAX reduction, and whether the maximum of a NaN and a number is NaN depends on their order
+(seen over gloo). With the NaN in the last rank's shard, every rank gets a finite norm: `error_if_nonfinite=True` does
+not raise, and gradients with a NaN are clipped by a factor of 1. Without sharding the norm is NaN.
+`FullyShardedDataParallel` does the same.
+
+Seen by CLIPPING-8.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torchtitan.simple_fsdp", "fairscale.fsdp", "megatron_fsdp.experimental"]
 # requirements = ["CLIPPING-8"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`nan` on every rank, as `clip_grad_norm_` returns it for the same gradients without sharding.'
+# places = [
+#     "torch.nn.utils.clip_grad:_get_total_norm",
+#     "torch.distributed.tensor._ops._math_ops:_NormPartial",
+# ]
 # shows = '^\d \w+ 1\.0$'
 # ///
 

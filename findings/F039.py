@@ -7,7 +7,8 @@ is a way around. torch 2.13.0. Seen by REDUCTION-1.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["REDUCTION-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^\d Cannot use ReduceOp\.PREMUL_SUM with Gloo'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/155915 closed: Allow forcing FSDP2 to always use SUM reductions, the way around",

@@ -1,13 +1,21 @@
 """torch `set_model_state_dict` with `fully_shard`: whole values are not loaded while parameters are gathered
 
-It looks at the registered parameters, which after a forward are those of the root, gathered, and so plain tensors. The
-sharded ones, which `load_state_dict` registers first, do not take the plain values then. torch 2.13.0. The adapters
-reshard before they load whole values, which scripts have to do as well.
+`set_model_state_dict` with `full_state_dict=True` fails while the root is unsharded, as it is after a forward without
+backward (an evaluation). It looks at the registered parameters, which are plain tensors then, and leaves the full
+values as they are. `load_state_dict` reshards first, and DTensors do not take the plain values: `aten.copy_.default got
+mixed torch.Tensor and DTensor`. `model.reshard()` before the call avoids it.
+
+torch 2.13.0. The adapters reshard before they load whole values, which scripts have to do as well.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'The state dict loads, as it does without the forward, and nothing is printed.'
+# places = [
+#     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
+# ]
 # shows = 'got mixed torch\.Tensor and DTensor'
 # ///
 

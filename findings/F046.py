@@ -1,14 +1,22 @@
 """torch `fully_shard`: a forward uses values that an `unshard` in flight gathered before a load
 
-After `unshard(async_op=True)` the gathered values are registered by the forward that waits for them, also if a state dict
-was loaded in between. Without `async_op` the load is used. torch 2.13.0. Seen by STATE-5. The reproducer prints the values
-of before.
+After `unshard(async_op=True)`, `load_state_dict` changes the shards, and the all-gather that is still pending has the
+values from before. The next forward waits for that all-gather and computes with the old values, silently. Without
+`async_op` the loaded values are used.
+
+torch 2.13.0. Seen by STATE-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["STATE-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = 'Zeros, the values that were loaded; it prints the output of the values from before.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._register_state_dict_hooks",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
+# ]
 # shows = '^\d tensor\(\[\[.*[1-9]'
 # ///
 

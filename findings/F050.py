@@ -1,15 +1,24 @@
 """torch `fully_shard`, `FullyShardedDataParallel`: replicas whose ranks are in different orders average different shards
 
-A rank's shard is its place in the process group, which `new_group` sorts by rank (`DeviceMesh.get_local_rank` returns
-that too). On the mesh [[3, 1], [0, 2]] ranks 3 and 0 are one replicate group, and hold the second and the first shard.
-Their gradients are averaged, and nothing is refused. torch 2.13.0. Seen by INIT-10. In the reproducer the gradient of row
-i is i on every rank, so that a shard is [0, 1] or [2, 3]; all ranks print [1.0, 2.0].
+On a HSDP mesh whose ranks are in another order in one replica than in the other, such as [[3, 1], [0, 2]], ranks 3 and
+0 are one replicate group and hold different shards: a rank's shard is its place in the process group, and `new_group`
+sorts ranks. The all-reduce then averages gradients of different rows. Nothing is refused and nothing raises. In the
+program the gradient of row i is i on every rank, so that a shard is [0, 1] or [2, 3]. `FullyShardedDataParallel` does
+the same.
+
+`DeviceMesh.get_local_rank` returns that place too. torch 2.13.0. Seen by INIT-10.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp"]
 # requirements = ["INIT-10"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`[0.0, 1.0]` or `[2.0, 3.0]` on each rank, or an error that refuses the mesh. All ranks print `[1.0, 2.0]`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_init:_get_mesh_info",
+#     "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo",
+# ]
 # shows = '^\d \[1\.0, 2\.0\]$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/193224 closed: Preserving Custom Rank Layouts in DeviceMesh, a proposal to keep the order of ranks",

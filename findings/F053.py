@@ -9,7 +9,7 @@ attribute '_orig_dtype'`. torch 2.13.0. Seen by INIT-5. With torch 2.15 nothing 
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5"]
 # reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
-# does_not_reproduce = ["torch 2.15.0 cpu 2026-11-25"]
+# does_not_reproduce = ["torch 2.15.0 cpu 2026-12-01"]
 # shows = '^\d .FSDPParamGroup. object has no attribute ._orig_dtype'
 # ///
 

@@ -1,13 +1,22 @@
 """torch `fully_shard`: after resharding to a smaller size, backward raises where a parameter is cut along another dimension
 
-`shard_placement_fn` returns `Shard(1)`, and `reshard_after_forward=2` at world 4. What is gathered in backward is laid out
-as if it were one-dimensional: "list index out of range". torch 2.13.0. Seen by PLACEMENT-2.
+`shard_placement_fn` returns `Shard(1)`, and `reshard_after_forward=2` on 4 ranks. The unshard of backward raises
+`IndexError: list index out of range`: what is all-gathered from the post-forward shards is laid out as if these were
+one-dimensional. Each of the two options works without the other.
+
+torch 2.13.0. Seen by PLACEMENT-2.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["PLACEMENT-2"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'Backward ends and nothing is printed, or `fully_shard` refuses the two options together.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_all_gather_copy_out",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_sharded_post_forward",
+# ]
 # shows = '^\d list index out of range'
 # ///
 

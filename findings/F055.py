@@ -1,14 +1,22 @@
 """torch `fully_shard`: a model with a parameter that is refused is left half sharded
 
-Parameters are checked and sharded one by one. Where one is not contiguous, those before it are sharded already, and the
-module is no unit: it can neither be trained nor sharded again once the parameter is repaired. torch 2.13.0. Seen by
-INIT-5. The reproducer prints that the weight is a DTensor.
+Parameters of a module are checked and sharded one by one. If one is refused, here because it is not contiguous, those
+before it are sharded already, and the module is no FSDP module: `weight` is a DTensor of a plain `nn.Linear`. The model
+can neither be trained nor sharded again once the parameter is repaired.
+
+torch 2.13.0. Seen by INIT-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'The error, and an unchanged module: `Linear Tensor`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.__init__",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param",
+# ]
 # shows = ' Linear DTensor$'
 # ///
 

@@ -7,7 +7,8 @@ which a script that makes models in turn may meet late. torch 2.13.0. Seen by ME
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["MEMORY-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "leak"
 # shows = '^\d alive$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/139650 closed: Make module-to-state mapping use weakrefs, before which nothing was freed",

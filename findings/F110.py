@@ -1,15 +1,23 @@
 """torch `fully_shard`, `replicate_with_fsdp`: where each rank has all parameters, a divide factor divides twice in float16
 
-`set_gradient_divide_factor` with a shard group of one rank: `replicate`, or `fully_shard` on a mesh (replicas, 1). With
-one rank in the group of shards, what replaces the reduce-scatter divides by the factor. With gradients in float16, or where
-sums are forced (`set_force_sum_reduction_for_comms`), the divisions before and after the reduction divide by it again. torch
-2.13.0. Seen by REDUCTION-1, at the gradients. The reproducer prints 0.03125 instead of 0.25, for both.
+`set_gradient_divide_factor` where the shard group has one rank: `fully_shard` on a (2, 1) mesh, or `replicate`. The
+copy that replaces the reduce-scatter of one rank divides by the factor. If the reduce dtype is float16, or sums are
+forced by `set_force_sum_reduction_for_comms`, the pre- and post-divisions around the all-reduce divide by it again.
+Gradients are too small by the factor, silently.
+
+torch 2.13.0. Seen by REDUCTION-1, at the gradients.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["REDUCTION-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`0.25` (a sum of 2 divided by 8) for both. It prints 0.03125, which is 2 / 64.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_collectives:foreach_reduce",
+#     "torch.distributed.fsdp._fully_shard._fsdp_collectives:_get_gradient_divide_factors",
+# ]
 # shows = '^\d \w+ 0\.03125$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/167178: which brought the first division",

@@ -9,7 +9,8 @@ torch 2.13.0. Seen by COMPOSITION-16 and EXTENSION-3.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COMPOSITION-16", "EXTENSION-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^\d \[.*\] .*Resharding to smaller mesh is not supported for DTensor parameters yet'
 # ///
 

@@ -1,14 +1,22 @@
 """torch `fully_shard`: a tensor that replaces a sharded parameter is dropped
 
-The next forward registers the unsharded parameter, and then the old sharded one again: the new one is neither computed
-with nor found afterwards, also where it is a DTensor of the same layout, and nothing is said. torch 2.13.0. Seen by
-TRAINING-12.
+User code that replaces a sharded parameter between two steps (`model.weight = nn.Parameter(...)`, a DTensor of the same
+layout) is ignored: the next forward registers the unsharded parameter of the old shard, and the old shard again after
+it. The new parameter is neither computed with nor registered any more, and nothing is said.
+
+torch 2.13.0. Seen by TRAINING-12.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["TRAINING-12"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = 'Zeros in the second line of each rank, or an error about a parameter that was replaced.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._setattr_on_modules",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_unsharded",
+# ]
 # shows = '^(\d) (tensor.*)\n\1 \2$'
 # ///
 

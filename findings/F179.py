@@ -1,14 +1,22 @@
 """torch `fully_shard`: a forward that computes gradients on its way finds the root's parameters sharded
 
-At the end of a backward within forward, as of models that compute forces, all units are freed, the root too, whose forward
-goes on. torch 2.13.0. Seen by AUTOGRAD-17. The reference did the same until this case existed;
-`FullyShardedDataParallel` does not.
+A forward that calls `torch.autograd.grad` on the output of one of its submodules, as models that compute forces do,
+cannot use the root's own parameters afterwards. At the end of the inner backward the root's final callback reshards all
+units, the root too, whose forward goes on: `got mixed torch.Tensor and DTensor`. `FullyShardedDataParallel` runs this
+model.
+
+torch 2.13.0. Seen by AUTOGRAD-17. The reference did the same until this case existed.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["AUTOGRAD-17"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'The forward ends, as without `fully_shard`, and nothing is printed.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
+# ]
 # shows = '^\d aten\S* got mixed torch\.Tensor and DTensor'
 # ///
 

@@ -8,7 +8,8 @@ there and back. torch 2.13.0. Seen by TRAINING-5. The documentation of torch 2.1
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["TRAINING-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^\d Expected out tensor to have dtype'
 # ///
 

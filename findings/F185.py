@@ -12,7 +12,7 @@ SIMULATION-5.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["SIMULATION-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
 # shows = '^\[1, 2, 3, 4, 5, 6, 7, 8\]'
 # upstream = [
 #     "https://github.com/pytorch/pytorch/issues/179128: the report",

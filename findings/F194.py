@@ -1,14 +1,20 @@
 """torch `fully_shard`: a load that assigns parameters unties a shared one
 
-After `load_state_dict(assign=True)`, until the next forward, the modules hold two parameters in the place of one: an
-optimizer that is made in between has both, one of which nothing trains. torch 2.13.0. Seen by TIED-2. The reference did
-the same until this case existed.
+After `load_state_dict(assign=True)` two modules that share a parameter hold two parameters, until the next forward ties
+them again. An optimizer that is made in between has both, and one of them is never trained.
+
+torch 2.13.0. Seen by TIED-2. The reference did the same until this case existed.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["TIED-2"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = "`['0.weight', '0.bias', '1.bias']`, as before the load. `1.weight` is there as well."
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.reset_sharded_param",
+# ]
 # shows = '^\d \[.*.1\.weight.'
 # ///
 

@@ -9,7 +9,8 @@ has no attribute '_local_tensor'" in the next forward. torch 2.13.0. With torch 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["INIT-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^\d .*(Invariant encountered: value was None|has no attribute ._local_tensor)'
 # ///
 

@@ -1,15 +1,22 @@
 """torch `fully_shard`: what the first forward refuses, the second does not
 
-The first forward notes that the model is initialised before it checks it. If it refuses parameters on the meta device,
-two dtypes in a unit or a parameter of two units, and a script tries again, nothing is checked any more: the second
-forward computes without values, trains a parameter as two, or ends in an error that names nothing. torch 2.13.0. Seen by
-INIT-5 and INIT-6.
+The first forward notes that the model is initialized before it checks the model. If a check refuses it (parameters on
+the meta device, two dtypes in a unit, a parameter of two units) and user code catches the error and tries again,
+nothing is checked any more: the second forward ends in an error that does not name the cause, computes without values,
+or trains a shared parameter as two.
+
+torch 2.13.0. Seen by INIT-5 and INIT-6.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5", "INIT-6"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'The error of the first forward again, until the model is repaired.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+# ]
 # shows = '^(\d) (<class .*)\n\1 (?!\2$)'
 # ///
 

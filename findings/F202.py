@@ -1,14 +1,21 @@
 """torch `fully_shard`: of a unit of several modules the last one's output alone brings its parameters back
 
-Backward gathers such a unit when it reaches the output of the module that ran last. If the loss uses the output of another
-one and not that, backward fails on storage of size zero. torch 2.13.0. Seen by COLLECTIVES-7. The reference did the same
-until this case existed.
+`fully_shard([first, second])`: backward unshards the unit when it reaches the output of the module that ran last. If
+the loss uses the output of the first module only, as with two heads of which one has no loss in this step, backward
+fails on freed storage: `setStorage: ... out of bounds for storage of size 0`.
+
+torch 2.13.0. Seen by COLLECTIVES-7. The reference did the same until this case existed.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-7"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'Backward ends and nothing is printed, as with a unit for each head.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:_register_group_forward_hooks",
+# ]
 # shows = '^\d setStorage: .* out of bounds for storage of size 0'
 # ///
 

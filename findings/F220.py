@@ -9,7 +9,8 @@ REDUCTION-4. The reference did the same until this case existed, and raises now.
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["REDUCTION-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
 # shows = '^\d True False$'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/172543 closed: `torch.autograd.grad` with `create_graph=True` raises, because parameters are freed that the graph needs; `set_reshard_after_backward(False)` helps there",

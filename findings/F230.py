@@ -1,16 +1,24 @@
 """torch `fully_shard`: after an evaluation backward gathers a unit for nothing
 
-Forwards without autograd are noted in the order by which backward gathers the next unit ahead, and forgotten in the next
-backward alone. The unit that ran first in the forward before this backward is then followed by the last one of the
-evaluation: its parameters are gathered and dropped. Where the root has parameters of its own, it is that unit and is
-gathered already. A model that only evaluates keeps an entry for each unit and forward, as long as it lives. torch 2.13.0.
-Seen by COLLECTIVES-4. The reference did the same until this case existed. The reproducer prints 2 and then 3.
+Forwards under `no_grad` are recorded in the post-forward order by which backward prefetches, and only the next backward
+clears it. In the backward after an evaluation, the first unit of the training forward is therefore followed by the last
+unit of the evaluation, which is all-gathered and dropped. A model that only evaluates keeps an entry for each unit and
+forward as long as it lives.
+
+Where the root has parameters of its own, it is that unit and is gathered already. torch 2.13.0. Seen by COLLECTIVES-4.
+The reference did the same until this case existed.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COLLECTIVES-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "slow"
+# right = '`2` twice: as many all-gathers in backward after an evaluation as without it. The second number is 3.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._record_post_forward",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch",
+# ]
 # shows = '^\d 3$'
 # ///
 

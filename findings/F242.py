@@ -1,21 +1,27 @@
 """torch `fully_shard`: one of several modules of a unit, trained by itself, stays gathered, and its gradients are not reduced
 
-The units of one module each may be called by themselves. A unit that is complete when its last module has run is not, if
-one of them is called alone: its output gets no hook for backward, so nothing at the end of backward frees the unit and
-reduces what is left. Only where an input requires a gradient does the unit's other hook do both. With data as the input,
-as for a head or an adapter that is trained alone, the module keeps a plain parameter with this rank's own gradient, of
-which the optimizer, whose parameters are DTensors, sees nothing: it moves nothing, without an error. The next forward of
-the root mends the unit. The documentation allows such calls, after a forward of the root in the same iteration, and tells
-of their reductions (chunked losses, whose inputs require gradients). It does not exclude inputs that need no gradient, so
-this is a defect. Seen with torch 2.13.0, by REGISTRATION-4; with 2.11.0 the case fails with an input that requires a
-gradient as well, where the module finds its shards in the place of its parameters. The reproducer prints
-`DTensor DTensor` for the unit of one module, and `Parameter Tensor` for the first of two.
+`fully_shard([first, second])`, and then `first` is called and trained by itself, after a forward of the root, with an
+input that needs no gradient (data, or the output of a frozen part). The group's post-forward hook waits for all of its
+modules, so that the output gets no pre-backward hook and no final callback is queued: after backward the module keeps
+its unsharded parameter, with this rank's own gradient, which is never reduced. The optimizer holds the DTensor, whose
+gradient is None, and moves nothing. No error. A unit of one module handles the same call.
+
+Where an input requires a gradient the unit's other hook frees and reduces. The next forward of the root mends the unit.
+The documentation allows such calls, after a forward of the root in the same iteration, and tells of their reductions
+(chunked losses, whose inputs require gradients). It does not exclude inputs that need no gradient, so this is a defect.
+Seen with torch 2.13.0, by REGISTRATION-4; with 2.11.0 the case fails with an input that requires a gradient as well,
+where the module finds its shards in the place of its parameters.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["REGISTRATION-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`DTensor DTensor` for both modules. For module 0 it prints `Parameter Tensor`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:_register_group_forward_hooks",
+# ]
 # shows = '^\d 0 Parameter Tensor$'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/180428 closed: Support partial forward of [norm, head] for chunked loss, which calls the head with inputs that require gradients",

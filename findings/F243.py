@@ -1,15 +1,23 @@
 """torch `fully_shard`: `reset_iter_state` raises `AttributeError` before the first forward
 
-It reads the state of collectives that the first forward makes. A script that calls it whatever an iteration raised, as a
-loop with one handler does, gets `'FSDPCommContext' object has no attribute 'all_gather_state'` in place of the error of its
-own that came before the model had run. The documentation names the call for exceptions in forward and backward, and no
-state in which it is not allowed but a module that is not the root. It is a defect. torch 2.13.0. Seen by RECOVERY-1.
+`reset_iter_state()` before the first forward raises `AttributeError` about an attribute of `FSDPCommContext`: it
+reads state that the first forward makes. A loop with one handler for all exceptions of an iteration gets this
+`AttributeError` in place of its own error, for example that of the data loader in the first iteration. The
+documentation excludes modules that are not the root, and no time.
+
+It is a defect. torch 2.13.0. Seen by RECOVERY-1.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["RECOVERY-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'Nothing is printed: there is nothing to reset.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._reset_iter_state",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPCommContext",
+# ]
 # shows = '^\d .FSDPCommContext. object has no attribute'
 # related = [
 #     "https://github.com/pytorch/pytorch/pull/196460 open: Clear deferred all-gather state after backward, which also initialises `all_gather_state` with the class",

@@ -1,13 +1,20 @@
 """torch `fully_shard`: a function that `set_all_reduce_hook` refuses is called all the same
 
-Beside replicas a stream for the function is refused with a ValueError, by when the function is in place. Later backwards
-call it. torch 2.13.0. Seen by INIT-5.
+On a HSDP mesh `set_all_reduce_hook(hook, stream=...)` raises `ValueError: stream cannot be set when using native HSDP`.
+The hook has been set by then, and later backwards call it.
+
+torch 2.13.0. Seen by INIT-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["INIT-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`0`: a hook that was refused is not called. It is called once.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fully_shard:FSDPModule.set_all_reduce_hook",
+# ]
 # shows = '^\d 1$'
 # ///
 

@@ -1,13 +1,21 @@
 """torch `fully_shard`: of a parameter without rows that is cut along its columns no rank has columns
 
-The shard of a (0, 4) parameter on two ranks is (0, 0) instead of (0, 2). The DTensor claims to have the columns, and
-`full_tensor()` raises. torch 2.13.0. Seen by PLACEMENT-2.
+A parameter of shape (0, 4) with `shard_placement_fn` returning `Shard(1)`: the local shard on each of two ranks is (0,
+0) instead of (0, 2). The DTensor claims to have 4 columns, and `full_tensor()` raises.
+
+torch 2.13.0. Seen by PLACEMENT-2.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["PLACEMENT-2"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-25", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = '`torch.Size([0, 2])` on both ranks, and `full_tensor()` of shape (0, 4).'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_common:_get_dim_chunked_size",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param",
+# ]
 # shows = '^\d torch\.Size\(\[0(, 0)?\]\)$'
 # ///
 

@@ -1,17 +1,26 @@
 """torch `fully_shard`: a model that is repaired after a refused first forward gets no gradients, torch 2.15
 
-As in F-53, but silent. In torch 2.15 a group reduces the parameters of a list, `FSDPParamGroup._reduce_scatter_param_indices`,
-which the last lines of `lazy_init` fill. A check before them that raises, here because the trainable parameters have two
-dtypes, leaves it empty, and the next forward skips `lazy_init` (F-200). After the repair, forward and backward raise nothing,
-no gradient is reduced, all stay None, and the optimizer changes nothing. Seen by INIT-5.
+The first forward raises, here because the trainable parameters of a unit have two dtypes. User code repairs the model
+and goes on. Forward and backward raise nothing then, no gradient is reduced, every `.grad` is None, and the optimizer
+changes nothing. The cause is the order in the lazy initialization: `_is_root` is set before the checks, so that the
+second forward skips it, and `_reduce_scatter_param_indices` (new in 2.15), which its last lines fill, stays empty. In
+2.14 the same program raised an `AttributeError` in backward.
+
+As in F-53, but silent; the next forward skips `lazy_init` (F-200). Seen by INIT-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["INIT-5"]
 # since = "2.15"
-# reproduces = ["torch 2.15.0 cpu 2026-11-25"]
+# reproduces = ["torch 2.15.0 cpu 2026-12-01"]
 # does_not_reproduce = ["torch 2.13.0 cpu 2026-11-25", "torch 2.14.1 cpu 2026-11-25"]
+# severity = "silent"
+# right = 'The gradients of all four parameters, or an error.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._lazy_init",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.lazy_init",
+# ]
 # shows = '^\d \[None, None, None, None\]$'
 # ///
 

@@ -8,7 +8,8 @@ state dict loads, which RESUME-3 checks; no case loads it without, as the refere
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["RESUME-3"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^3 AssertionError'
 # related = [
 #     "https://github.com/pytorch/pytorch/issues/136228 closed: the same for shards that lack rows over the data-parallel ranks alone",

@@ -1,14 +1,24 @@
 """torch `fully_shard`: a unit that runs twice under a re-entrant checkpoint has the gradients of one run alone
 
-The backward that the checkpoint runs reduces the gradients of the last run. The recomputation of the first one finds a unit
-that is through with its backward and registers nothing after it: its gradients stay where they are, on whole parameters
-that nothing frees. Seen by RECOMPUTATION-5.
+A unit that runs twice under `checkpoint(..., use_reentrant=True)`: the inner backward that the checkpoint starts for
+the last run ends the unit's backward, and reduces the gradients of that run alone. The recomputation of the first run
+finds a unit whose post-backward has run and registers nothing, so its gradients stay on unsharded parameters that
+nothing frees. After backward `.grad` of the registered parameter is a plain tensor of this rank, without an error. With
+`use_reentrant=False` it is right.
+
+Seen by RECOMPUTATION-5.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["RECOMPUTATION-5"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`the gradient is a DTensor` on both ranks.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._register_post_backward_hook",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+# ]
 # shows = '^the gradient is a Tensor'
 # ///
 

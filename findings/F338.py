@@ -8,7 +8,8 @@ values and no scale. With two ranks it gets both. Seen by EXTENSION-1 on replica
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["EXTENSION-1"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
 # shows = 'world 1: sent 2, got 1'
 # ///
 

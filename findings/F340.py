@@ -9,10 +9,11 @@ by EXPERTS-4.
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["EXPERTS-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
 # shows = '^RuntimeError: All operands in aten\.stack\.default must have the same mesh'
-# related = [
-#     "https://github.com/pytorch/pytorch/issues/180346: the same report",
+# upstream = [
+#     "https://github.com/pytorch/pytorch/issues/180346 open: clip_grad_norm_ fails when per-parameter norms come from different DeviceMesh objects",
+#     "https://github.com/pytorch/pytorch/pull/180501 closed: Fix clip_grad_norm_ failure with mixed DeviceMesh DTensor norms, a proposal",
 # ]
 # ///
 

@@ -1,16 +1,25 @@
 """torch `share_comm_ctx`: the end of one root's backward, or its reset, makes the backward of another raise IndexError
 
-The roots share the list in which units stand in the order of their forwards, and each unit remembers its places there. A
-backward that ends, and `reset_iter_state`, empty the list, and forget the places of their own root's units alone. The
-backward of another root whose forward came before then looks at a place that is gone, to gather the unit ahead. So fails
-`ScheduleInterleaved1F1B`, for whose stages the function is meant: as soon as one stage of a rank has ended its backwards, the
-other's raises. Seen by COMPOSITION-18 and ACCUMULATION-13.
+Roots that share a context by `share_comm_ctx` share the list in which units stand in the order of their forwards, and
+each unit remembers its indices there. The end of one root's backward, and `reset_iter_state()`, clear the list, and the
+indices of their own root's units only. The backward of another root whose forward came before then looks up an index
+that is gone: `IndexError: list index out of range`. `ScheduleInterleaved1F1B`, for whose stages the function is meant,
+fails in this way as soon as one stage of a rank has ended its backwards.
+
+Seen by COMPOSITION-18 and ACCUMULATION-13.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["COMPOSITION-18", "ACCUMULATION-13"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = '`trained` three times.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._reset_iter_state",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._backward_prefetch",
+# ]
 # shows = '^alone: trained\nafter another.s end: IndexError: .*\nafter another.s reset: IndexError'
 # ///
 

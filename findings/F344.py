@@ -1,16 +1,22 @@
 """torch `fully_shard`: reductions with a group of their own average other shards where ranks are in another order
 
-`set_separate_reduce_scatter_group` makes a group of the ranks of the gathers' group, which `new_group` sorts. Where those
-are in another order, as `DeviceMesh(..., preserve_rank_order=True)` of torch 2.15 or `new_group(..., sort_ranks=False)` of
-torch 2.13 keep it, a rank gets the averaged gradient of another rank's shard. Silent. torch 2.13.0 and 2.15.0. Seen by
-REDUCTION-11. In the reproducer the gradient of row i is i: rank 1 holds rows 0 and 1, whose gradients are 0 and 1; it prints
-`1 [2.0, 3.0]`. No report of it was found.
+`set_separate_reduce_scatter_group()` makes a new group of the ranks of the all-gather's group. If that group keeps
+another order of ranks (`new_group(..., sort_ranks=False)`, or `DeviceMesh(..., preserve_rank_order=True)` of 2.15), the
+new one does not, because `new_group` sorts by default: a rank gets the reduced gradient of another rank's shard,
+silently. In the program the gradient of row i is i, and rank 1 holds rows 0 and 1.
+
+torch 2.13.0 and 2.15.0. Seen by REDUCTION-11. No report of it was found.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["REDUCTION-11"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-27", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = "`1 [0.0, 1.0]` and `0 [2.0, 3.0]`, as without the call. The two ranks have each other's gradients."
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._set_separate_reduce_scatter_group",
+# ]
 # shows = '^1 \[2\.0, 3\.0\]$'
 # ///
 

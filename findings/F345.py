@@ -11,7 +11,8 @@ group that sends nothing ("fake") and on gloo, torch 2.15.0. Seen by COMPOSITION
 # requirements = ["COMPOSITION-19"]
 # packages = ["spmd-types==0.2.3"]
 # since = "2.15"
-# reproduces = ["torch 2.15.0 cpu 2026-11-27"]
+# reproduces = ["torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = "^dp, tp: sharded\\ntp, dp: ValueError: Expected Replicate\\(\\) on DP shard dim 'dp' .index 1. but got S"
 # ///
 

@@ -12,6 +12,7 @@ starts eight such programs; it was not run in this form.
 # /// finding
 # implementations = ["torch.fully_shard", "lightning.fabric"]
 # requirements = ["DRAWN-2"]
+# severity = "silent"
 # gpus = 2
 # arguments = ["200"]
 # shows = '^\d+ iterations, [1-9]\d* with other outputs'

@@ -1,15 +1,23 @@
 """torch `fully_shard`: after a forward that raised, a step is not seen by the next forward without `reset_iter_state`
 
-The root, and each unit that does not reshard or that raised, stays gathered. If user code catches the error, as of a
-batch that is too large, steps with the gradients of the batches before it, and goes on, the next forward computes with
-the values from before the step, without a word, and so does its backward. `reset_iter_state` frees what is gathered,
-and from torch 2.15 on drops these gradients too. F-71 is that of FSDP1, F-29 that of an evaluation. Seen by RECOVERY-4.
+A forward raises, user code catches the error (a batch that does not fit, say), steps the optimizer with the gradients
+of earlier batches and goes on, without `reset_iter_state()`. The units that do not reshard after forward, and the one
+that raised, are still unsharded, and stay so: the next forward and backward compute with the values from before the
+step, silently. `reset_iter_state()` avoids it, and from 2.15 on it also drops the accumulated gradients.
+
+F-71 is that of FSDP1, F-29 that of an evaluation. Seen by RECOVERY-4.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["RECOVERY-4"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-28", "torch 2.15.0 cpu 2026-11-28"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-28", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = 'Twice the same number: the failed forward changes nothing of the next one.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard",
+#     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_pre_forward",
+# ]
 # shows = '^(\S+), after a forward that raised (?!\1$)\S+$'
 # ///
 

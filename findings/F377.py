@@ -1,14 +1,22 @@
 """torch `fully_shard`: forward-mode autograd over the inputs of a sharded model raises
 
-The function that calls back when backward has passed a unit returns its inputs as they are, and its rule for forward
-mode returns the tangents as they are, which torch wants to be views. Without inputs that require grad it is not used,
-and the tangent is right, as under `torch.func.jvp`. Seen by AUTOGRAD-18.
+Forward-mode autograd (`torch.autograd.forward_ad`) through a sharded model raises if an input requires grad. The
+function that registers the post-backward hook returns its inputs as they are, as views; its `jvp` returns the tangents
+as they are, and autograd wants tangents that are views too. Without an input that requires grad the function is not
+used, and the tangent is right, as it is under `torch.func.jvp`.
+
+Seen by AUTOGRAD-18.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["AUTOGRAD-18"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-28", "torch 2.15.0 cpu 2026-11-28"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-28", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = 'The tangent, a tensor of shape (2, 4), as without `fully_shard`.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:RegisterPostBackwardFunction.jvp",
+# ]
 # shows = '^RuntimeError: A custom Function.s forward is returning a view'
 # ///
 

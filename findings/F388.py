@@ -1,14 +1,23 @@
 """torch `set_model_state_dict`: tied parameters of a model on the meta device come apart
 
-The values of a model on the meta device are assigned to each name by itself. A parameter that two modules share, as an
-embedding and the last layer of a language model do, is two afterwards: the optimizer has both, and they train apart.
-Loaded on a device, where values are copied, they stay one. Seen by STATE-14.
+`set_model_state_dict` with `full_state_dict=True` into a model on the meta device assigns the values to each name by
+itself. A parameter that two modules share, such as the embedding and the output layer of a language model, is two
+parameters afterwards: the optimizer has both, and they train apart, silently. On a device, where values are copied, it
+stays one.
+
+Seen by STATE-14.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`1 parameters` for both devices.'
+# places = [
+#     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
+#     "torch.distributed._state_dict_utils:_distribute_state_dict",
+# ]
 # shows = '^meta: 2 parameters'
 # ///
 

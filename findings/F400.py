@@ -1,15 +1,22 @@
 """torch `get_optimizer_state_dict` before the first step counts a step: Adam's first update is another one
 
-To have a state to return, it makes one by a step with gradients of zeros and a learning rate of 0, and leaves the
-optimizer with it. Averages of zeros change nothing, but `step` is 1 then, so that the first step of the training corrects
-the bias as the second would. So do `get_state_dict` and, unless they restore `step`, both functions that load. A plain
-module is no exception. Found by making the calls of CALLS-14 before the first step.
+`get_optimizer_state_dict` before the first step initializes the optimizer's state by a step with zero gradients and a
+learning rate of 0, and leaves the optimizer with the result. `step` is 1 then, so that Adam's first real step corrects
+the bias as the second one should: the first update is another one, silently. `get_state_dict` does the same, and so do
+the functions that load, unless the loaded state has `step`. No sharding is needed.
+
+A plain module is no exception. Found by making the calls of CALLS-14 before the first step.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate_with_fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`step 1, moved by 0.1000` in both lines: reading a state does not change the training.'
+# places = [
+#     "torch.distributed.checkpoint.state_dict:_init_optim_state",
+# ]
 # shows = '^with the call before the first step: step 2, '
 # ///
 

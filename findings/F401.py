@@ -1,15 +1,22 @@
 """torch `get_optimizer_state_dict` with `fully_shard`: after an evaluation it raises KeyError
 
-It finds the optimizer's parameters among those that the model has registered. After a forward without backward, an
-evaluation's or one whose backward is still to come, these are the root's gathered ones, so that the numbers of the others
-are none: `KeyError: 2`. `model.state_dict()` or `reshard()` before the call reshards the root, after which it works, as it
-does in `get_state_dict` after the first. Found by making the calls of CALLS-14 in evaluation.
+`get_optimizer_state_dict` of a `fully_shard` model raises `KeyError` after a forward without backward (an evaluation).
+It looks for the optimizer's parameters among those that the model has registered, and those of the root are the
+unsharded ones then. `model.reshard()` or `model.state_dict()` before the call avoids it.
+
+An evaluation's or one whose backward is still to come; so it is in `get_state_dict` too. Found by making the calls of
+CALLS-14 in evaluation.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = '`4` on each rank, and no KeyError.'
+# places = [
+#     "torch.distributed.checkpoint.state_dict:_get_optim_state_dict",
+# ]
 # shows = '^0 KeyError'
 # ///
 

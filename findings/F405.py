@@ -1,15 +1,23 @@
 """torch `fully_shard`: `reshard` does not drop an `unshard` in flight: a forward after the step computes with older values
 
-`unshard(async_op=True)` is followed by `reshard()` before anybody has waited, as where user code gathers in advance what
-the step then does not use. The parameters are sharded still, so that `reshard` does nothing: the gathered buffer stays
-allocated, and after the optimizer's step the next forward takes it, with the values from before the step. Silent. With
-`wait()` before `reshard()` it is right. F-46 is the same buffer after a load. Seen by CALLS-14 and MEMORY-8.
+`unshard(async_op=True)` followed by `reshard()` before anybody waited, as when a prefetched unit is not used after all.
+The parameters are still registered as sharded, so `reshard()` does nothing: the result of the all-gather stays pending
+and allocated, and the next forward, after the optimizer's step, takes it and computes with the values from before the
+step, silently. With `handle.wait()` before `reshard()` it is right.
+
+F-46 is the same buffer after a load. Seen by CALLS-14 and MEMORY-8.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard"]
 # requirements = ["CALLS-14", "MEMORY-8"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-29"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "silent"
+# right = '`3.0` both times.'
+# places = [
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reshard",
+#     "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard",
+# ]
 # shows = '^after the step with the unshard dropped 4.0, waited for 3.0'
 # ///
 

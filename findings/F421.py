@@ -1,15 +1,23 @@
 """torch `set_model_state_dict`: a full state dict of a module that is registered in two places raises
 
-With `full_state_dict` values are cut for the names that `named_parameters()` lists, of which the second place has none: its
-full tensors are copied into DTensors as they are, and `load_state_dict` raises about mixed tensors. What it raises about is
-what `get_model_state_dict` has saved. A parameter that two modules share loads. It serves every model with DTensors, the
-reference too. Found by making the calls of CALLS-14.
+A full state dict that `get_model_state_dict` returns for a model in which one module is registered under two names
+cannot be loaded by `set_model_state_dict` with the same options. The loader distributes the values for the names that
+`named_parameters()` lists, which has each parameter once; the full tensors of the second name are left, and
+`load_state_dict` raises `got mixed torch.Tensor and DTensor`. A parameter that two different modules share loads.
+
+It serves every model with DTensors, the reference too. F-427 is it on two ranks. Found by making the calls of CALLS-14.
 """
 
 # /// finding
 # implementations = ["torch.fully_shard", "torch.replicate_with_fsdp"]
 # requirements = ["CALLS-14"]
-# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.13.0 cpu 2026-11-29", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
+# right = '`loaded`.'
+# places = [
+#     "torch.distributed.checkpoint.state_dict:_load_model_state_dict",
+#     "torch.distributed._state_dict_utils:_distribute_state_dict",
+# ]
 # shows = "^RuntimeError: .* got mixed torch.Tensor and DTensor"
 # ///
 

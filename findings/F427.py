@@ -9,7 +9,8 @@ them. So what `get_model_state_dict` returns with the same options cannot be loa
 # /// finding
 # implementations = ["torch.fully_shard", "torch.fsdp", "torch.replicate", "torch.replicate_with_fsdp"]
 # requirements = ["STATE-14"]
-# reproduces = ["torch 2.11.0 cpu 2026-11-30", "torch 2.13.0 cpu 2026-11-30"]
+# reproduces = ["torch 2.11.0 cpu 2026-11-30", "torch 2.13.0 cpu 2026-11-30", "torch 2.15.0 cpu 2026-12-01"]
+# severity = "exception"
 # shows = '^full: .*Error'
 # ///
 

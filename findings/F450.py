@@ -11,6 +11,7 @@ behind the host. Seen by TRAINING-11 on four H200.
 # requirements = ["TRAINING-11"]
 # gpus = 2
 # reproduces = ["torch 2.11.0 cuda 2026-11-30"]
+# severity = "silent"
 # shows = '^gradient of the first weight, written at once: 1.0; written behind 200 ms of work: 2.0$'
 # ///
 

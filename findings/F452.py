@@ -1,7 +1,7 @@
 """torch `fully_shard`: over NCCL a divide factor that is a power of two makes gradients in bfloat16 zero
 
 `set_gradient_divide_factor(16)` with a reduce dtype of bfloat16 reduces with an operator that multiplies each gradient by
-1/16 before the sum; what arrives is zero, in silence. pytorch#190745. torch 2.11.0, NCCL 2.28.9. Seen by REDUCTION-13 on four
+1/16 before the sum; what arrives is zero, in silence. torch 2.11.0, NCCL 2.28.9. Seen by REDUCTION-13 on four
 H200, on shards and on replicas of shards. The script was not run in this form.
 """
 
@@ -9,6 +9,10 @@ H200, on shards and on replicas of shards. The script was not run in this form.
 # implementations = ["torch.fully_shard"]
 # requirements = ["REDUCTION-13"]
 # gpus = 2
+# upstream = [
+#     "https://github.com/pytorch/pytorch/issues/190745 closed: bfloat16 NCCL PREMUL_SUM silently zeroes the reduction for power-of-two factors",
+#     "https://github.com/pytorch/pytorch/pull/190747 closed: its fix, Fix bfloat16 NCCL PREMUL_SUM factor being read as zero",
+# ]
 # shows = '^gradient of ones, divided by 3 and by 16: 0\.6\d+ and 0\.0$'
 # ///
 

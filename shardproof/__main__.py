@@ -14,8 +14,8 @@ usage: shardproof COMMAND ...
 
 shardproof trains small models under implementations of sharded data parallelism and under
 DistributedDataParallel, compares every stage of each step, and writes a run file. The commands
-other than run, doctor, record, compare, state, check, plan, implementations, torch-names and findings
-read run files; they need neither torch nor a GPU.
+other than run, doctor, record, compare, state, check, plan, implementations, torch-names, findings and
+explain read run files; they need neither torch nor a GPU.
 
 commands:
   run      run the packaged suites with pytest; takes pytest's arguments and shardproof's options
@@ -25,7 +25,7 @@ commands:
   expectations
            draft the known failures of an implementation from a run file
   findings
-           list the known errors of other implementations, or run the program that shows each
+           list the known errors of other implementations, run the program that shows each, or report one
   merge    join the run files of several environments into one
   submit   check a run file and put its summary into a repository of results
   doctor   run your own training script and report mistakes in its first steps; under torchrun
@@ -38,6 +38,7 @@ commands:
   plan     simulate a step of your own model: memory and traffic of a rank, at any number of ranks
   implementations
            list the implementations that --impl accepts, with version and devices, or why they do not run
+  explain  print the documentation of a code of the doctor, a finding, a requirement or an exit code
   torch-names
            list the private names of torch that shardproof uses and the installed torch lacks
 
@@ -62,7 +63,7 @@ NEEDS = {
 
 COMMANDS = (
     "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
-    "state", "check", "reproduce", "plan", "implementations", "torch-names",
+    "state", "check", "reproduce", "plan", "implementations", "explain", "torch-names",
 )  # fmt: skip
 
 #: Those that run a user's script in this process.

@@ -22,6 +22,10 @@ What follows is the reproducer, which needs nothing of shardproof. Reading impor
 - ``shows`` is a regular expression, with ``^`` and ``$`` at each line, that its output has if and only if the defect is
   there. The last line of the output is made by the runner: "exit code N", or "time limit" where it did not end;
 - ``unlisted`` says why no expectation, case, adapter or document names the finding;
+- ``severity`` is what a user meets, of :data:`SEVERITIES`; ``right`` says what the program prints without the defect,
+  and ``places`` names the suspected functions of torch, as "torch.nn.utils.clip_grad:clip_grad_norm_". A finding with
+  the last two can be reported (``shardproof findings --report``): the paragraph below its title is for the maintainers
+  of the implementation then, and names nothing of shardproof; further paragraphs are for readers of this project;
 - ``upstream`` lists threads about exactly this defect, and ``related`` others: an address, then the state when it was
   looked up and a remark, as in "https://github.com/pytorch/pytorch/issues/1 open: the report".
 """
@@ -38,6 +42,18 @@ from shardproof import door
 FOLDER = Path(__file__).parents[1] / "findings"
 """The folder of a clone; an installed package has none."""
 
+SEVERITIES = {
+    "silent": "wrong values or a wrong state, and no error",
+    "hang": "ranks that wait for each other",
+    "exception": "an error where there is none, or one that names something else",
+    "leak": "memory that is not freed",
+    "slow": "work whose result nothing uses",
+}
+"""What a user meets, the gravest first."""
+
+MAX_LINES = 30
+"""The most lines of a program in a report, without blank ones: a maintainer reads it."""
+
 _VERSION = r"torch \d+\.\d+\.\d+ (cpu|cuda) \d{4}-\d\d-\d\d"
 _THREAD = (
     r"(?P<address>https://github\.com/(?P<name>[\w.-]+/[\w.-]+)/(issues|pull)/(?P<number>\d+))"
@@ -51,10 +67,19 @@ _LISTS = {
     "does_not_reproduce": _VERSION,
     "packages": r"[a-z][a-z-]*((==|>=|<)\d[\d.]*,?)+",
     "arguments": r".+",
+    "places": r"[a-z][\w.]*:[\w.]+",
     "upstream": _THREAD,
     "related": _THREAD,
 }
-_TEXTS = {"since": r"\d+\.\d+", "fixed_in": r"\d+\.\d+", "by_hand": ".+", "shows": ".+", "unlisted": ".+"}
+_TEXTS = {
+    "since": r"\d+\.\d+",
+    "fixed_in": r"\d+\.\d+",
+    "by_hand": ".+",
+    "shows": ".+",
+    "unlisted": ".+",
+    "severity": "|".join(SEVERITIES),
+    "right": ".+",
+}
 
 _BLOCK = re.compile(r"^# /// finding\n((?:#.*\n)*?)# ///\n", flags=re.MULTILINE)
 
@@ -82,6 +107,9 @@ class KnownFinding:
     by_hand: str | None = None
     arguments: tuple[str, ...] = ()
     shows: str | None = None
+    severity: str | None = None
+    right: str | None = None
+    places: tuple[str, ...] = ()
     unlisted: str | None = None
     upstream: tuple[str, ...] = ()
     related: tuple[str, ...] = ()
@@ -90,6 +118,34 @@ class KnownFinding:
     def id(self) -> str:
         """The name in prose, such as ``F-2``."""
         return f"F-{int(self.path.stem[1:])}"
+
+    @property
+    def paragraph(self) -> str:
+        """The part of the text that is for the readers of a report."""
+        return self.text.partition("\n\n")[0]
+
+    @property
+    def program(self) -> str:
+        """The reproducer as one pastes it: what follows the header."""
+        header = self.path.read_text(encoding="utf-8").partition("# /// finding\n")[2]
+        return header.partition("# ///\n")[2].strip() + "\n"
+
+    @property
+    def is_known_upstream(self) -> bool:
+        """Whether a thread is about exactly this, or a release has fixed it."""
+        return bool(self.upstream) or self.fixed_in is not None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the newest release with which the reproducer ran shows the defect, or it was not run."""
+        return self.seen is not None or not self.does_not_reproduce
+
+    @property
+    def seen(self) -> str | None:
+        """The newest release that showed the defect, if no newer one lacks it, as in "torch 2.15.0 cpu"."""
+        lines = dict.fromkeys(self.reproduces, True) | dict.fromkeys(self.does_not_reproduce, False)
+        newest = max(lines, key=lambda line: release(line.split()[1]), default=None)
+        return newest.rpartition(" ")[0] if newest is not None and lines[newest] else None
 
     def claim(self, torch: str) -> bool | None:
         """Return whether the header says that the defect is there in a version of torch, None if it says neither.

@@ -8,6 +8,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from shardproof import pages
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("fsdp_impl", "harness", "reports", "suites")
 _BYTECODE = tempfile.TemporaryDirectory(prefix="bytecode-")
@@ -33,7 +35,8 @@ def copy_of_the_sources(copy):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     (copy / "docs").mkdir()
-    shutil.copy(ROOT / "docs/contract.md", copy / "docs")
+    for name in ("contract.md", *pages.names()):
+        shutil.copy(ROOT / "docs" / name, copy / "docs")
     for folder in (*FOLDERS, "shardproof", "tests"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, copy / folder, ignore=ignored, symlinks=True)

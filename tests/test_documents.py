@@ -53,7 +53,14 @@ def test_the_tutorial_shows_a_failure_as_it_is_printed():
 #: What git has is linked to; generated pages are not there in a clone.
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "examples/**/*.md", "reports/published/*.md", ".github/**/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "skills/**/*.md",
+        "examples/**/*.md",
+        "reports/published/*.md",
+        ".github/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 

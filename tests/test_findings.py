@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from expecttest import assert_expected_inline
 
+from shardproof import bug_report
 from shardproof.commands import findings as command
 from shardproof.findings import FindingError, load, markdown, read
 from shardproof.harness.adapters.registry import BUILT_IN
@@ -23,8 +24,8 @@ FINDINGS = load()
 HEADER = '# implementations = ["torch.fsdp"]'
 
 
-def test_the_page_is_up_to_date():
-    python("docs/make.py", "--check", "findings", code=0)
+def test_the_pages_are_up_to_date():
+    python("docs/make.py", "--check", "findings", "unreported", code=0)
 
 
 def test_headers_name_what_there_is():
@@ -36,7 +37,7 @@ def test_headers_name_what_there_is():
 
 def test_each_finding_is_named_where_it_matters_or_says_why_not():
     """By an expectation, by an adapter or another part of the harness, by a case, an example or a document."""
-    written = {"findings.md", "matrix.md"}  # by programs, and name all or those of old runs
+    written = {"findings.md", "matrix.md", "unreported.md"}  # by programs, and name all or those of old runs
     folders = [ROOT / name for name in ("suites", "harness", "examples", "docs", "shardproof/testing")]
     places = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".toml", ".md")]
     texts = [path.read_text() for path in places if path.name not in written]
@@ -54,6 +55,42 @@ def test_a_reproducer_needs_torch_and_what_its_header_names(finding):
             imported.add(node.module.partition(".")[0])
     packages = {re.match(r"[a-z-]+", one)[0].replace("-", "_") for one in finding.packages}
     assert imported - sys.stdlib_module_names - {"torch"} == packages
+
+
+# Reports
+
+
+def test_each_of_the_page_has_a_severity():
+    page = (ROOT / "docs/unreported.md").read_text()
+    listed = set(re.findall(r"^\| \[(F-\d+)\]", page, flags=re.MULTILINE))
+    mine = [one for one in FINDINGS if "torch.fully_shard" in one.implementations]
+    mine = [one for one in mine if one.is_there and not one.is_known_upstream]
+    assert {one.id for one in mine} == listed and all(one.severity for one in mine)
+
+
+REPORTED = [one for one in FINDINGS if one.right is not None]
+
+
+@pytest.mark.parametrize("finding", REPORTED, ids=[one.id for one in REPORTED])
+def test_a_report_has_nothing_of_ours(finding):
+    said = f"{finding.title}\n{finding.paragraph}\n{finding.right}\n{finding.program}"
+    ours = r"shardproof|suites|reproducer|\bSeen by\b|\b[A-Z]{4,}-\d+\b|\bF-?\d+\b|the reference\b"
+    assert not re.search(ours, said), re.search(ours, said)
+    bug_report.check(finding)
+    report = ROOT / "findings/reports" / f"{finding.path.stem}.md"
+    if report.exists():
+        text = report.read_text()
+        assert finding.is_there and f"```python\n{finding.program}```" in text
+        assert f"# {finding.title}\n\n{finding.paragraph}\n" in text and f"\nRight: {finding.right}\n" in text
+        (printed,) = re.findall(r"## It prints\n\n```\n(.*?)\n```", text, flags=re.DOTALL)
+        # A run's last lines: "(exit code 1)" there.
+        assert re.search(
+            finding.shows, printed.replace("(it does not end: time limit)", "time limit"), flags=re.MULTILINE
+        )
+
+
+def test_reports_are_of_findings():
+    assert {path.stem for path in (ROOT / "findings/reports").iterdir()} <= {one.path.stem for one in REPORTED}
 
 
 # Reading
@@ -169,6 +206,86 @@ def test_results_and_what_differs(tmp_path, run):
     ]
     assert counts.startswith("torch 2.13.0+cpu: ") and "2 reproduces" in counts
     assert differs == "differs: F-2    does not reproduce; its header says that it reproduces"
+
+
+PLACE = "torch.nn.utils.clip_grad:clip_grad_norm_"
+REPORTABLE = f"""{KNOWN}\n# right = "`right`"\n# places = ["{PLACE}"]"""
+
+
+def test_a_report(tmp_path, run):
+    """What it prints is what the program printed, as pasted: without its header, in a file of its own."""
+    code = "import os, sys\nprint('[W1201 x.cpp:1] of torch', file=sys.stderr)\nprint('wrong')\nprint(__file__)"
+    write(tmp_path, header=f'{REPORTABLE}\n# related = ["https://github.com/a/b/pull/7 open: x"]', code=code)
+    report = tmp_path / "new/report.md"
+    assert run("--report", "F-1", "-o", str(report)) == (
+        0, f"F-1    reproduces, as pasted; {report}: 4 lines of program (made the folder {report.parent})\n",
+    )  # fmt: skip
+    said = re.sub(r"line \d+|torch 2\.13.*, Python [\d.]+, \w+ \w+", "...", report.read_text())
+    assert_expected_inline(
+        said,
+        """\
+# It is wrong
+
+Always.
+
+## Program
+
+`python repro.py`, on a CPU
+
+```python
+import os, sys
+print('[W1201 x.cpp:1] of torch', file=sys.stderr)
+print('wrong')
+print(__file__)
+```
+
+## It prints
+
+```
+wrong
+repro.py
+```
+
+Right: `right`
+
+## Suspected place
+
+- `torch/nn/utils/clip_grad.py`, ...: `clip_grad_norm_`
+
+## Versions
+
+.... Seen with 2.13.0 cpu.
+
+## Related
+
+- [a/b#7](https://github.com/a/b/pull/7), open: x
+""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "code", "expected", "message"),
+    [
+        (REPORTABLE, "print('right')", 1, "F-1    does not reproduce; no report of it"),
+        (f"{REPORTABLE}\n# gpus = 2", "print('wrong')", 1, "F-1    not run: needs 2 GPUs (here is 0); no report of it"),
+        (f'{REPORTABLE}\n# fixed_in = "2.14"', "print('wrong')", 2, "F-1 is fixed in torch 2.14: there is nothing to"),
+        (KNOWN, "print('wrong')", 2, "F001.py: a report needs the fields shows, right and places; right is missing"),
+        (REPORTABLE, "print('wrong')\n\n" * 31, 2, "F001.py: its program has 31 lines, and one of a report at most 30"),
+        (REPORTABLE.replace(":clip", ":clap"), "print('wrong')", 2, "F001.py: the installed torch has no torch.nn.ut"),
+    ],
+)
+def test_a_finding_that_cannot_be_reported(tmp_path, run, header, code, expected, message):
+    write(tmp_path, header=header, code=code)
+    ended, printed = run("--report", "F-1", "-o", str(tmp_path / "report.md"))
+    assert (ended, printed.count("\n")) == (expected, 1) and message in printed
+    assert not (tmp_path / "report.md").exists()
+
+
+@pytest.mark.parametrize("more", [[], ["-o", "x", "F-2"], ["-o", "x", "--run"]])
+def test_a_report_is_of_one_finding(run, more):
+    with pytest.raises(SystemExit) as exit:
+        run("--report", "F-1", *more)
+    assert exit.value.code == 2
 
 
 def test_a_reproducer_that_does_not_end(tmp_path, run):

@@ -391,6 +391,7 @@ OTHERS = {
     ("shardproof/commands/check.py", "_save_and_resume"): "a temporary folder",
     ("shardproof/commands/check.py", "check"): "a temporary folder",
     ("shardproof/commands/findings.py", "_output"): "a temporary folder",
+    ("shardproof/commands/findings.py", "_report"): "a temporary folder",
     ("shardproof/commands/reproduce.py", "_recorded"): "a temporary folder",
     ("shardproof/commands/reproduce.py", "_run"): "a temporary folder",
 }

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 #: Pages that docs/make.py writes.
-GENERATED = {"findings.md", "matrix.md"}
+GENERATED = {"findings.md", "matrix.md", "unreported.md"}
 #: Everything that is printed of a failure or of a finding is a literal of these rooms.
 PRINTED = ("judging", "plugin", "states", "training")
 #: The texts of the commands, their ``--help`` among them. That of a run's options is in the room ``plugin``.

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from shardproof import contract
+from shardproof import contract, pages
 from tests.installations import FOLDERS, ROOT, build, copy_of_the_sources, install, run
 
 pytestmark = pytest.mark.sampled
@@ -96,6 +96,7 @@ def test_the_wheel_holds_every_source_and_no_test(wheel):
     own = [path for room in rooms for path in (ROOT / "shardproof" / room).iterdir()]
     extra = {path.relative_to(ROOT).as_posix() for path in own if path.is_file()}
     extra |= {"shardproof/commit.txt", "shardproof/contract.md", "shardproof/suites/expectations/sample.toml"}
+    extra |= {f"shardproof/pages/{name}" for name in pages.names()}
     assert names == extra.union(*map(sources, FOLDERS))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardproof import commands, folders
-from shardproof.commands import positive
+from shardproof.commands import judgement, positive
 from shardproof.runfile import CaseRecord, Verdict
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ def check(arguments: Sequence[str]) -> int:
         print(said.getvalue() if code else "", end="", file=sys.stderr)
         return code
     code = _say(request, record)
+    if refused := judgement.write(options.json, _judged(record, code)):
+        return refused
     if options.bisect and code == 1:
         from shardproof.harness.training import trials
 
@@ -165,6 +167,19 @@ def _say(request: Request, record: CaseRecord, line: str = "") -> int:
         print("--explain names the first module whose output or gradient diverges")
     print(f"reproduce: {record.reproduction}")
     return 1
+
+
+def _judged(record: CaseRecord, code: int) -> judgement.Judgement:
+    if record.failure is None:
+        text = "\n".join(record.missing or (_facts(record) if record.own is not None else ()))
+        return judgement.of("check", (), text, is_judged=code == 0)
+    failure, own = record.failure, record.own
+    where = {name: value for name in ("stage", "step", "name", "rank", "element")
+             if (value := getattr(failure, name)) is not None}  # fmt: skip
+    title, *lines = failure.text.splitlines() or [record.verdict]
+    codes = [own.signature] if own is not None and own.signature else []
+    item = judgement.Item(kind="divergence", title=title, codes=codes, lines=lines, where=where)
+    return judgement.of("check", [item], f"reproduce: {record.reproduction}")
 
 
 def _facts(record: CaseRecord) -> list[str]:
@@ -297,5 +312,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--explain", action="store_true", help="run a diverging step again, and name the first module that diverges")
     add("--keep", default="", metavar="DIR", help="leave the tensors that were compared in this folder")
     add("--report", metavar="FILE", help="write a run file, which the page and the gate read")
+    judgement.add_option(parser)
     add("--deadline", type=float, default=900.0, metavar="SECONDS", help="time limit of the whole check (default: 900)")
     return parser

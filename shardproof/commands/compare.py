@@ -2,10 +2,15 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from shardproof import commands, folders
+from shardproof.commands import judgement
 from shardproof.door import BadFile
+
+if TYPE_CHECKING:
+    from shardproof.harness.training.comparing import Comparison
 
 DIVERGES = 1
 
@@ -36,8 +41,24 @@ def compare(arguments: Sequence[str]) -> int:
             report.write_comparison(options.report, found)
         except folders.NotWritten as error:
             return commands.refuse(f"compare: {error}")
-    print(comparing.render(found))
-    return 0 if found.agrees else DIVERGES
+    text = comparing.render(found)
+    print(text)
+    refused = judgement.write(options.json, judgement.of("compare", [*_items(found)], text))
+    return refused or (0 if found.agrees else DIVERGES)
+
+
+def _items(found: "Comparison") -> Iterator[judgement.Item]:
+    for line in found.resumption.lines if found.resumption is not None else ():
+        yield judgement.Item(kind="divergence", title=line)
+    for one in found.divergent:
+        yield judgement.Item(
+            kind="divergence",
+            title=one.what,
+            codes=judgement.codes_in(one.lines),
+            lines=one.lines,
+            where={"rank": one.rank, "step": one.step, "stage": one.stage, "name": one.name,
+                   "distance": one.distance, "allowed": one.allowed},
+        )  # fmt: skip
 
 
 def _offset(text: str | None) -> int | str | None:
@@ -66,4 +87,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--align", metavar="data|N", help="the step of REF that is step 0 of RUN, a training that was "
                         "resumed; data finds it by the data that both have read")  # fmt: skip
     parser.add_argument("--report", metavar="FILE", help="write a run file for the page and the gate")
+    judgement.add_option(parser)
     return parser

@@ -2,10 +2,16 @@
 
 import argparse
 import contextlib
+import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardproof import commands
+from shardproof.commands import judgement
 from shardproof.harness.judging import codes
+
+if TYPE_CHECKING:
+    from shardproof.harness.training.doctor import Doctor
 
 _EPILOG = """\
 examples:
@@ -29,6 +35,7 @@ def doctor(arguments: Sequence[str]) -> int:
     from shardproof.harness.watching.records import NotWatchable
     from shardproof.harness.watching.ties import Ties
 
+    watching, has_ended = None, True
     try:
         steps = commands.numbers("doctor", options.steps)
         with contextlib.closing(Ties()) as ties, Doctor(
@@ -38,7 +45,37 @@ def doctor(arguments: Sequence[str]) -> int:
             run_script.run(script)
     except NotWatchable as error:
         return commands.refuse(error)
-    return int(options.strict and any(not one.is_note for one in watching.findings))
+    except Exception:
+        has_ended = False
+        raise
+    finally:  # also if the script ends with an exception, or by sys.exit()
+        refused = 0
+        if watching is not None and _is_first():
+            refused = judgement.write(options.json, _judged(watching, has_ended))
+    return refused or int(options.strict and any(not one.is_note for one in watching.findings))
+
+
+#: What the doctor's summary is before a step is complete.
+_UNSEEN = "no step was seen"
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _judged(watching: "Doctor", has_ended: bool) -> judgement.Judgement:
+    items = [
+        judgement.Item(
+            kind="note" if one.is_note else "finding",
+            title=one.title,
+            codes=[*filter(None, [*one.checks, one.signature])],
+            lines=one.lines,
+            where={"step": one.step, **({"root": one.root} if one.root else {})},
+        )
+        for one in watching.findings
+    ]
+    summary = watching.summary()
+    return judgement.of("doctor", items, summary, is_judged=has_ended and summary != _UNSEEN)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -56,4 +93,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--report", metavar="FILE", help="write a run file for the page and the gate")
     add("--strict", action="store_true", help="exit with 1 if there are findings")
     add("--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank")
+    judgement.add_option(parser)
     return parser

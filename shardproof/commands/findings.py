@@ -1,4 +1,4 @@
-"""The command ``shardproof findings``: lists the findings, or runs their reproducers with what is installed."""
+"""The command ``shardproof findings``: lists the findings, runs their reproducers here, or writes a report of one."""
 
 import argparse
 import collections
@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from shardproof import commands
+from shardproof import bug_report, commands, folders
 from shardproof.commands import positive
 from shardproof.door import printable
 from shardproof.findings import FindingError, KnownFinding, load
@@ -28,9 +29,11 @@ examples:
   shardproof findings F-2 F-89
   shardproof findings --run F-2
   shardproof findings --run -n 4 > findings.txt
+  shardproof findings --report F-2 -o report.md
 
 exit codes: 0; 1 with --run, a finding differs from what its header says of the installed torch, or cannot be judged;
-2 a finding cannot be read, or there is none of that name"""
+1 with --report, the program does not show the defect here, and nothing is written; 2 a finding cannot be read or
+reported, or there is none of that name"""
 
 #: The reproducers that run, each the leader of a group of processes.
 _RUNNING: set[subprocess.Popen[bytes]] = set()
@@ -51,14 +54,19 @@ class _Result:
 
 
 def findings(arguments: Sequence[str]) -> int:
-    """Print the index of the findings or, with ``--run``, what their reproducers show here.
+    """Print the index of the findings or, with ``--run``, what their reproducers show here; or write a report of one.
 
-    The exit code is 0; 1 if a result differs from what is known or cannot be judged; 2 for bad input, with one line on
-    stderr.
+    The exit code is 0; 1 if a result differs from what is known or cannot be judged, or nothing shows what is to be
+    reported; 2 for bad input, with one line on stderr.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.report is not None and (options.names or options.run or not options.output):
+        parser.error("--report takes one finding, and -o FILE")
     try:
-        chosen = _chosen(load(), options.names)
+        chosen = _chosen(load(), [options.report] if options.report is not None else options.names)
+        if options.report is not None:
+            return _report(chosen[0], pathlib.Path(options.output), options.seconds)
     except FindingError as error:
         return commands.refuse(error)
     if options.run:
@@ -98,24 +106,50 @@ def _run_all(chosen: Sequence[KnownFinding], *, processes: int, seconds: int) ->
     return DIFFERS if differ or counts[NOT_JUDGED] else 0
 
 
+def _report(finding: KnownFinding, file: pathlib.Path, seconds: int) -> int:
+    """Write a report once its program, as the report has it, has shown the defect."""
+    bug_report.check(finding)
+    with tempfile.TemporaryDirectory() as folder:
+        program = pathlib.Path(folder, "repro.py")
+        folders.write_file(program, finding.program)
+        result, lines = _ran(finding, program, seconds)
+    if result.said != REPRODUCES:
+        print(f"{result}; no report of it", file=sys.stderr)
+        return DIFFERS
+    text = bug_report.write(finding, [line.replace(f"{folder}/", "") for line in lines], _version("torch") or "")
+    try:
+        made = folders.write_file(file, text)
+    except folders.NotWritten as error:
+        return commands.refuse(f"findings: {error}")
+    print(printable(f"{result}, as pasted; {file}: {bug_report.lines_of(finding.program)} lines of program{made}"))
+    return 0
+
+
 def _differs(result: _Result, torch: str) -> bool:
     claim = result.finding.claim(torch)
     return claim is not None and result.said == (NOT if claim else REPRODUCES)
 
 
 def _result(finding: KnownFinding, seconds: int) -> _Result:
+    return _ran(finding, finding.path, seconds)[0]
+
+
+def _ran(finding: KnownFinding, program: pathlib.Path, seconds: int) -> tuple[_Result, list[str]]:
+    """Run a program of a finding if anything can; return what came of it, and the lines that it printed."""
     if finding.by_hand is not None:
-        return _Result(finding, NOT_RUN, finding.by_hand)
+        return _Result(finding, NOT_RUN, finding.by_hand), []
     if lacking := _lacking(finding):
-        return _Result(finding, NOT_RUN, f"needs {' and '.join(lacking)}")
-    lines = _output(finding, seconds)
+        return _Result(finding, NOT_RUN, f"needs {' and '.join(lacking)}"), []
+    lines = _output(program, finding.arguments, seconds)
     if finding.shows is None:
-        return _Result(finding, NOT_JUDGED, f"its header does not say what shows the defect; it ended with {lines[-1]}")
+        why = f"its header does not say what shows the defect; it ended with {lines[-1]}"
+        return _Result(finding, NOT_JUDGED, why), lines
     if re.search(finding.shows, "\n".join(lines), flags=re.MULTILINE):
-        return _Result(finding, REPRODUCES)
+        return _Result(finding, REPRODUCES), lines
     if lines[-1] == "exit code 0":
-        return _Result(finding, NOT)
-    return _Result(finding, NOT_JUDGED, f"{lines[-1]}, after {next(filter(None, lines[-2::-1]), 'no output')!r}")
+        return _Result(finding, NOT), lines
+    why = f"{lines[-1]}, after {next(filter(None, lines[-2::-1]), 'no output')!r}"
+    return _Result(finding, NOT_JUDGED, why), lines
 
 
 def _lacking(finding: KnownFinding) -> list[str]:
@@ -142,11 +176,11 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _output(finding: KnownFinding, seconds: int) -> list[str]:
-    """Run the reproducer until its end or the time limit; return what it printed, and how it ended as the last line."""
+def _output(program: pathlib.Path, arguments: Sequence[str], seconds: int) -> list[str]:
+    """Run a program until its end or the time limit; return what it printed, and how it ended as the last line."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile(dir=folder) as printed:
         process = subprocess.Popen(
-            [sys.executable, str(finding.path.resolve()), *finding.arguments],
+            [sys.executable, str(program.resolve()), *arguments],
             cwd=folder,
             # Its ranks meet by files in this folder. Unbuffered, what they print at the same time would be mixed.
             env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": folder, "PYTHONUNBUFFERED": ""},
@@ -179,11 +213,14 @@ def _parser() -> argparse.ArgumentParser:
         "shardproof findings",
         description="List what the suites found in other implementations, from the folder findings/ of a clone. With "
         "--run, run the reproducers with the installed torch, those that need GPUs or other packages only where they "
-        "are; say of each whether the defect is there, and at the end which differ from what their headers say.",
+        "are; say of each whether the defect is there, and at the end which differ from what their headers say. With "
+        "--report, write one as a report for its maintainers, once its program has shown the defect here.",
         epilog=_EPILOG,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these, such as F-2; all by default")
     parser.add_argument("--run", action="store_true", help="run their reproducers")
+    parser.add_argument("--report", metavar="NAME", help="write a report of this finding, which is run first")
+    parser.add_argument("-o", dest="output", metavar="FILE", help="the file of the report, in Markdown")
     parser.add_argument("-n", dest="processes", type=positive, default=1, metavar="N",
                         help="run N at a time (1); each has several ranks")  # fmt: skip
     parser.add_argument("--seconds", type=positive, default=300, metavar="S", help="the time limit of each (300)")

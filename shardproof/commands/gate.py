@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardproof import commands
+from shardproof.commands import judgement
 from shardproof.reports.accepted import accept, load
 from shardproof.reports.regressions import ALLOWED, check_comparable, compare
-from shardproof.reports.regressions_text import FORMATS, described
+from shardproof.reports.regressions_text import FORMATS, as_text, described
 from shardproof.reports.texts import coloured
 from shardproof.runfile import Run, load_run
 
@@ -40,7 +41,16 @@ def gate(arguments: Sequence[str]) -> int:
     outcome = replace(outcome, runs=_described(options, base, head), verbose=options.verbose)
     text = FORMATS[options.format](outcome)
     print(coloured(text, sys.stdout) if options.format == "text" else text, end="")
-    return WORSE if outcome.worse else 0
+    items = [
+        judgement.Item(
+            kind=one.kind,
+            title=one.text,
+            where={"implementation": one.implementation, "case": one.case, "reproduce": one.reproduce},
+        )
+        for one in outcome.worse
+    ]
+    refused = judgement.write(options.json, judgement.of("gate", items, as_text(outcome)))
+    return refused or (WORSE if outcome.worse else 0)
 
 
 def _described(options: argparse.Namespace, base: Run, head: Run) -> tuple[str, ...]:
@@ -80,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-v", "--verbose", action="store_true", help="show each regression, not one of those that are alike")
     add("--accept", metavar="FILE", help="a TOML file of what may get worse, with reasons; docs/gate.md describes it")
+    judgement.add_option(parser)
     return parser
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shardproof import commands
+from shardproof.commands import judgement
 from shardproof.door import printable
 
 if TYPE_CHECKING:
+    from shardproof.harness.states.differences import Difference
     from shardproof.harness.states.sides import State
 
 DIFFERS = 1
@@ -36,8 +38,8 @@ def state(arguments: Sequence[str]) -> int:
     a = sides.read(options.a)
     if options.b is None:
         found = [*comparing.check(a)]
-        _print([*_summary(a), "", *comparing.lines(found)] if found else _summary(a))
-        return DIFFERS if found else 0
+        lines = [*_summary(a), "", *comparing.lines(found)] if found else _summary(a)
+        return _print(lines, found, options.json)
     b, prefix = sides.aligned(sides.renamed(sides.read(options.b), options.rename), a)
     earlier = [sides.aligned(sides.read(one), a)[0] for one in options.earlier]
     found = [
@@ -47,8 +49,7 @@ def state(arguments: Sequence[str]) -> int:
     ]
     begins = f", whose names begin with {prefix!r}" if prefix else ""
     head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}"]
-    _print([*head, "", *(comparing.lines(found) if found else ["nothing differs"])])
-    return DIFFERS if found else 0
+    return _print([*head, "", *(comparing.lines(found) if found else ["nothing differs"])], found, options.json)
 
 
 def _summary(state: "State") -> list[str]:
@@ -63,8 +64,16 @@ def _summary(state: "State") -> list[str]:
     return lines
 
 
-def _print(lines: Iterable[str]) -> None:
-    print("\n".join(map(printable, lines)))
+def _print(lines: Iterable[str], found: Sequence["Difference"], file: str | None) -> int:
+    text = "\n".join(map(printable, lines))
+    print(text)
+    items = [
+        judgement.Item(
+            kind="difference", title=f"{one.key}: {one.text}", where={"section": one.key.section, "kind": one.kind}
+        )
+        for one in found
+    ]
+    return judgement.write(file, judgement.of("state", items, text)) or (DIFFERS if found else 0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,4 +89,5 @@ def _parser() -> argparse.ArgumentParser:
                         "training, whose entries B may have instead; may be repeated")  # fmt: skip
     parser.add_argument("--rename", action="append", default=[], metavar="REGEX=NEW", help="replace this part of the "
                         "names of B, as re.sub() does; may be repeated")  # fmt: skip
+    judgement.add_option(parser)
     return parser

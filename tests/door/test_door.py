@@ -43,10 +43,12 @@ NOT_FOREIGN: dict[str, dict[str, int]] = {
         "harness/plugin/origin.py": 4,
         "harness/worlds/loop.py": 3,
         "reports/page/assets.py": 1,
+        "shardproof/bug_report.py": 2,
         "shardproof/commands/run.py": 1,
         "shardproof/contract.py": 6,
         "shardproof/extras.py": 2,
-        "shardproof/findings.py": 1,
+        "shardproof/findings.py": 2,
+        "shardproof/pages.py": 1,
         "shardproof/renamed.py": 1,
     },
     "what the processes of one run write for each other, in a directory of their own": {
