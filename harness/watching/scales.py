@@ -36,7 +36,7 @@ def _factor(node: Any, depth: int) -> float | None:
         return 1.0 if getattr(node, "_saved_reduction", None) == _MEAN else None
     children = [one for one, _ in node.next_functions if one is not None]
     if kind in ("Mul", "Div") and len(children) == 1:
-        return _scaled(kind, node._saved_other, _factor(children[0], depth - 1))
+        return _scaled(kind, getattr(node, "_saved_other", None), _factor(children[0], depth - 1))
     found = {_factor(one, depth - 1) for one in children} if kind in _PASSES else set()
     return found.pop() if len(found) == 1 else None
 
