@@ -211,6 +211,11 @@ class Watcher(contextlib.AbstractContextManager[Any]):
                 f"nothing was watched: optimizers stepped, and no forward of {kinds} was seen, as inside of a compiled "
                 "function: compile the module instead, by torch.compile(model) or model.compile()"
             )
+        if self._watch.has_computed and not self._watch.family.steps:
+            return (
+                f"nothing was watched ({counts}): no optimizer of torch stepped; derive the class that updates the "
+                f"parameters from torch.optim.Optimizer, of which the {self.name} sees each step"
+            )
         return f"the loop ended before a step was complete ({counts}): was the wrapped module called?"
 
     def _say_here(self, text: str) -> None:

@@ -133,6 +133,20 @@ def test_a_loop_without_steps(model, traces, capsys):
     assert capsys.readouterr().err == f"shardproof doctor: {line}\n"
 
 
+def test_a_loop_that_updates_parameters_itself(model, traces, capsys):
+    with doctor(model):
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            with torch.no_grad():
+                for one in model.parameters():
+                    one.sub_(one.grad)
+    counts = "2 forwards with gradients, 0 optimizer steps"
+    line = (
+        f"nothing was watched ({counts}): no optimizer of torch stepped; derive the class that updates the parameters"
+    )
+    assert capsys.readouterr().err.startswith(f"shardproof doctor: {line} from torch.optim.Optimizer")
+
+
 class Container(torch.optim.Optimizer):
     """An optimizer of optimizers, as torchtitan has one."""
 
