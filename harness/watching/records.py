@@ -437,6 +437,7 @@ class Reducers:
     names: tuple[str, ...] = ()  # "DistributedDataParallel", "fully_shard"
     hooks: tuple[str, ...] = ()  # the names of functions that reduce gradients in the place of the wrapper's own
     bypassed: tuple[str, ...] = ()  # the names of wrappers around the model that the loop does not call
+    ignored: frozenset[str] = frozenset()  # the names of plain parameters that user code has DDP ignore
     sends_buffers: bool = False  # whether DDP replaces the buffers of all ranks by those of one before each forward
 
 
