@@ -257,6 +257,9 @@ class StandingRecord:
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
     # Of parameters that require no gradient the bits, and how far a sample is from that of the first time: relative.
     frozen: dict[str, tuple[Bits, float]] = dataclasses.field(default_factory=dict)
+    # What stands for the states of the generators of Python and numpy, by the modules that have them.
+    others: dict[str, int] = dataclasses.field(default_factory=dict)
+    model: int = 0  # how many models of the same class have replaced the first
 
 
 @dataclasses.dataclass(frozen=True)
