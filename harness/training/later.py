@@ -248,15 +248,10 @@ class Later:
         for name in _generators(look.records[0]):
             before = [[_generators(record).get(name) for record in step.records] for step in self._watched]
             now = [_generators(record).get(name) for record in look.records]
-            by_rank = [*zip(*before, strict=True)]
-            # A generator by which nobody draws in training may have any state.
-            draws = [rank for rank, own in enumerate(by_rank) if None not in own and len(set(own)) == len(own) > 1]
-            alike = [[rank for rank in draws if now[rank] == state] for state in dict.fromkeys(now)]
-            for ranks in alike:
-                apart = [rank for rank in ranks if all(step.count(step[rank]) == 1 for step in before)]
-                if len(apart) > 1:
-                    yield self._of_one_state(look, name, apart)
-                    break
+            own = _of_their_own(before)
+            sets = [[rank for rank in own if now[rank] == state] for state in dict.fromkeys(now)]
+            if found := [ranks for ranks in sets if len(ranks) > 1]:
+                yield self._of_one_state(look, name, found[0])
 
     def _of_one_state(self, look: Evidence, name: str, ranks: Sequence[int]) -> DoctorFinding:
         lines = (
@@ -299,6 +294,16 @@ def _names(modes: Iterable[Iterable[str]]) -> list[str]:
 def _states(evidence: Evidence, device: str) -> list[int | None]:
     standings: list[StandingRecord] = [record.modules.standing for record in evidence.records]
     return [one.generators.get(device) for one in standings]
+
+
+def _of_their_own(states: Sequence[Sequence[int | None]]) -> list[int]:
+    """Return the ranks that have in each step a state that no other rank has, and draw in each step."""
+    found = []
+    for rank, own in enumerate(zip(*states, strict=True)):
+        is_alone = all(step.count(step[rank]) == 1 for step in states)
+        if is_alone and None not in own and len(set(own)) == len(own) > 1:
+            found.append(rank)
+    return found
 
 
 def _alike(states: Sequence[Sequence[int | None]]) -> list[list[int]]:

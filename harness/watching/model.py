@@ -96,7 +96,7 @@ class Model:
         self.engine, self._without = None, frozenset()
 
     def replace(self, root: nn.Module) -> None:
-        """Take another root in the place of the only one, which has the same parameters."""
+        """Replace the only root by another one with the same parameters."""
         self.roots[:] = [root]
         self._names = {id(module): name for name, module in modules_of(root)}
         self._uncertain.clear()

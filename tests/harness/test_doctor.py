@@ -348,7 +348,7 @@ def test_a_loop_that_makes_its_process_groups_anew(tmp_path, what, steps, ddp, s
     assert "internal error" not in done.stdout, done.stdout
     assert done.stdout.count(f"shardproof doctor: {line}\n") == bool(line), done.stdout
     assert f"shardproof doctor: {seen} of 2 ranks" in done.stdout, done.stdout
-    assert len(load_run(tmp_path / "run.json").cases) == 28
+    assert len(load_run(tmp_path / "run.json").cases) == 32
     assert done.returncode == 0 and done.stdout.count("the training has ended") == 2, done.stdout
 
 
