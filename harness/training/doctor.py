@@ -411,8 +411,9 @@ class Doctor(Watcher):
             return
         self._detach_watches()
         self._looking = Looking(
-            [one for one in roots if one.can_be_looked_at], self._watch.only, self._watch.step, on_look=self._look,
-            on_destroy=self._look_last, on_error=self._on_look_error, passes=self.passes,
+            [one for one in roots if one.can_be_looked_at], self._watch.only, self._watch.step,
+            finds_more=not self._models and not len(self._others), on_look=self._look, on_destroy=self._look_last,
+            on_error=self._on_look_error, passes=self.passes,
         )  # fmt: skip
         self._looking.__enter__()
 

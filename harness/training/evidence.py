@@ -174,6 +174,11 @@ class Evidence:
         return found
 
     @functools.cached_property
+    def ignored(self) -> frozenset[str]:
+        """The parameters that DDP ignores because user code says so: each rank may have its own, such as an expert."""
+        return frozenset(name for start in self.starts for name in start.reducers.ignored)
+
+    @functools.cached_property
     def ends_equal(self) -> bool:
         """Whether the step moves all parameters that several ranks hold, and they are equal after it."""
         sets = [(name, members) for name, found in self.holders.items() for members in found if len(members) > 1]
@@ -392,6 +397,7 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
     """Return which ranks hold the same elements of each parameter when watching begins, and which of these differ.
 
     Ranks that a mesh or a wrapper declares to be replicas are, whatever they hold; others are if their bits are equal.
+    Each rank has its own of a parameter that DDP ignores because user code says so.
     The second dictionary has the declared sets of replicas that are not equal.
     """
     held: dict[str, list[tuple[int, ...]]] = {}
@@ -407,6 +413,7 @@ def holders_of(starts: Sequence[Start]) -> tuple[dict[str, list[tuple[int, ...]]
             for members in sets:
                 by_bits.setdefault(starts[members[0]].bits[name][2], []).extend(members)
             held.setdefault(name, []).extend(tuple(sorted(members)) for members in by_bits.values())
+    _part_ignored(starts, held, differ)
     _part_constants(starts, held)
     return held, differ
 
@@ -435,6 +442,15 @@ def _declared_sets(starts: Sequence[Start], name: str, ranks: Sequence[int]) -> 
     return _joined(ranks, [one for one in inside if len(one) > 1])
 
 
+def _part_ignored(
+    starts: Sequence[Start], held: dict[str, list[tuple[int, ...]]], differ: dict[str, list[tuple[int, ...]]]
+) -> None:
+    """Tell all ranks apart of a parameter that DDP ignores."""
+    for name in {name for start in starts for name in start.reducers.ignored}:
+        differ.pop(name, None)
+        held[name] = [(rank,) for members in held[name] for rank in members]
+
+
 def _part_constants(starts: Sequence[Start], held: dict[str, list[tuple[int, ...]]]) -> None:
     """Tell apart ranks with the same zeros or ones of a parameter where they have parts of one model."""
     free = [name for name in held if not _is_declared(starts, name)]
@@ -456,6 +472,8 @@ def _by_other_parameters(
 
 def _is_declared(starts: Sequence[Start], name: str) -> bool:
     """Whether a wrapper or a mesh tells which ranks hold the same elements of a parameter."""
+    if any(name in one.reducers.ignored for one in starts):
+        return False
     return any(name in one.flat or one.replicated or one.bits[name][1] for one in starts if name in one.bits)
 
 

@@ -167,7 +167,8 @@ class Examination:
             found += invariants.check_replicas(evidence)
             self._of_replicas.append(evidence)
         if all(one.is_note for one in found):
-            found += norms.check_norm(evidence)
+            is_local = any(one.title == reduction.NOT_REDUCED for one in found)
+            found += norms.check_norm(evidence, is_local=is_local)
             if not any(codes.NORM in one.checks for one in (*self.findings, *found)):
                 found += norms.check_limit(self.seen)
         return self._put_apart(self._without_consequences(found))

@@ -12,7 +12,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training import acts, buffers, invariants, updates
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
-from shardproof.harness.watching.records import StandingRecord
+from shardproof.harness.watching.records import StandingRecord, StepRecord
 
 _OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.EQUAL_STATES, codes.REDUCED_ONCE}
 
@@ -44,15 +44,21 @@ class Later:
             ties: the names of parameters that should be one.
             is_end: whether no step follows: user code may have changed the model since the last one, to evaluate it.
         """
+        models = {record.modules.standing.model for record in look.records}
         yield from acts.check_acts(look)
-        yield from self._check_replicas(look, is_end=is_end)
+        if len(models) > 1:  # some ranks have made another one
+            return
+        is_replaced, is_wrapped = models != {0}, any(start.reducers.names for start in look.starts)
+        if is_wrapped or not is_replaced:
+            yield from self._check_replicas(look, is_end=is_end)
         yield from updates.check_settings(look)
         self._is_loaded |= any(record.modules.acts.loads for record in look.records)
         if not is_end:
             yield from invariants.check_ties(look, ties)
             yield from buffers.check_standing(look, self._watched)
-            yield from self._check_frozen(look)
+            yield from self._check_frozen(look) if not is_replaced else ()
             yield from self._check_modes(look)
+            yield from self._check_batches(look)
             yield from self._check_generators(look)
 
     @property
@@ -181,6 +187,29 @@ class Later:
                 most = max(most, now[1])
         return most
 
+    def _check_batches(self, look: Evidence) -> Iterator[DoctorFinding]:
+        """D9: note data ranks that read different data in each watched step, and the same in the step of the look.
+
+        The gradients that they compute from it are not seen, which may differ.
+        """
+        if not self._is_first:
+            return
+        now = [record.forwards.batches for record in look.records]
+        same: dict[tuple[int, ...], list[int]] = {}
+        for rank in (readers[0] for readers in self._watched[0].readers):
+            if any(one.varies for given in look.records[rank].forwards.inputs for one in given.tensors):
+                same.setdefault(now[rank], []).append(rank)
+        for ranks in same.values():
+            before = [[step.records[rank].forwards.batches for rank in ranks] for step in self._watched]
+            if len(ranks) > 1 and all(all(own) and len(set(own)) == len(own) for own in before):
+                lines = (
+                    f"{ranks_of(ranks)} read the same data in step {look.step}, and different data in {self._steps}",
+                    "meant, as for a batch that all ranks share now and then? else give each rank its own part from "
+                    "then on: a resumed loader or sampler needs the state of its own rank, and a new one its rank",
+                )
+                title = "ranks read the same data in a later step"
+                yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, look.step, title, lines, is_note=True)
+
     def _check_modes(self, look: Evidence) -> Iterator[DoctorFinding]:
         """D28: note modules that are in another mode than in each watched step."""
         for mode, mend in (
@@ -211,6 +240,28 @@ class Later:
             sets = [ranks for ranks in _alike(before) if len({_states(look, device)[rank] for rank in ranks}) > 1]
             if sets and not self._may_differ(look, device):
                 yield self._of_generators(look, device, sets[0])
+        if self._is_first:
+            yield from self._check_own_generators(look)
+
+    def _check_own_generators(self, look: Evidence) -> Iterator[DoctorFinding]:
+        """D28: note ranks whose generators had states of their own in each watched step, and have one state."""
+        for name in _generators(look.records[0]):
+            before = [[_generators(record).get(name) for record in step.records] for step in self._watched]
+            now = [_generators(record).get(name) for record in look.records]
+            own = _of_their_own(before)
+            sets = [[rank for rank in own if now[rank] == state] for state in dict.fromkeys(now)]
+            if found := [ranks for ranks in sets if len(ranks) > 1]:
+                yield self._of_one_state(look, name, found[0])
+
+    def _of_one_state(self, look: Evidence, name: str, ranks: Sequence[int]) -> DoctorFinding:
+        lines = (
+            f"{name}: different states on {ranks_of(ranks)} in {self._steps}, and one state when the optimizer steps "
+            f"in step {look.step}: these ranks draw the same numbers from then on",
+            "meant, as where all ranks shuffle by one seed? else noise, masks and augmentations are the same on these "
+            "ranks: restore the state of each rank from a checkpoint, and add the rank to a seed that is set again",
+        )
+        title = "random generators of ranks are in one state in a later step"
+        return DoctorFinding((codes.STANDS,), codes.APART, look.step, title, lines, is_note=True)
 
     def _may_differ(self, look: Evidence, device: str) -> bool:
         if device == "cpu":
@@ -229,6 +280,13 @@ class Later:
         return DoctorFinding((codes.STANDS,), codes.APART, look.step, title, lines, is_note=True)
 
 
+def _generators(record: StepRecord) -> dict[str, int]:
+    """Return what stands for the states of the generators of a rank, by how messages name them."""
+    standing = record.modules.standing
+    own = {f"torch's default generator of {device}": state for device, state in standing.generators.items()}
+    return own | {f"the generator of {name}": state for name, state in standing.others.items()}
+
+
 def _names(modes: Iterable[Iterable[str]]) -> list[str]:
     return list(dict.fromkeys(name for one in modes for name in one))
 
@@ -236,6 +294,16 @@ def _names(modes: Iterable[Iterable[str]]) -> list[str]:
 def _states(evidence: Evidence, device: str) -> list[int | None]:
     standings: list[StandingRecord] = [record.modules.standing for record in evidence.records]
     return [one.generators.get(device) for one in standings]
+
+
+def _of_their_own(states: Sequence[Sequence[int | None]]) -> list[int]:
+    """Return the ranks that have in each step a state that no other rank has, and draw in each step."""
+    found = []
+    for rank, own in enumerate(zip(*states, strict=True)):
+        is_alone = all(step.count(step[rank]) == 1 for step in states)
+        if is_alone and None not in own and len(set(own)) == len(own) > 1:
+            found.append(rank)
+    return found
 
 
 def _alike(states: Sequence[Sequence[int | None]]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from shardproof.harness.training.later import Later
 from shardproof.harness.watching.looks import Looks, Rounds
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.records import StepRecord
+from shardproof.harness.watching.successors import Successors
 
 #: Looks that the last line lists by their steps.
 _MOST_STEPS = 6
@@ -50,6 +51,7 @@ class Looking(contextlib.AbstractContextManager["Looking"]):
         roots: those that can be looked at, the first root first.
         only: the optimizers whose steps count; empty for each that steps.
         begin: the number of the first step that follows.
+        finds_more: whether a model that replaces the root is looked at too.
         on_look: is called with what is seen of each root at a step; an exception of it ends the looks.
         on_destroy: is called before all process groups are destroyed.
         on_error: takes errors of ours.
@@ -57,15 +59,17 @@ class Looking(contextlib.AbstractContextManager["Looking"]):
     """
 
     def __init__(
-        self, roots: Sequence[LookedAt], only: Sequence[torch.optim.Optimizer], begin: int, *,
+        self, roots: Sequence[LookedAt], only: Sequence[torch.optim.Optimizer], begin: int, *, finds_more: bool,
         on_look: Callable[[list[StepRecord]], None], on_destroy: Callable[[], None],
         on_error: Callable[[Exception], None], passes: tuple[type[Exception], ...],
     ) -> None:  # fmt: skip
         self._roots = roots
         self._judges = [Later(one.examination.seen, one.examination.findings, is_first=not one.number) for one in roots]
+        may_succeed = finds_more and len(roots) == 1 and not only
+        successors = Successors(roots[0].model) if may_succeed else None
         in_turn = all(len(record.optimizers) < 2 for one in roots[0].examination.seen for record in one.records)
         self._looks = Looks(
-            [one.model for one in roots], Rounds(roots[0].model, only, in_turn=in_turn), begin,
+            [one.model for one in roots], Rounds(roots[0].model, only, in_turn=in_turn, successors=successors), begin,
             on_look=on_look, on_destroy=on_destroy, on_error=on_error, passes=passes,
         )  # fmt: skip
         self._steps: list[str] = []

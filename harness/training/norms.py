@@ -18,8 +18,13 @@ OTHER_NORM = "the norm is not the norm of all gradients"
 _NUMBER = 8
 
 
-def check_norm(evidence: Evidence) -> Iterator[DoctorFinding]:
-    """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks."""
+def check_norm(evidence: Evidence, *, is_local: bool = False) -> Iterator[DoctorFinding]:
+    """D10: the total norm is that of all gradients, and the scale that is applied is the same on all ranks.
+
+    Args:
+        is_local: whether each rank may train by itself, as its gradients are not reduced: then it has a scale of its
+            own.
+    """
     count = len(evidence.records)
     if any(record.norms.clipped_scaled for record in evidence.records):
         line = "gradients are clipped before the loss scaler unscales them: call scaler.unscale_(optimizer) first"
@@ -30,7 +35,8 @@ def check_norm(evidence: Evidence) -> Iterator[DoctorFinding]:
     true = [math.sqrt(evidence.squares(rank, "after_backward", local=False)) for rank in range(count)]
     scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
-    if len(known) == count and count > 1 and max(known) - min(known) > numerics.SCALES_APART * max(known):
+    is_of_all = len(known) == count > 1 and not is_local
+    if is_of_all and max(known) - min(known) > numerics.SCALES_APART * max(known):
         yield _of_scales(evidence, known, local, true[0])
         return
     for rank, record in enumerate(evidence.records):
@@ -99,7 +105,7 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     limits, scales = [], []
     for evidence in seen[-2:]:
         before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
-        if before and math.isfinite(before) and after < before * (1 - numerics.CLIPPED):
+        if math.isfinite(before) and 0 < after < before * (1 - numerics.CLIPPED):
             limits.append(after)
             scales.append(after / before)
     if len(limits) < 2:

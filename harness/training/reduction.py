@@ -95,11 +95,16 @@ def check_reduction(evidence: Evidence, earlier: Sequence[Reduced]) -> tuple[lis
 
 _STAGES = ("after_backward", "at_step")
 
+#: The collectives by which ranks exchange tokens.
+_EXCHANGES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
 #: The signatures of gradients that are sums of whole parts of some ranks.
 _OF_SUMS = (codes.SCALED, codes.UNREDUCED, codes.SOME_RANKS)
 
 #: Why a gradient is not judged that is no sum of what ranks computed, where these are no gradients of the step.
 _MADE = "not judged, as user code makes it from results of torch.autograd.grad()"
+#: Why a gradient is not judged that is no sum of what ranks computed, of what DDP ignores because user code says so.
+_IGNORED = "not judged, as user code has DistributedDataParallel ignore it: each rank may have its own, as experts are"
 #: Why a gradient is not judged whose values are not known on any rank.
 _NOT_KNOWN = "it is not known, or user code did more than scale it after backward"
 
@@ -222,6 +227,8 @@ class _Sorting:
             self.reduced.unseen[name] = _MADE
         elif not known:
             self.reduced.unseen[name] = _NOT_KNOWN
+        elif _is_kept(self.evidence, name, are_sums=not bad):
+            self.reduced.unseen[name] = _IGNORED
         elif not bad:
             self._take_scale(gradient)
         elif all(_is_of_part(gradient, one.rank) for one in bad):
@@ -268,6 +275,7 @@ class _Sorting:
             found.append(_of_parts(evidence, self.parts))
         if copies := [name for name in self.scales["at_step"] if _is_copied(evidence, name)]:
             found.append(_of_copies(evidence, copies))
+        found += _of_ignored(evidence, self.reduced, self.scales["at_step"])
         if self.lost and any(record.optimizers for record in evidence.records):
             found.append(_of_lost(evidence, self.lost))
         if len(factors) > 1:
@@ -335,6 +343,50 @@ def _of_copies(evidence: Evidence, names: list[str]) -> DoctorFinding:
         "give each the values of one rank before training: broadcast them, or build the model with one seed on each",
     )
     return DoctorFinding((codes.EQUAL_PARAMETERS,), codes.APART, evidence.step, COPIES, lines)
+
+
+def _of_ignored(evidence: Evidence, reduced: Reduced, scales: _Scales) -> Iterator[DoctorFinding]:
+    """Note experts of ranks that are stepped by all of the gradient of a mean loss of each rank, and others by a mean.
+
+    Where ranks exchange what experts compute, the gradient of an expert is a sum over the ranks of that of their loss.
+    """
+    mine = [name for name, why in reduced.unseen.items() if why == _IGNORED and not _are_parallel(evidence, name)]
+    readers, factors = len(evidence.readers), _factors(scales, len(evidence.readers), 1)
+    if not mine or not factors or readers < 2 or not _exchange(evidence):
+        return
+    most = max(factors, key=lambda one: len(one.names)).value
+    factors_of = {name: [*_own_factors(evidence, name)] for name in mine}
+    kept = [name for name, own in factors_of.items() if own and all(_are_near(one, most * readers) for one in own)]
+    if kept:
+        lines = (
+            f"{listed(kept)}, which DistributedDataParallel ignores: stepped by what each rank computed, and others by "
+            f"{most:.4g} x the sum over {readers} ranks",
+            "seen: ranks exchange tensors in forward and backward, as tokens are: then the gradient of an expert has "
+            "the losses of all ranks in it, which others divide by the number of ranks",
+            "meant, as where the exchange divides gradients, or the parameters are for the rank's own data? else "
+            "divide them by the number of ranks",
+        )
+        yield DoctorFinding((codes.ONE_FACTOR,), codes.SCALED, evidence.step, DIFFERENT_FACTORS, lines, is_note=True)
+
+
+def _is_kept(evidence: Evidence, name: str, *, are_sums: bool) -> bool:
+    """Whether DDP ignores a parameter, and its gradients are no sums over ranks, or a rank's own too."""
+    return name in evidence.ignored and (not are_sums or any(map(math.isfinite, _own_factors(evidence, name))))
+
+
+def _exchange(evidence: Evidence) -> bool:
+    """Whether user code exchanges tensors between ranks in forward and in backward."""
+    phases = {(one.phase, one.kind) for one in evidence.records[0].collectives}
+    return all(any((phase, kind) in phases for kind in _EXCHANGES) for phase in ("forward", "backward"))
+
+
+def _own_factors(evidence: Evidence, name: str) -> Iterator[float]:
+    """Yield by what the step finds the gradient that each rank has computed multiplied; NaN where by no factor."""
+    for rank, own in evidence.own(name).items():
+        seen, mine = evidence.gradients[rank].at_step.get(name), total({rank: own})
+        if float(mine.norm()):
+            factor, rest = fit(vector_of(seen), mine) if seen is not None else (math.nan, 0.0)
+            yield factor if rest <= evidence.tolerance(name) else math.nan
 
 
 def _why_unseen(evidence: Evidence, name: str) -> str:

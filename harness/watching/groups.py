@@ -188,7 +188,22 @@ class _Naming:
 def reducers_of(models: Sequence[nn.Module], wrappers: Wrappers) -> Reducers:
     """Return what reduces the gradients of models in backward."""
     units = ["fully_shard"] if any(meshes_of_units(model) for model in models) else []
-    return Reducers((*wrappers.names, *units), wrappers.hooks, wrappers.bypassed, wrappers.sends_buffers)
+    ignored = _ignored_by(wrappers)
+    names = [name for model in models for name, one in parameters_of(model) if id(one) in ignored]
+    return Reducers(
+        (*wrappers.names, *units), wrappers.hooks, wrappers.bypassed, frozenset(names), wrappers.sends_buffers
+    )
+
+
+def _ignored_by(wrappers: Wrappers) -> set[int]:
+    """Return the ids of the plain parameters that user code has DDP ignore, and keeps as it will."""
+    found = set[int]()
+    for module in (*wrappers.inside, *wrappers.around):
+        if isinstance(module, DistributedDataParallel):
+            named = module.module.named_parameters(remove_duplicate=False)
+            plain = [(name, one) for name, one in named if not isinstance(one, DTensor)]
+            found |= {id(one) for name, one in plain if name in module.parameters_to_ignore}
+    return found
 
 
 def samplers() -> list[str]:

@@ -2,7 +2,7 @@
 
 Between looks nothing is done but to count. A look is the part of a watched step that reads states where an optimizer's
 step begins: bits of parameters, optimizer states and buffers, gradients as the step finds them, and what stands
-besides. Hooks in forward and backward are none of it.
+besides. Hooks in backward are none of it, and of hooks in forward those alone that read which batch a root is given.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from shardproof.harness.judging.finding import Stage
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.hooks import guarded
+from shardproof.harness.watching.inputs import StepInputs
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.observation import Takes
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
 from shardproof.harness.watching.records import StepRecord
-from shardproof.harness.watching.step import WatchedStep
+from shardproof.harness.watching.step import Forwards, WatchedStep
+from shardproof.harness.watching.successors import Successors
 from shardproof.harness.watching.updates import Nesting, closure_of, with_closure
 
 
@@ -34,10 +36,14 @@ class Rounds:
         only: those whose steps count; empty for each that steps.
         in_turn: whether each optimizer's step is one by itself; else those of several optimizers are one until one of
             them steps again.
+        successors: finds the model that replaces it; None where none may.
     """
 
-    def __init__(self, model: Model, only: Sequence[torch.optim.Optimizer], *, in_turn: bool) -> None:
+    def __init__(
+        self, model: Model, only: Sequence[torch.optim.Optimizer], *, in_turn: bool, successors: Successors | None
+    ) -> None:
         self._model, self._nesting, self._in_turn = model, Nesting(only), in_turn
+        self._successors = successors
         self._round: set[int] = set()
         #: By id the optimizers that have stepped, how many groups each had, and whether it has parameters of the model.
         self._known: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
@@ -67,11 +73,19 @@ class Rounds:
         found = (ref() for ref, _, _ in self._known.values())
         return [one for one in found if one is not None and any(id(each) in live for each in parameters_in(one))]
 
+    @property
+    def model(self) -> int:
+        """How many models have replaced the first."""
+        return 0 if self._successors is None else self._successors.count
+
     def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
         ref, groups, is_of = self._known.get(id(optimizer), (lambda: None, -1, False))
         if ref() is not optimizer or groups != len(optimizer.param_groups):
             live = {id(one) for _, one in self._model.parameters()}
             is_of = any(id(one) in live for one in parameters_in(optimizer))
+            if not is_of and self._successors is not None and self._successors.take(optimizer):
+                self._known.clear()
+                is_of = True
             self._known[id(optimizer)] = weakref.ref(optimizer), len(optimizer.param_groups), is_of
         return is_of
 
@@ -101,6 +115,7 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
         self._on_look, self._on_destroy = on_look, on_destroy
         self._on_error, self._passes = on_error, passes
         self._taken: list[WatchedStep] = []
+        self._inputs = StepInputs(on_error)
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Looks:
@@ -110,6 +125,7 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
 
     def __exit__(self, *_: object) -> None:
         self._patches.close()
+        self._inputs.end()
         self._taken = []
 
     @property
@@ -139,21 +155,27 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
 
     @guarded
     def _read_all(self) -> None:
-        self._taken = self._taken or [self._read(one) for one in self._models]
+        inputs = self._inputs.end()
+        self._taken = self._taken or [self._read(one, inputs.get(id(one))) for one in self._models]
 
     @guarded
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._rounds.end(optimizer) and self._taken:
+        if not self._rounds.end(optimizer):
+            return
+        if self._taken:
             self._on_look(self._records())
+        if self.step + 1 == self._last + self._distance:
+            self._inputs.begin(self._models)
 
     @guarded
     def on_destroy(self) -> None:
         self._on_destroy()
 
     @torch.no_grad()
-    def _read(self, model: Model) -> WatchedStep:
-        """Read a model on its devices."""
+    def _read(self, model: Model, inputs: Forwards | None) -> WatchedStep:
+        """Read a model on its devices, with what it was given in the step."""
         seen = WatchedStep(model, Takes(), [])
+        seen.forwards = inputs or seen.forwards
         seen.updates.at_step = seen.gradients(Stage.CLIPPED_GRADIENT)
         seen.updates.look(self._rounds.optimizers(model))
         return seen
@@ -161,4 +183,7 @@ class Looks(contextlib.AbstractContextManager["Looks"]):
     @torch.no_grad()
     def _records(self) -> list[StepRecord]:
         taken, self._taken, self._last = self._taken, [], self.step
-        return [one.record(self.step, Gathered()) for one in taken]
+        records = [one.record(self.step, Gathered()) for one in taken]
+        for one in records:
+            one.modules.standing.model = self._rounds.model
+        return records

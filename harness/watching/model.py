@@ -95,6 +95,13 @@ class Model:
             seen.clear()
         self.engine, self._without = None, frozenset()
 
+    def replace(self, root: nn.Module) -> None:
+        """Replace the only root by another one with the same parameters."""
+        self.roots[:] = [root]
+        self._names = {id(module): name for name, module in modules_of(root)}
+        self._uncertain.clear()
+        self._standings.forget()
+
     def know(self, shapes: Mapping[str, torch.Size], flat_places: dict[str, tuple[int, int]]) -> None:
         """Take the full shapes of parameters, and where the rank's parts of those in flat ones begin."""
         self._shapes |= shapes
@@ -116,6 +123,11 @@ class Model:
     def has(self, name: str) -> bool:
         """Whether a parameter of this name is of these roots, and of no other root."""
         return name not in self._without
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a module of the roots is compiled."""
+        return bool(self._compiled)
 
     def bits_of_buffers(self) -> dict[str, torch.Tensor]:
         """Return the bits of the buffers that the modules of user code have, on their devices, by canonical name."""

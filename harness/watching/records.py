@@ -257,6 +257,9 @@ class StandingRecord:
     buffers: dict[str, Bits] = dataclasses.field(default_factory=dict)
     # Of parameters that require no gradient the bits, and how far a sample is from that of the first time: relative.
     frozen: dict[str, tuple[Bits, float]] = dataclasses.field(default_factory=dict)
+    # What stands for the states of the generators of Python and numpy, by the modules that have them.
+    others: dict[str, int] = dataclasses.field(default_factory=dict)
+    model: int = 0  # how many models of the same class have replaced the first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,6 +440,7 @@ class Reducers:
     names: tuple[str, ...] = ()  # "DistributedDataParallel", "fully_shard"
     hooks: tuple[str, ...] = ()  # the names of functions that reduce gradients in the place of the wrapper's own
     bypassed: tuple[str, ...] = ()  # the names of wrappers around the model that the loop does not call
+    ignored: frozenset[str] = frozenset()  # the names of plain parameters that user code has DDP ignore
     sends_buffers: bool = False  # whether DDP replaces the buffers of all ranks by those of one before each forward
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import random
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,6 +51,10 @@ class Standings:
         self._generator: torch.Tensor | None = None
         self._samples: dict[str, torch.Tensor] = {}
 
+    def forget(self) -> None:
+        """Forget the samples of a model that another one replaces."""
+        self._samples.clear()
+
     @torch.no_grad()
     def read(
         self, roots: Sequence[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]],
@@ -61,13 +67,16 @@ class Standings:
         """
         state = torch.get_rng_state()
         generators = {"cpu": _number_of(state.numpy().tobytes())}
+        others = {"random": _number_of(repr(random.getstate()).encode())}
+        if (numpy := sys.modules.get("numpy.random")) is not None and hasattr(numpy, "get_state"):
+            others["numpy.random"] = _number_of(repr([bytes(numpy.get_state()[1]), numpy.get_state()[2]]).encode())
         if (own := devices.random_state()) != (0, 0):
             generators[devices.accelerator()] = _number_of(repr(own).encode())
         only_seeds = self._generator is None or _is_by_seeds(self._generator, state)
         self._generator = state
         frozen = {name: one for name, one in parameters if not one.requires_grad}
         return Standing(
-            StandingRecord(generators, only_seeds, modes_of(roots)),
+            StandingRecord(generators, only_seeds, modes_of(roots), others=others),
             buffers,
             dict(zip(frozen, bits_of_all([local_of(one) for one in frozen.values()]), strict=True)),
             {name: far for name, one in frozen.items() if (far := self._distance(name, one)) is not None},
