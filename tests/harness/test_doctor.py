@@ -86,7 +86,7 @@ def traces(model):
     made.assert_none()
 
 
-@pytest.mark.parametrize("steps", [4, 1], ids=["after the last watched step", "after close"])
+@pytest.mark.parametrize("steps", [5, 1], ids=["after the last watched step", "after close"])
 def test_nothing_is_left(model, traces, steps, capsys):
     optimizer, other = sgd(model), net()
     with doctor(model, optimizer) as watching:
@@ -96,7 +96,7 @@ def test_nothing_is_left(model, traces, steps, capsys):
         if steps == 1:
             watching.close()
             traces.assert_none()
-        else:  # steps are counted, and calls of schedulers and state dicts noted, until the end
+        else:  # between looks steps are counted, and calls of schedulers and state dicts noted
             assert hooks[2:] == traces.before[1][2:] and sum(hooks[1]) == sum(traces.before[1][1]) + 2 and patches
     traces.assert_none()
     assert watching.findings == [] and losses == train(other, sgd(other), steps)
