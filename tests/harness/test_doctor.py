@@ -244,9 +244,9 @@ UNSEEN = (
         (0, "sys.exit(0)", 0, UNSEEN, 0),
         (0, "sys.exit(3)", 3, "the training ended with SystemExit", 0),
         (0, "raise OSError('mine')", OSError, "the training ended with OSError", 0),
-        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 28),
-        (2, "sys.exit()", 0, "", 28),
-        (4, "sys.exit(3)", 3, "", 28),
+        (2, "raise KeyboardInterrupt", KeyboardInterrupt, "the training ended with KeyboardInterrupt", 32),
+        (2, "sys.exit()", 0, "", 32),
+        (4, "sys.exit(3)", 3, "", 32),
     ],
 )
 def test_a_report_is_written_however_the_script_ends(
