@@ -1,5 +1,6 @@
 """Is a copy of a root, such as a moving average, a teacher or a reference, what it is taken for? (D31)"""
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardproof.harness.judging import codes, numerics
@@ -31,6 +32,25 @@ def check_followers(seen: Mapping[int, Sequence[Follower]], step: int) -> Iterat
             for check in (_of_rounding, _of_modes, _of_microbatches, _of_gradients):
                 found += check(members, step)
     yield from found
+
+
+def check_followers_later(before: Evidence, look: Evidence) -> Iterator[DoctorFinding]:
+    """D31, at a look: note copies that were alike on ranks after the watched steps, and are written apart since.
+
+    Args:
+        before: the last of the watched steps.
+    """
+    then, now = ({one.rank: one.modules.beside.followers for one in step.records} for step in (before, look))
+    alike = {
+        next(iter(members.values())).key
+        for members in _by_key(then)
+        if len(members) > 1 and not _differ({rank: one.looks[-1] for rank, one in members.items()})
+    }
+    for members in _by_key(now):
+        is_known = len(members) > 1 and next(iter(members.values())).key in alike and _is_one(members)
+        if is_known and len({len(one.looks) for one in members.values()}) == 1:
+            since = {rank: dataclasses.replace(one, looks=one.looks[-1:]) for rank, one in members.items()}
+            yield from _of_last(since, look.step)
 
 
 def _by_key(seen: Mapping[int, Sequence[Follower]]) -> Iterator[_OfRanks]:

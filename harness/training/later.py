@@ -12,6 +12,7 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training import acts, buffers, invariants, updates
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
+from shardproof.harness.training.followers import check_followers_later
 from shardproof.harness.watching.records import StandingRecord, StepRecord
 
 _OF_REPLICAS = {codes.EQUAL_PARAMETERS, codes.EQUAL_GRADIENTS, codes.EQUAL_STATES, codes.REDUCED_ONCE}
@@ -59,6 +60,7 @@ class Later:
             yield from self._check_frozen(look) if not is_replaced else ()
             yield from self._check_modes(look)
             yield from self._check_batches(look)
+            yield from check_followers_later(self._watched[-1], look)
             yield from self._check_generators(look)
 
     @property

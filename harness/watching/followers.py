@@ -72,6 +72,11 @@ class _Part(NamedTuple):
         return tuple(tuple(local_of(one).shape) for one in self.parameters.values())
 
     @property
+    def full_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The full shapes of all of them, in order, where ranks have parts of some."""
+        return tuple(tuple(one.shape) for one in self.parameters.values())
+
+    @property
     def trains(self) -> bool:
         """Whether one of them requires a gradient."""
         return any(one.requires_grad for one in self.parameters.values())
@@ -203,9 +208,10 @@ def _by_shapes(parts: Sequence[_Part]) -> dict[Any, list[_Part]]:
     found: dict[Any, list[_Part]] = {}
     for part in parts:
         for one in (part, part.only_trained()):
-            same = found.setdefault(one.shapes, [])
-            if all(each.place != one.place for each in same):
-                same.append(one)
+            for shapes in (one.shapes, one.full_shapes):
+                same = found.setdefault(shapes, [])
+                if all(each.place != one.place for each in same):
+                    same.append(one)
     return found
 
 
@@ -250,7 +256,7 @@ def _plain(name: str) -> str:
 
 
 def _are_alike(one: Any, other: torch.Tensor) -> bool:
-    return local_of(one).shape == local_of(other).shape
+    return local_of(one).shape in (local_of(other).shape, other.shape)
 
 
 def _paired(own: Any, parameters: Any) -> list[Matched]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
+from shardproof.harness.tensors.layouts import layout_of, part_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.followers import MOST, FollowerSearch, LikePart
@@ -75,12 +76,14 @@ class _Glance:
         numbers: the squares of the distance and of the parameters; the product of the movement and of the way, and the
             square of the way, twice; the square of the movement; how many elements differ from what they follow, and
             how many of these are unchanged.
+        mesh: the ranks that have parts of what it follows in full; empty where it has the same parts.
     """
 
     own: list[torch.Tensor]
     root: list[torch.Tensor]
     sample: tuple[torch.Tensor, torch.Tensor]
     numbers: torch.Tensor
+    mesh: tuple[int, ...]
     likeness: torch.Tensor
     is_written: bool
 
@@ -180,6 +183,7 @@ class _OfRoot:
         self._roots = [weakref.ref(one) for one in roots]
         self._all: list[_One] = []
         self._searches = self._looks = 0
+        self._is_closed = False
         self._has_stepped = False
         self._handles: list[Any] = []
 
@@ -246,15 +250,23 @@ class _OfRoot:
         self._has_stepped = True
 
     def take(self) -> list[Follower]:
-        """Return what was seen of each that is there, and is like the root or was."""
+        """Return what was seen of each that is like the root or was; after the watched steps, look at them now."""
+        if self._is_closed:
+            self._look_again()
         return [one.take() for one in self._all if one.looks_begun]
 
+    @_quiet
+    def _look_again(self) -> None:
+        self._all = [one for one in self._all if one.is_there]
+        for one in self._all:
+            one.look()
+
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks; later looks still read those that are known."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._all.clear()
+        self._is_closed = True
 
 
 class Followers(calls.Listener):
@@ -323,9 +335,22 @@ def _samples(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[t
     own, root = [], []
     for one, parameter in pairs[:: max(1, -(-len(pairs) // _TENSORS))]:
         device = local_of(one).device
-        own.append(_sampled(one, device))
+        own.append(_sampled(_same_part(one, parameter), device))
         root.append(_sampled(parameter, device).to(one.dtype).float())
     return own, root
+
+
+def _same_part(one: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the part of a full copy that the rank has of the parameter; a copy of the part as it is."""
+    layout = layout_of(parameter) if local_of(one).shape != local_of(parameter).shape else None
+    return one if layout is None else part_of(one.detach(), layout.box)
+
+
+def _mesh_of(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[int, ...]:
+    for one, parameter in pairs:
+        if local_of(one).shape != local_of(parameter).shape and (layout := layout_of(parameter)) is not None:
+            return layout.mesh
+    return ()
 
 
 def _likeness(own: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
@@ -350,7 +375,9 @@ def _glance(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], last: _Glance | 
         is_apart = (followed != before) & (other != before)
         numbers += [moved.square().sum(), is_apart.sum().float(), (is_apart & (one == before)).sum().float()]
     bits = [bits_of_all([local_of(each) for each in some]) for some in zip(*pairs, strict=True)]
-    return _Glance(bits[0], bits[1], (one, other), torch.stack(numbers).double(), likeness.nanmedian(), is_written)
+    return _Glance(
+        bits[0], bits[1], (one, other), torch.stack(numbers).double(), _mesh_of(pairs), likeness.nanmedian(), is_written
+    )
 
 
 def _on_host(glance: _Glance) -> Look:
@@ -361,8 +388,9 @@ def _on_host(glance: _Glance) -> Look:
         product / math.sqrt(way * moved) for product, way in zip(ways[::2], ways[1::2], strict=True) if way * moved > 0
     ]
     return Look(
-        own, parameters, None if likeness != likeness else likeness, math.sqrt(distance / root) if root else 0.0,
-        glance.is_written, max(cosines, default=0.0), int(sampled), int(unchanged),
+        own, hash(glance.mesh) if glance.mesh else parameters, None if likeness != likeness else likeness,
+        math.sqrt(distance / root) if root else 0.0, glance.is_written, max(cosines, default=0.0), int(sampled),
+        int(unchanged),
     )  # fmt: skip
 
 

@@ -267,7 +267,7 @@ class Look:
     """A look at a follower and at the parameters that it follows, between the steps of optimizers."""
 
     own: int  # stands for its bits
-    root: int  # stands for those of the parameters
+    root: int  # stands for those of the parameters; of a full copy, for the ranks that have parts of these
     # The correlation of its elements with those of the parameter: the median of tensors whose elements vary, or None.
     likeness: float | None
     distance: float  # its relative distance to the parameters

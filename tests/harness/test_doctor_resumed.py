@@ -27,6 +27,8 @@ STEPS, AT = 10, 6
 ONE_STATE = "random generators of ranks are in one state in a later step [D28, S9]"
 SAME = "ranks read the same data in a later step [D9, S11]"
 APART = "replicas differ in a later step [D1, S9]"
+SOME = "copies of the model are written on some ranks only [D31, S9]"
+DRIFT = "copies of the model drift apart [D31, S9]"
 EVALUATES = "modules are in evaluation mode in a later step [D28]"
 
 
@@ -181,6 +183,35 @@ def replicate(model):
     return model
 
 
+def rollouts(data, *, stale=None, noisy=None, wrap=fully_shard, calls=True, writers=(0, 1)):
+    """Each rank has a full copy of the model for rollouts, which it writes after each step.
+
+    Args:
+        stale: from which step on rank 1 writes it no more.
+        noisy: from which step on each rank adds noise of its own.
+        writers: the ranks that write it at all.
+    """
+    model = wrap(perceptron())
+    engine = perceptron().requires_grad_(False).eval()
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        inputs, labels = data.batch()
+        if calls:
+            engine(inputs)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        with torch.no_grad():
+            values = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in model.parameters()]
+            is_stale = stale is not None and step >= stale and data.rank == 1
+            for own, one in (
+                zip(engine.parameters(), values, strict=True) if not is_stale and data.rank in writers else ()
+            ):
+                own.copy_(one)
+                if noisy is not None and step >= noisy:
+                    own += 0.01 * data.noise(*own.shape)
+
+
 #: Healthy loops: the notes that are printed.
 HEALTHY = {
     "resumed": (resumed, set()),
@@ -194,6 +225,9 @@ HEALTHY = {
     "a batch of all now and then": (shared_now_and_then, set()),
     "few values": (few_values, set()),
     "folds": (folds, set()),
+    "rollouts": (rollouts, set()),
+    "rollouts under DDP": (lambda data: rollouts(data, wrap=DDP), set()),
+    "a copy of rank 0 alone": (lambda data: rollouts(data, writers=(0,), calls=False), set()),
     "folds of bare models": (lambda data: folds(data, make=lambda net: net), {"gradients are not reduced [D11, S2]"}),
 }
 
@@ -213,6 +247,12 @@ BROKEN = {
     "generator of numpy": (lambda data: resumed(data, draw=noise_of_numpy, restore=seed_all), ONE_STATE),
     "checkpoints of ranks": (lambda data: resumed(data, load=load_other, wrap=replicate), APART),
     "moments of one rank": (lambda data: resumed(data, load=forget_moments, wrap=DDP), APART),
+    "a copy that is stale from the begin on": (lambda data: rollouts(data, stale=0), SOME),
+    "a stale copy": (lambda data: rollouts(data, stale=1), DRIFT),
+    "a copy that is stale later": (lambda data: rollouts(data, stale=4), SOME),
+    "a copy that is stale later still": (lambda data: rollouts(data, stale=5), DRIFT),
+    "a copy that is stale later under DDP": (lambda data: rollouts(data, stale=4, wrap=DDP), SOME),
+    "copies with noise of each rank": (lambda data: rollouts(data, noisy=4), DRIFT),
     "evaluation mode stays": (lambda data: resumed(data, load=stay_in_eval, wrap=DDP, net=dropping), EVALUATES),
 }  # fmt: skip
 
