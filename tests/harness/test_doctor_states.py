@@ -399,11 +399,7 @@ HEALTHY = {
     "running statistics recomputed in eval": (
         lambda data: recomputed(data, noise=nn.BatchNorm1d(8), is_training=False), EVALUATES),
     "running statistics recomputed": (lambda data: recomputed(data, noise=nn.BatchNorm1d(8)), TWICE),
-    "running statistics recomputed, reentrant": (
-        lambda data: recomputed(data, noise=nn.BatchNorm1d(8), use_reentrant=True), TWICE),
-    "running statistics recomputed under FSDP2": (
-        lambda data: recomputed(data, fully_shard, noise=nn.BatchNorm1d(8)), TWICE),
-    "recomputed in eval": (lambda data: recomputed(data, is_training=False, **FORGETS), ""),
+    "recomputed in eval": (lambda data: recomputed(data, is_training=False, **FORGETS), EVALUATES),
     "recomputed by saved numbers": (
         lambda data: recomputed(data, noise=Noise(), context_fn=saving_noise, **FORGETS), ""),
     "tokens of the step": (lambda data: counted(data, "step"), ""),
