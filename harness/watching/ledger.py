@@ -295,8 +295,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         """Begin an epoch; None of data without rows that have numbers, or where no more are kept."""
         data, sampler = iterator._dataset, iterator._index_sampler
         if self._data.is_new(data):
-            found = {**tables_of_script(), **tables_of(data, iterator._collate_fn)}
-            self._read.tables = {**found, **self._read.tables}
+            new = {**tables_of_script(), **tables_of(data, iterator._collate_fn)}
+            self._read.tables = {**new, **self._read.tables}
         if isinstance(data, IterableDataset):
             self._read.workers[type(data).__name__] = iterator._num_workers
             return None
