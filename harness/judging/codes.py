@@ -236,8 +236,9 @@ CHECKS = _by_code([
          _STATES + "loaded by one rank"),
     Code(RECOMPUTED, "recomputations-repeat-random-numbers",
          "a recomputation in backward draws the random numbers of its forward (a note of modules of user code, and of "
-         "recomputations other than torch's)",
-         "leave `preserve_rng_state=True` of activation checkpoints", _STATES + "recomputes another dropout"),
+         "recomputations other than torch's), and does not move running statistics again (a note)",
+         "leave `preserve_rng_state=True` of activation checkpoints, and norms with running statistics out of them",
+         _STATES + "recomputes another dropout"),
     Code(COPIED, "shards-are-no-copies",
          "when training begins, the shards of a parameter on different ranks are not equal bit for bit, unless their "
          "rows are all equal (a note where this holds of some parameters only)",
@@ -250,8 +251,10 @@ CHECKS = _by_code([
          "a scheduler sets the learning rates of an optimizer that steps (a note where this optimizer may step later)",
          "make the scheduler anew with the optimizer", _ACTS + "scheduler of an earlier optimizer"),
     Code(RESTORED, "what-is-restored-is-a-copy",
-         "a state dict that is loaded back is not the model's own tensors, which optimizers have written since",
-         "keep a copy: `copy.deepcopy(model.state_dict())`", _ACTS + "restored from its own tensors"),
+         "a state dict that is loaded back is not the model's own tensors, which optimizers have written since; keys "
+         "of a state that is loaded into what trains are its names, and the next step does not undo the load",
+         "keep a copy: `copy.deepcopy(model.state_dict())`; remove prefixes such as `_orig_mod.` from keys; load "
+         "master weights too", _ACTS + "restored from its own tensors"),
     Code(PACED, "schedulers-step-once",
          "a scheduler is stepped once for each step of its optimizer (a note)",
          "call its `step()` where the optimizer steps, or count its length in its own calls",
@@ -264,14 +267,15 @@ CHECKS = _by_code([
          "group by its own",
          _LATER + "evaluation mode stays"),
     Code(ROWS, "rows-are-divided",
-         "in an epoch of data that data-parallel ranks divide no two of them read the same row, and a sampler that "
-         "shuffles gives each epoch another order (a note)",
+         "in an epoch of data that data-parallel ranks divide no two of them read the same row, and none trains on "
+         "rows of another's evaluation; a sampler that shuffles gives each epoch another order (a note)",
          "shuffle by one seed and the epoch's number on all ranks, and take the rank's part then",
          _DATA + "permutation by rank"),
     Code(LABELS, "labels-fit-the-inputs",
          "labels of a causal model are not the inputs rolled within the row that a rank has; labels that count columns "
-         "gathered from ranks begin at those of the rank (a note)",
-         "shift labels before rows are divided, and add the rank's offset to labels", _DATA + "rolled"),
+         "gathered from ranks begin at those of the rank; tables of names give a name one number on all ranks (a note)",
+         "shift labels before rows are divided, add the rank's offset to labels, and sort names that are numbered",
+         _DATA + "rolled"),
     Code(FOLLOWERS, "copies-follow-the-model",
          "copies of a root that no optimizer steps (a moving average, a teacher, a target) are alike on ranks whose "
          "parameters are equal, and are written once in a step, in a dtype that has room for the update (notes but for "

@@ -1,12 +1,12 @@
 """Do loss scalers, schedulers and state dicts do what they are called for? (D24 to D28)"""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardproof.harness.judging import codes
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
-from shardproof.harness.training.findings import DoctorFinding, count_of
-from shardproof.harness.watching.records import Idle
+from shardproof.harness.training.findings import DoctorFinding, count_of, listed
+from shardproof.harness.watching.records import ActRecord, Idle, Missed
 
 #: The title of the finding that explains gradients which are no sum of what ranks computed.
 DIVIDED = "gradients are unscaled again"
@@ -17,6 +17,7 @@ def check_acts(evidence: Evidence) -> Iterator[DoctorFinding]:
     yield from _check_divided(evidence)
     yield from _check_idle(evidence)
     yield from _check_restored(evidence)
+    yield from check_loads({one.rank: one.modules.acts for one in evidence.records}, evidence.step)
     yield from _check_paced(evidence)
     yield from _check_levelled(evidence)
 
@@ -76,6 +77,58 @@ def _check_restored(evidence: Evidence) -> Iterator[DoctorFinding]:
         yield DoctorFinding((codes.RESTORED,), "", evidence.step, "a restored state is the current one", lines)
 
 
+def check_loads(by_rank: Mapping[int, ActRecord], step: int) -> Iterator[DoctorFinding]:
+    """D26: a load gives what trains the values of the state, which stay until a step goes on from them.
+
+    Args:
+        by_rank: calls of user code, by rank.
+        step: of the look at them.
+    """
+    for is_note in (False, True):
+        missed = {
+            rank: found
+            for rank, one in by_rank.items()
+            if (found := [e for e in one.missed if _may_be_meant(e) == is_note])
+        }
+        if missed:
+            yield _of_missed(next(iter(missed.values()))[0], step, _on_some(missed, by_rank), is_note=is_note)
+    if undone := {rank: one.undone[0] for rank, one in by_rank.items() if one.undone}:
+        first = next(iter(undone.values()))
+        lines = [
+            f"load_state_dict() of {first.kind} gave {listed([*first.names])} other values, and "
+            f"{count_of(first.steps, 'step', 'steps')} later they are back at those before the load"
+            + _on_some(undone, by_rank)
+        ]
+        if not first.is_owned:
+            lines.append("seen: the optimizers that step have none of these parameters, but copies of their own")
+        lines.append("copy the loaded values into the master weights, or load the checkpoint before these are made")
+        yield DoctorFinding((codes.RESTORED,), "", step, "a step undoes a load", tuple(lines))
+
+
+def _may_be_meant(missed: Missed) -> bool:
+    """Whether a load has loaded something, or no prefix explains why nothing was."""
+    return missed.matched > 0 or not missed.explained
+
+
+def _of_missed(missed: Missed, step: int, where: str, *, is_note: bool) -> DoctorFinding:
+    lines = [
+        f"load_state_dict(strict=False) of {missed.kind}: {missed.matched} of {missed.keys} keys of the state are "
+        f"names of the module{where}"
+    ]
+    if missed.explained:
+        lines.append(
+            f"seen: the state has {missed.key!r} and the module {missed.name!r}; but for such a prefix "
+            f"{missed.explained} keys are names that the state lacks"
+        )
+        mend = "remove the prefix from the keys, or add it, before the load; strict=True shows it"
+    else:
+        lines.append(f"seen: the state has {missed.key!r} and the module {missed.name!r}")
+        mend = "load the state of this module; strict=True shows the names"
+    lines.append(f"meant, as where this part begins anew? else {mend}" if is_note else mend)
+    title = "a load leaves keys of another form" if missed.matched else "a load loads nothing"
+    return DoctorFinding((codes.RESTORED,), "", step, title, tuple(lines), is_note)
+
+
 def _check_paced(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D27: note a scheduler that is stepped several times for each step of its optimizer."""
     seen = {record.rank: record.modules.acts.paces for record in evidence.records if record.modules.acts.paces}
@@ -112,3 +165,8 @@ def _a(kind: str) -> str:
 
 def _on(ranks: Iterable[int]) -> str:
     return f", on {ranks_of(ranks)}"
+
+
+def _on_some(ranks: Iterable[int], by_rank: Mapping[int, ActRecord]) -> str:
+    """Return the ranks of a message; nothing where there is one record."""
+    return _on(ranks) if len(by_rank) > 1 else ""

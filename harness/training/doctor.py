@@ -17,6 +17,7 @@ from shardproof import folders
 from shardproof.door import PARTIAL
 from shardproof.harness.judging import codes
 from shardproof.harness.training import invariants, report, rows
+from shardproof.harness.training.acts import check_loads
 from shardproof.harness.training.evidence import Evidence, flat_places
 from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
@@ -396,6 +397,8 @@ class Doctor(Watcher):
         if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
+            # No more records tell of them.
+            self._add(list(check_loads({0: self._ranks.acts.take()}, self._watch.step)), may_raise=False)
             self._detach_but_read()
 
     # Looks ----------------------------------------------------------------------------------

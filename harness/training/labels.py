@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from shardproof.harness.judging import codes
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding
+from shardproof.harness.watching.ledger import Read
 from shardproof.harness.watching.records import Argument, Labels
 
 #: The fewest rows of which all labels are rolled that are no chance.
@@ -55,6 +56,26 @@ def _of_columns(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         yield DoctorFinding(
             (codes.LABELS,), "", records[0].step, "labels are columns of another rank", lines, is_note=True
         )
+
+
+def check_tables(readers: Sequence[Read]) -> Iterator[DoctorFinding]:
+    """D30, after the loop: note tables of the same names that give them other numbers on other ranks."""
+    for name in readers[0].tables:
+        tables = [one.tables.get(name) for one in readers]
+        known = [one for one in tables if one is not None]
+        if len(known) < len(readers) or len({(one.size, one.members) for one in known}) > 1:
+            continue
+        if len({one.order for one in known}) > 1:
+            other = next(one for one in known if one.order != known[0].order)
+            lines = (
+                f"{name}: {known[0].size} names, the same on {len(readers)} ranks and in different orders: "
+                f"{', '.join(map(repr, known[0].first))} on one, {', '.join(map(repr, other.first))} on another",
+                "meant? else sort the names before they are numbered: a set of str has another order in each process, "
+                "so that ranks learn different labels",
+            )
+            title = "ranks number names differently"
+            yield DoctorFinding((codes.LABELS,), codes.APART, 0, title, lines, is_note=True)
+            return
 
 
 def _firsts(step: Sequence[Sequence[Labels]]) -> set[tuple[int, ...]]:

@@ -11,7 +11,7 @@ def check_recomputed(evidence: Evidence) -> Iterator[DoctorFinding]:
     """D22: gradients are of the random numbers of the loss.
 
     A note of modules of user code, whose random numbers may have no part in gradients, and of recomputations that torch
-    does not make, which may be other computations.
+    does not make, which may be other computations; and of norms, whose running statistics the recomputation moves.
     """
     redrawn: dict[str, bool] = {}
     for record in evidence.records:
@@ -20,6 +20,15 @@ def check_recomputed(evidence: Evidence) -> Iterator[DoctorFinding]:
     for is_note in (False, True):
         if names := [name or "the model" for name, is_torch in redrawn.items() if is_torch != is_note]:
             yield _of_redrawn(evidence, names, is_note=is_note)
+    moving = [one.name or "the model" for one in evidence.records[0].modules.beside.modes if one.moves_again]
+    if moving:
+        lines = (
+            f"{listed(moving)}: moves its running statistics in the forward, and again where backward recomputes it",
+            "meant, as with a momentum for two updates? else leave norms of running statistics out of what is "
+            "recomputed: evaluation normalizes by statistics that move twice a step",
+        )
+        title = "running statistics move twice a step"
+        yield DoctorFinding((codes.RECOMPUTED,), "", evidence.step, title, lines, is_note=True)
 
 
 def _of_redrawn(evidence: Evidence, names: list[str], *, is_note: bool) -> DoctorFinding:

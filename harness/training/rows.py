@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shardproof.harness.judging import codes
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, count_of
+from shardproof.harness.training.labels import check_tables
 from shardproof.harness.watching.ledger import Epoch, Permutation, Read
 
 #: The title of the note of ranks that read rows of one another.
@@ -21,6 +22,15 @@ REPEATED = "each epoch has the order of the first"
 
 #: How many rows two ranks read that are no chance where no rank reads one twice.
 _FEWEST_AGAIN = 12
+
+#: Which part of the rows of a stream they are at least: streams of shards that are drawn have some on two ranks.
+_LEAST_AGAIN = 0.05
+
+#: How many times as many as those that one rank reads twice they are at least.
+_TIMES_OWN = 3
+
+#: How many rows of an evaluation ranks train on that are no chance.
+_FEWEST_LEAKED = 4
 
 _BY_ONE_SEED = (
     "meant, as where each rank draws rows by itself? else shuffle on all ranks by one seed that nothing else uses, "
@@ -33,7 +43,10 @@ def check_rows(told: Sequence[Read], seen: Sequence[Evidence]) -> Iterator[Docto
     readers = [told[ranks[0]] for ranks in seen[-1].readers]
     if len(readers) > 1:
         yield from _overlaps(readers)
+        yield from _of_held_out(readers)
+        yield from _of_streams(readers)
         yield from _apart(readers, _rows_of_steps(seen))
+        yield from check_tables(readers)
     yield from _repeats(told[0])
     yield from _of_workers(told, seen)
 
@@ -105,9 +118,9 @@ def _come_by_workers(batches: Sequence[int], workers: int) -> bool:
     return len(pairs) >= workers and all((one == other) == (number % workers > 0) for number, (one, other) in pairs)
 
 
-def _by_loader(read: Read) -> dict[tuple[str, int, int], list[Epoch]]:
+def _by_loader(epochs: Sequence[Epoch]) -> dict[tuple[str, int, int], list[Epoch]]:
     found: dict[tuple[str, int, int], list[Epoch]] = {}
-    for one in read.epochs:
+    for one in epochs:
         found.setdefault((one.data.kind, one.data.base, one.data.batch), []).append(one)
     return found
 
@@ -124,6 +137,7 @@ class _Division(NamedTuple):
         twice: how many of these another rank has read as well, beyond those that fill the last batches up.
         never: how many rows no rank reads; None of an epoch that is not complete.
         is_all: whether the rows are all that were read, and no sample of them.
+        base: of Subsets that differ between ranks, each of which is divided, the rows of the data; else 0.
     """
 
     rows: int
@@ -131,11 +145,12 @@ class _Division(NamedTuple):
     twice: int
     never: int | None
     is_all: bool
+    base: int = 0
 
 
 def _overlaps(readers: Sequence[Read]) -> Iterator[DoctorFinding]:
     """Note rows that more than one rank has read in an epoch, where ranks divide the data."""
-    every = [_by_loader(one) for one in readers]
+    every = [_by_loader(one.epochs) for one in readers]
     for key in [one for one in every[0] if all(one in other for other in every)]:
         before = 0
         for number, epochs in enumerate(zip(*(one[key] for one in every), strict=False)):
@@ -161,6 +176,11 @@ def _of_overlap(epoch: Epoch, number: int, found: _Division, ranks: int, before:
             f"in {count_of(before, 'epoch', 'epochs')} before it none is: the random numbers of ranks go apart, as "
             "where one rank alone draws some to evaluate"
         )
+    if found.base:
+        lines.append(
+            f"seen: ranks have {found.rows} rows each of one data set of {found.base}, and not the same ones: pass "
+            "random_split() a generator of one seed"
+        )
     lines.append(_BY_ONE_SEED)
     return DoctorFinding((codes.ROWS,), codes.SHARED_DATA, epoch.begins, OVERLAP, tuple(lines), is_note=True)
 
@@ -169,14 +189,20 @@ def _division(epochs: Sequence[Epoch]) -> _Division | None:
     """Return what ranks read of data that they divide; None where it does not show that they do, or rows may repeat."""
     counts = [count for one in epochs if (count := one.given) is not None]
     kept = [one.rows for one in epochs if one.rows is not None and not one.replaces]
-    given, rows, every = sum(counts), _rows_of(epochs), epochs[0].every
-    if min(len(counts), len(kept)) < len(epochs) or not _is_all_of(rows, given, epochs):
-        return None
+    given, rows = sum(counts), _rows_of(epochs)
+    is_known = min(len(counts), len(kept)) == len(epochs)
+    return _divided(epochs, kept, given, rows) if is_known and _is_all_of(rows, given, epochs) else None
+
+
+def _divided(epochs: Sequence[Epoch], kept: Sequence[Sequence[int]], given: int, rows: int) -> _Division:
+    every = epochs[0].every
     again, read = _again(kept), len({row for one in kept for row in one})
     # Samplers fill up what does not divide, and loaders drop what is left after that.
     is_more = again > (max(0, given - rows) + len(epochs)) / every and again > 3
-    never = max(0, rows - every * read) if all(one.is_complete for one in epochs) else None
-    return _Division(rows, given, every * again if is_more else 0, never, every == 1)
+    base = epochs[0].data.base if _have_own_parts(epochs) and rows == epochs[0].data.size else 0
+    is_known = all(one.is_complete for one in epochs) and not base
+    never = max(0, rows - every * read) if is_known else None
+    return _Division(rows, given, every * again if is_more else 0, never, every == 1, base)
 
 
 def _is_all_of(rows: int, given: int, epochs: Sequence[Epoch]) -> bool:
@@ -187,13 +213,69 @@ def _is_all_of(rows: int, given: int, epochs: Sequence[Epoch]) -> bool:
 
 def _rows_of(epochs: Sequence[Epoch]) -> int:
     """Return how many rows the data have of which ranks read parts: of the same Subset, or of what it is one of."""
-    is_one_part = len({(one.subset, one.data.size) for one in epochs}) == 1
-    return epochs[0].data.size if is_one_part else epochs[0].data.base
+    if not _have_own_parts(epochs):
+        return epochs[0].data.size
+    sizes, given = {one.data.size for one in epochs}, sum(one.given or 0 for one in epochs)
+    # Each rank may divide a Subset of its own, which should be that of all.
+    is_each_divided = len(sizes) == 1 and _is_all_of(epochs[0].data.size, given, epochs)
+    return epochs[0].data.size if is_each_divided else epochs[0].data.base
+
+
+def _have_own_parts(epochs: Sequence[Epoch]) -> bool:
+    """Whether ranks have other Subsets of what these are Subsets of."""
+    return len({(one.subset, one.data.size) for one in epochs}) > 1
+
+
+def _of_held_out(readers: Sequence[Read]) -> Iterator[DoctorFinding]:
+    """Note rows of a rank's evaluation by which another rank trains, where no rank trains by its own."""
+    for split, base in dict.fromkeys((one.data.split, one.data.base) for one in readers[0].held_out):
+        trained = [_rows_of_split(one.epochs, split, base) for one in readers]
+        held = [_rows_of_split(one.held_out, split, base) for one in readers]
+        if not all(trained) or not all(held) or any(own & kept for own, kept in zip(trained, held, strict=True)):
+            continue
+        both, first = set().union(*trained) & set().union(*held), readers[0].held_out[0]
+        if len(both) >= _FEWEST_LEAKED:
+            about = "" if first.every == 1 else "about "
+            lines = (
+                f"{len(readers)} ranks evaluate by Subsets of a data set of {base} rows; {about}"
+                f"{first.every * len(both)} of these rows are in the Subsets by which other ranks train",
+                "meant, as where ranks train models of their own? else split the data on all ranks by one seed: pass "
+                "random_split() a generator",
+            )
+            title = "ranks train on rows that another evaluates"
+            yield DoctorFinding((codes.ROWS,), codes.SHARED_DATA, first.begins, title, lines, is_note=True)
+
+
+def _rows_of_split(epochs: Sequence[Epoch], split: int, base: int) -> set[int]:
+    return {row for one in epochs if (one.data.split, one.data.base) == (split, base) for row in one.rows or ()}
+
+
+def _of_streams(readers: Sequence[Read]) -> Iterator[DoctorFinding]:
+    """Note rows of an IterableDataset that loaders of more than one rank give in an epoch."""
+    every = [_by_loader(one.streams) for one in readers]
+    for key in [one for one in every[0] if all(one in other for other in every)]:
+        for number, epochs in enumerate(zip(*(one[key] for one in every), strict=False)):
+            rows = [list(one.rows or ()) for one in epochs]
+            count, parts = sum(map(len, rows)), [set(own) for own in rows]
+            again, own = sum(map(len, parts)) - len(set().union(*parts)), count - sum(map(len, parts))
+            # Rows that are alike by chance are so on one rank as often as on two.
+            is_chance = again < max(_FEWEST_AGAIN + _TIMES_OWN * own, _LEAST_AGAIN * count)
+            # Ranks that read the same from the begin on are seen in the steps.
+            if is_chance or len(set(map(tuple, rows))) == 1:
+                continue
+            lines = (
+                f"epoch {number} of {epochs[0].data.kind}: loaders give {len(readers)} ranks {count} rows; {again} of "
+                f"them are given to more than one rank, and {own or 'none'} twice to one",
+                "meant, as where each rank draws rows by itself? else divide the rows among all workers of all ranks: "
+                "worker rank * num_workers + worker_id of world_size * num_workers",
+            )
+            yield DoctorFinding((codes.ROWS,), codes.SHARED_DATA, epochs[0].begins, OVERLAP, lines, is_note=True)
+            break
 
 
 def _repeats(read: Read) -> Iterator[DoctorFinding]:
     """Note that a sampler that shuffles gives each epoch of one training the same order."""
-    for (kind, _, _), epochs in _by_loader(read).items():
+    for (kind, _, _), epochs in _by_loader(read.epochs).items():
         whole = [one for one in epochs if one.is_complete and one.batches > 1]
         first = whole[0] if whole else None
         if first is None or len(whole) < 2 or first.drawn < 8 or not all(_is_again(one, first) for one in whole[1:]):

@@ -19,10 +19,12 @@ never gathers, waits for a stream or changes what it sees.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
   that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
-- ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts.
-- ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``labels``, those of a cross-entropy and
+- ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts;
+  ``loads``, loads of states that load nothing, or that a step undoes.
+- ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``streamed``, rows of loaders without
+  numbers; ``tables``, numbers of names that data sets and the script have; ``labels``, those of a cross-entropy and
   the inputs of its forward.
-- ``recomputing``: the random numbers of forwards and of what backward recomputes of them.
+- ``recomputing``: the random numbers of forwards, and running statistics, and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``followers``: the search for copies of a root; ``following``, whether and when they are written; ``modes``, norms and
   dropouts in training mode; ``crossings``, collectives in autograd; ``scales``, by what a loss is a mean.

@@ -20,6 +20,7 @@ from shardproof.harness.tensors.fingerprints import host_rows, strided
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.hooks import quiet
+from shardproof.harness.watching.loads import Loads
 from shardproof.harness.watching.optimizers import STEPS, optimizers_of_process, parameters_in
 from shardproof.harness.watching.records import ActRecord, Idle, Levelled, Pace
 
@@ -116,6 +117,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         self._paced: dict[int, _Paced] = {}
         self._given: dict[int, _Given] = {}
         self._loads = 0
+        self._states = Loads()
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Acts:
@@ -123,7 +125,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             for group in getattr(one, "param_groups", ()):
                 self.on_group(one, group)
         self._patches.enter_context(calls.witnessed(self))
-        self._patches.callback(STEPS.add(lambda *_: None, self._after_step).remove)
+        self._patches.callback(STEPS.add(self._before_step, self._after_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -131,19 +133,26 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         for some in (self._divided, self._scheduled, self._stepped, self._taken, self._paced, self._given):
             some.clear()
         self._again, self._restored = [], []
+        self._states.clear()
 
     def take(self) -> ActRecord:
         """Return what was noted since the last call."""
         divided = [kind for kind, left in self._again if any(host_rows(left))]
         found = ActRecord(
-            divided, list(self._idle()), self._restored, list(self._paces()), list(self._levelled()), self._loads
-        )
+            divided, list(self._idle()), self._restored, list(self._paces()), list(self._levelled()), self._loads,
+            *self._states.take(),
+        )  # fmt: skip
         self._again, self._restored, self._loads = [], [], 0
         return found
 
     @quiet
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._states.before_step()
+
+    @quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
+        self._states.after_step(optimizer)
         self._divided.pop(id(optimizer), None)
         self._scheduled.pop(id(optimizer), None)
         for taken in self._taken.values():
@@ -276,6 +285,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Note where a module is given the tensors that it has, and nothing but optimizers has written them."""
         self._loads += 1
+        self._states.before(module)
         tensors = _own_tensors(module, state)
         taken = [(one, self._taken[id(one)]) for one in tensors if id(one) in self._taken]
         if taken and len(taken) == len(tensors) and all(one.after is not None for _, one in taken):
@@ -283,6 +293,11 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             if is_by_steps and any(one.before != one.after for _, one in taken):
                 steps = self._steps - max(one.steps for _, one in taken)
                 self._restored.append((type(module).__name__, steps))
+
+    @quiet
+    def on_loaded(self, module: nn.Module, state: Any, result: Any) -> None:
+        """Note what a module has loaded."""
+        self._states.after(module, state, result)
 
 
 def _writes(tensor: torch.Tensor) -> int:

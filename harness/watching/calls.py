@@ -80,7 +80,7 @@ class Reader(Ender, Protocol):
     def on_all_drawn(self, iterator: Any) -> None:
         """After there was no more index."""
 
-    def on_given(self, iterator: Any) -> None:
+    def on_given(self, iterator: Any, batch: Any) -> None:
         """After it has given a batch."""
 
     def on_permutation(self, values: Any) -> None:
@@ -125,6 +125,9 @@ class Witness(Protocol):
     def on_load(self, module: nn.Module, state: Any) -> None:
         """Before values of a state dict are copied into a module."""
 
+    def on_loaded(self, module: nn.Module, state: Any, result: Any) -> None:
+        """After a module has loaded a state dict, also one whose tensors it takes itself; with what it returns."""
+
 
 class Listener:
     """An observer and a witness that does nothing, for classes that hear of few calls."""
@@ -134,7 +137,7 @@ class Listener:
 
     on_norm = on_backward = on_zero_grad = on_unscale = on_scaler_update = on_engine_step = on_nothing
     on_engine_stepped = on_cross_entropy = on_collective = on_destroy = on_nothing
-    on_unscaling = on_group = on_schedule = on_state_dict = on_load = on_nothing
+    on_unscaling = on_group = on_schedule = on_state_dict = on_load = on_loaded = on_nothing
 
 
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
@@ -218,7 +221,7 @@ def _of_witnesses() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "torch.optim.Optimizer.add_param_group", _after_group(torch.optim.Optimizer.add_param_group)
     yield f"{LRScheduler.__module__}.LRScheduler.step", _after_schedule(LRScheduler.step)
     yield "torch.nn.Module.state_dict", _after_state_dict(nn.Module.state_dict)
-    yield "torch.nn.Module.load_state_dict", _before_load(nn.Module.load_state_dict)
+    yield "torch.nn.Module.load_state_dict", _around_load(nn.Module.load_state_dict)
 
 
 def _after_group(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,12 +263,15 @@ def _after_state_dict(function: Callable[..., Any]) -> Callable[..., Any]:
     return state_dict
 
 
-def _before_load(function: Callable[..., Any]) -> Callable[..., Any]:
+def _around_load(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def load_state_dict(self: Any, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         for one in _witnesses if not assign else ():
             one.on_load(self, state_dict)
-        return function(self, state_dict, strict, assign)
+        value = function(self, state_dict, strict, assign)
+        for one in _witnesses:
+            one.on_loaded(self, state_dict, value)
+        return value
 
     return load_state_dict
 
@@ -308,7 +314,7 @@ def _after_next(function: Callable[..., Any]) -> Callable[..., Any]:
     def __next__(self: Any) -> Any:
         value = function(self)
         for one in _readers:
-            one.on_given(self)
+            one.on_given(self, value)
         return value
 
     return __next__

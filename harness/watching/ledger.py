@@ -20,6 +20,8 @@ from torch.utils.data import BatchSampler, IterableDataset, Subset
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.optimizers import STEPS
+from shardproof.harness.watching.streamed import rows_given
+from shardproof.harness.watching.tables import NameTable, tables_of, tables_of_script
 
 #: How many indices of an epoch are kept, on all ranks together; of larger data every so many-th row of the data.
 MOST_INDICES = 1 << 15
@@ -29,6 +31,9 @@ _MOST_EPOCHS, _WITH_INDICES = 256, 2
 
 #: How many permutations of one size are kept, and how many of their values stand for one.
 _MOST_PERMUTATIONS, _MOST_VALUES = 256, 4096
+
+#: How many epochs of an IterableDataset are kept, of how many rows each.
+_MOST_STREAMS, _MOST_STREAMED = 4, 1 << 13
 
 #: How many samplers are looked for in one another.
 _MOST_WRAPPERS = 8
@@ -45,6 +50,7 @@ class Data:
     size: int  # its rows
     base: int  # those of what it is a Subset of
     batch: int  # how many rows a batch has; 0 where that is not known
+    split: int = 0  # of a Subset the number of the object that it is one of, among those that loaders read; else 0
 
 
 @dataclasses.dataclass
@@ -110,6 +116,9 @@ class Read:
 
     Attributes:
         epochs: of loaders that train.
+        held_out: of loaders of Subsets that do not, as those of an evaluation.
+        streams: epochs of loaders of an IterableDataset that train, whose ``rows`` stand for values and are no numbers.
+        tables: numbers of names that data sets and the script have, by where they are.
         permutations: those that user code draws.
         workers: by the class of an IterableDataset, the worker processes of its loader.
         steps: how many the leading optimizer has made.
@@ -119,6 +128,9 @@ class Read:
     workers: dict[str, int] = dataclasses.field(default_factory=dict)
     permutations: list[Permutation] = dataclasses.field(default_factory=list)
     steps: int = 0
+    held_out: list[Epoch] = dataclasses.field(default_factory=list)
+    streams: list[Epoch] = dataclasses.field(default_factory=list)
+    tables: dict[str, NameTable] = dataclasses.field(default_factory=dict)
 
 
 class _Leader:
@@ -134,6 +146,28 @@ class _Leader:
             self._ref = weakref.ref(optimizer)
             self.number += 1
         self.steps += self._ref() is optimizer
+
+
+class _Known:
+    """Numbers data sets in the order in which loaders read them first."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._numbers: dict[int, tuple[Any, int]] = {}
+
+    def is_new(self, data: Any) -> bool:
+        """Number an object; whether it had no number before, is returned."""
+        before = self._count
+        return self.number(data) > before
+
+    def number(self, data: Any) -> int:
+        """Return the number of an object, from 1."""
+        ref, number = self._numbers.get(id(data), (lambda: None, 0))
+        if ref() is not data:
+            self._count = number = self._count + 1
+            self._numbers = {key: one for key, one in self._numbers.items() if one[0]() is not None}
+            self._numbers[id(data)] = weakref.ref(data), number
+        return number
 
 
 @dataclasses.dataclass
@@ -160,6 +194,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         self._leader = _Leader()
         self._read = Read()
         self._open: weakref.WeakKeyDictionary[Any, _Open] = weakref.WeakKeyDictionary()
+        self._streams: weakref.WeakKeyDictionary[Any, Epoch] = weakref.WeakKeyDictionary()
+        self._data = _Known()
         self._counts: dict[int, int] = {}
         self._patches = contextlib.ExitStack()
 
@@ -176,12 +212,21 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         self.is_closed = True
         self._patches.close()
         self._open.clear()
+        self._streams.clear()
+        self._data = _Known()
         self._read = Read()
 
     def take(self) -> Read:
         """Return what was read."""
         self._read.steps = self._leader.steps
-        return dataclasses.replace(self._read, epochs=[one for one in self._read.epochs if one.trains])
+        with contextlib.suppress(Exception):
+            self._read.tables = {**tables_of_script(), **self._read.tables}
+        return dataclasses.replace(
+            self._read,
+            epochs=[one for one in self._read.epochs if one.trains],
+            held_out=[one for one in self._read.epochs if one.data.split and not one.trains and one.rows],
+            streams=[one for one in self._read.streams if one.trains],
+        )
 
     def on_destroy(self) -> None:
         """Tell of the end."""
@@ -222,14 +267,36 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             opened.epoch.ends = self._leader.steps
 
     @quiet
-    def on_given(self, iterator: Any) -> None:
-        """Note when a batch is given, which may have been drawn long before."""
+    def on_given(self, iterator: Any, batch: Any) -> None:
+        """Note when a batch is given, which may have been drawn long before, and rows that have no numbers."""
         if (opened := self._open.get(iterator)) is not None:
             opened.epoch.ends = self._leader.steps
+        elif isinstance(iterator._dataset, IterableDataset):
+            epoch = self._streams.get(iterator)
+            if epoch is None or iterator._num_yielded == 1:  # workers may be kept from epoch to epoch
+                epoch = self._streams[iterator] = self._begin_stream(iterator)
+            epoch.batches, epoch.ends, epoch.optimizer = epoch.batches + 1, self._leader.steps, self._leader.number
+            if epoch.rows is not None and len(epoch.rows) < _MOST_STREAMED:
+                epoch.rows.extend(rows_given(batch))
+
+    def _begin_stream(self, iterator: Any) -> Epoch:
+        """Begin an epoch of rows without numbers, which are kept of the first ones."""
+        kind = type(iterator._dataset).__name__
+        data = Data(kind, 0, 0, getattr(iterator._index_sampler, "batch_size", None) or 0)
+        epoch = Epoch(data, 0, None, 1, self._leader.steps, None, shuffles=False, replaces=False)
+        streams = self._read.streams
+        if sum(one.data == data for one in streams) < _MOST_STREAMS and len(streams) < _MOST_EPOCHS:
+            streams.append(epoch)
+        else:
+            epoch.rows = None
+        return epoch
 
     def _begin(self, iterator: Any) -> _Open | None:
         """Begin an epoch; None of data without rows that have numbers, or where no more are kept."""
         data, sampler = iterator._dataset, iterator._index_sampler
+        if self._data.is_new(data):
+            new = {**tables_of_script(), **tables_of(data, iterator._collate_fn)}
+            self._read.tables = {**new, **self._read.tables}
         if isinstance(data, IterableDataset):
             self._read.workers[type(data).__name__] = iterator._num_workers
             return None
@@ -241,7 +308,7 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
             subset = zlib.crc32(array.array("q", _strided(data.indices)).tobytes(), subset)
             maps.append(data.indices)
             data = data.dataset
-        found = Data(kind, size, len(data), batch)
+        found = Data(kind, size, len(data), batch, self._data.number(data) if maps else 0)
         number = getattr(within, "epoch", None)
         number = (number if isinstance(number, int) else -1) if hasattr(within, "set_epoch") else None
         shuffles = bool(getattr(within, "shuffle", False)) or type(within).__name__ == "RandomSampler"

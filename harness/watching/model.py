@@ -24,6 +24,7 @@ from shardproof.harness.watching.names import (
     without_turn,
 )
 from shardproof.harness.watching.pending import readable
+from shardproof.harness.watching.recomputing import Draws
 from shardproof.harness.watching.records import Beside, Crossing, Follower, ModuleRecord
 from shardproof.harness.watching.standing import Standing, Standings
 
@@ -173,7 +174,7 @@ class Model:
 
     def record(
         self, called: Mapping[int, bool], gathered: Gathered, buffers: Mapping[str, torch.Tensor],
-        with_gradient: Collection[str], redrawn: dict[str, bool],
+        with_gradient: Collection[str], draws: Draws,
     ) -> ModuleRecord:  # fmt: skip
         """Return what a record has of the modules.
 
@@ -182,21 +183,22 @@ class Model:
             gathered: what forwards have found gathered.
             buffers: the bits of buffers when the step began, by name.
             with_gradient: the names of parameters that have one.
-            redrawn: the modules whose recomputation draws other random numbers; see :meth:`recomputing.Draws.redrawn`.
+            draws: what modules draw in forwards and in recomputations.
         """
         idle, detached = without_turn(self.roots, self._names.keys() - self._uncertain, called)
         unhooked = {self._outermost(one, called) for one in idle if one in with_gradient} if compiles() else set()
         dropouts = [one for root in self.roots for one in root.modules() if isinstance(one, nn.Dropout)]
         return ModuleRecord(
             idle, detached, gathered.names, gathered.take_outdated(), self.tied(), *replaced_in(self.roots),
-            redrawn,
+            draws.redrawn(),
             has_dropout=any(one.training and one.p > 0 for one in dropouts),
             buffers=bits_on_host(buffers), compiled=sorted(self._compiled),
-            unhooked=sorted(unhooked), beside=self._beside(called),
+            unhooked=sorted(unhooked), beside=self._beside(called, draws.moved_again()),
         )  # fmt: skip
 
-    def _beside(self, called: Mapping[int, bool]) -> Beside:
-        return Beside(self.followers(), modes_of(self.roots, called), self.crossings(), rounded_constants(self.roots))
+    def _beside(self, called: Mapping[int, bool], again: Collection[str]) -> Beside:
+        modes = modes_of(self.roots, called, again)
+        return Beside(self.followers(), modes, self.crossings(), rounded_constants(self.roots))
 
     def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
         """Return the name of the outermost module that was not called, of those in which a parameter is."""

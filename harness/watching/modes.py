@@ -1,6 +1,6 @@
 """The modules of a model that compute otherwise in training, and constants that a narrow dtype rounds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,11 +19,12 @@ _TABLE = 8
 _PARTS = 8
 
 
-def modes_of(roots: Sequence[nn.Module], called: Mapping[int, bool]) -> list[Mode]:
+def modes_of(roots: Sequence[nn.Module], called: Mapping[int, bool], again: Collection[str]) -> list[Mode]:
     """Return the dropouts and the norms of running statistics of a model.
 
     Args:
         called: the ids of modules that a forward with gradients of the step has called.
+        again: the names of norms whose running statistics a recomputation moves once more.
     """
     found = []
     for root in roots:
@@ -36,7 +37,8 @@ def modes_of(roots: Sequence[nn.Module], called: Mapping[int, bool]) -> list[Mod
             around = own or list(above.get(id(module), module).parameters())
             trains = any(one.requires_grad for one in around) or not around
             written = sum(one._version for one in own)
-            found.append(Mode(name, has_statistics(module), module.training, id(module) in called, trains, written))
+            is_norm, is_called = has_statistics(module), id(module) in called
+            found.append(Mode(name, is_norm, module.training, is_called, trains, written, name in again))
     return found
 
 

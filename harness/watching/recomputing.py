@@ -1,4 +1,7 @@
-"""Random numbers that modules draw in a forward, and again where backward recomputes it, as in checkpointing."""
+"""Random numbers that modules draw in a forward, and again where backward recomputes it, as in checkpointing.
+
+Norms move their running statistics in both.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from shardproof.harness.tensors import devices, private
+from shardproof.harness.watching.following import has_statistics
 
 
 @dataclasses.dataclass
@@ -24,6 +28,7 @@ class _Call:
         begin, end: the state of the generators when it begins, and when it has ended.
         is_torch: of a recomputation, whether the module is torch's, and torch recomputes it.
         is_outer: whether a module within it draws random numbers.
+        written: of a norm with running statistics how often these were written when it begins; else None.
     """
 
     name: str
@@ -32,6 +37,7 @@ class _Call:
     end: int = 0
     is_torch: bool = False
     is_outer: bool = False
+    written: int | None = None
 
     @property
     def draws(self) -> bool:
@@ -46,12 +52,14 @@ class Draws:
         self._forwards: dict[str, list[_Call]] = {}
         self._recomputed: list[_Call] = []
         self._begun: list[_Call] = []
+        #: The norms whose running statistics have moved in forwards, and in recomputations.
+        self._moved: tuple[set[str], set[str]] = set(), set()
 
-    def begin(self, name: str, *, is_forward: bool) -> None:
+    def begin(self, name: str, module: nn.Module, *, is_forward: bool) -> None:
         """Note that a call begins; ``is_forward`` whether a forward with gradients has begun and not ended."""
         is_recomputed = _is_in_backward()
         if is_recomputed or is_forward:
-            self._begun.append(_Call(name, is_recomputed, _state()))
+            self._begun.append(_Call(name, is_recomputed, _state(), written=_written(module)))
 
     def end(self, name: str, module: nn.Module) -> None:
         """Note that a call has ended."""
@@ -60,6 +68,8 @@ class Draws:
         while (call := self._begun.pop()).name != name:
             pass  # an exception has left it before our hook was there
         call.end = _state()
+        if call.written != _written(module):
+            self._moved[call.is_recomputed].add(name)
         if call.draws and self._begun:
             self._begun[-1].is_outer = True
         if not call.is_recomputed:
@@ -67,6 +77,10 @@ class Draws:
         elif call.draws and not call.is_outer:
             call.is_torch = _is_of_torch(module) and _is_in_checkpoint()
             self._recomputed.append(call)
+
+    def moved_again(self) -> set[str]:
+        """Return the norms whose running statistics have moved in forwards and in recomputations of these."""
+        return self._moved[False] & self._moved[True]
 
     def redrawn(self) -> dict[str, bool]:
         """Return the modules whose recomputation draws other random numbers than their forwards.
@@ -80,6 +94,13 @@ class Draws:
             if any(one.draws for one in forwards) and all(one.begin != call.begin for one in forwards):
                 found[call.name] = found.get(call.name, True) and call.is_torch
         return found
+
+
+def _written(module: nn.Module) -> int | None:
+    """Return how often the buffers of a norm in training mode were written; None of other modules."""
+    if not module.training or not has_statistics(module):
+        return None
+    return sum(one._version for one in module.buffers(recurse=False))
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -229,6 +229,28 @@ class Levelled:
     rate: float  # the one by which all of them have stepped last
 
 
+@dataclasses.dataclass(frozen=True)
+class Missed:
+    """A load, into a module that an optimizer has stepped since, of a state whose keys are not all its names."""
+
+    kind: str  # the name of the module's class
+    keys: int  # how many the state has
+    matched: int  # how many of them are names of the module
+    explained: int  # how many are names of the module but for a prefix
+    key: str  # one of those; of others the first key that is no name
+    name: str  # its name in the module; the module's first name
+
+
+@dataclasses.dataclass(frozen=True)
+class Undone:
+    """A load after which the step of an optimizer leaves values of before the load."""
+
+    kind: str  # the name of the module's class
+    names: tuple[str, ...]  # some of its parameters
+    steps: int  # how many steps there were until then
+    is_owned: bool  # whether the optimizers that have stepped since have one of these parameters
+
+
 @dataclasses.dataclass
 class ActRecord:
     """Calls of user code since the step before that concern the process: loss scalers, schedulers and state dicts."""
@@ -242,6 +264,8 @@ class ActRecord:
     paces: list[Pace] = dataclasses.field(default_factory=list)
     levelled: list[Levelled] = dataclasses.field(default_factory=list)
     loads: int = 0  # how many modules were given a state to load
+    missed: list[Missed] = dataclasses.field(default_factory=list)
+    undone: list[Undone] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -324,6 +348,7 @@ class Mode:
     is_called: bool  # whether a forward of the step has called it
     trains: bool  # of a norm its parameters, else those of the module around it: whether one requires a gradient
     written: int = 0  # counts writes of its parameters
+    moves_again: bool = False  # of a norm whether a recomputation in backward moves its running statistics once more
 
 
 @dataclasses.dataclass

@@ -435,7 +435,7 @@ class WatchedStep:
 
     def _modules(self, gathered: Gathered) -> ModuleRecord:
         with_gradient = {*self.backwards.after, *self.updates.at_step}
-        found = self._model.record(self.forwards.called, gathered, self._buffers, with_gradient, self.draws.redrawn())
+        found = self._model.record(self.forwards.called, gathered, self._buffers, with_gradient, self.draws)
         if (standing := self.updates.standing) is not None:
             found.standing = standing.record()
         return found

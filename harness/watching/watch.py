@@ -287,7 +287,7 @@ class Watch:
         if not self.is_watching:
             return
         if self._takes.digests:
-            self._now.draws.begin(name, is_forward=self._forward.depth > 0 and self._forward.is_training)
+            self._now.draws.begin(name, module, is_forward=self._forward.depth > 0 and self._forward.is_training)
         is_enabled, called = torch.is_grad_enabled(), self._now.forwards.called
         if self._forward.is_training:
             called[id(module)] = is_enabled or called.get(id(module), False)

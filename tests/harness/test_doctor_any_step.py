@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.training.doctor import CHECKS
 from shardproof.harness.training.examination import Examination
-from shardproof.harness.watching.records import Drop, Idle, Narrow, NormCall, NotFinite, Optimizer
+from shardproof.harness.watching.records import Drop, Idle, Missed, Narrow, NormCall, NotFinite, Optimizer, Undone
 from tests.harness.test_doctor_checks import EVERY, SHAPES, Made, gradient
 
 
@@ -79,6 +79,8 @@ CHANGES = {
         Idle("CosineAnnealingLR", "SGD", "AdamW", 2, (0.1, 0.05), 0.1, record.rank == 0)
     ),
     "restored": lambda record, *_: record.modules.acts.restored.append(("Net", 1)),
+    "missed": lambda record, *_: record.modules.acts.missed.append(Missed("Net", 3, record.rank, 2, "a.w", "w")),
+    "undone": lambda record, *_: record.modules.acts.undone.append(Undone("Net", ("w",), 1, record.rank == 0)),
     "no buffer": lambda record, *_: record.modules.buffers.clear(),
     "idle": lambda record, name, _: record.modules.idle.append(name),
     "gathered": lambda record, name, _: record.modules.gathered.append(name),

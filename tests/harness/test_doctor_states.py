@@ -26,6 +26,8 @@ from tests.harness.test_doctor_loops import FLAT, STEPS, Data, adamw, perceptron
 UNLIKE = "note: buffers differ between ranks [D20, S9]"
 MIXED = "parameters are a mixture of ranks' values [D21, S9]"
 REDRAWN = "recomputations draw other random numbers [D22]"
+TWICE = "running statistics move twice a step [D22]"
+EVALUATES = "the model trains in eval mode [D19]"
 PARTED = "parameters were tied and are not [D8, S8]"
 
 
@@ -392,8 +394,13 @@ HEALTHY = {
     "recomputed and reentrant": (lambda data: recomputed(data, use_reentrant=True), ""),
     "recomputed under FSDP2": (lambda data: recomputed(data, fully_shard), ""),
     "recomputed without dropout": (lambda data: recomputed(data, noise=nn.Dropout(0.0), **FORGETS), ""),
-    "recomputed in eval": (
-        lambda data: recomputed(data, is_training=False, **FORGETS), "the model trains in eval mode [D19]"),
+    "a norm of its batch recomputed": (lambda data: recomputed(data, noise=nn.LayerNorm(8)), ""),
+    "running statistics that do not move, recomputed": (
+        lambda data: recomputed(data, noise=nn.BatchNorm1d(8, momentum=0.0)), ""),
+    "running statistics recomputed in eval": (
+        lambda data: recomputed(data, noise=nn.BatchNorm1d(8), is_training=False), EVALUATES),
+    "running statistics recomputed": (lambda data: recomputed(data, noise=nn.BatchNorm1d(8)), TWICE),
+    "recomputed in eval": (lambda data: recomputed(data, is_training=False, **FORGETS), EVALUATES),
     "recomputed by saved numbers": (
         lambda data: recomputed(data, noise=Noise(), context_fn=saving_noise, **FORGETS), ""),
     "tokens of the step": (lambda data: counted(data, "step"), ""),
