@@ -86,7 +86,7 @@ def traces(model):
     made.assert_none()
 
 
-@pytest.mark.parametrize("steps", [4, 1], ids=["after the last watched step", "after close"])
+@pytest.mark.parametrize("steps", [5, 1], ids=["after the last watched step", "after close"])
 def test_nothing_is_left(model, traces, steps, capsys):
     optimizer, other = sgd(model), net()
     with doctor(model, optimizer) as watching:
