@@ -48,10 +48,16 @@ class BlockSums:
 
 
 class Sums(NamedTuple):
-    """The digest of a part of a tensor: its blocks by number, and the sketch of the part in the full tensor."""
+    """The digest of a part of a tensor: its blocks by number, and the sketch of the part in the full tensor.
+
+    Attributes:
+        digits: of float32, 1 if an element has more digits than bfloat16 has, and 2 if one has more than float16 has;
+            added. 0 if all elements are zero in these digits, and of other dtypes.
+    """
 
     blocks: dict[int, BlockSums]
     sketch: tuple[float, ...]
+    digits: int = 0
 
     @property
     def squares(self) -> float:
@@ -62,6 +68,13 @@ class Sums(NamedTuple):
 def rows_of_block(shape: Sequence[int]) -> int:
     """Return how many rows a block of a full tensor has, except perhaps the last one; 1 without dimensions."""
     return max(1, -(-shape[0] // MOST)) if shape else 1
+
+
+def count_of(shape: Sequence[int]) -> int:
+    """Return the number of blocks of a full tensor."""
+    if not math.prod(shape):
+        return 0
+    return -(-shape[0] // rows_of_block(shape)) if shape else 1
 
 
 def numel_of(number: int, shape: Sequence[int]) -> int:
@@ -87,18 +100,20 @@ def sums(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Sums]:
         mine = []
         for block, part, positions in _parts(tensor, box):
             mine.append((block, part.numel()))
-            numbers.append(torch.stack([_hash(part, positions), _squares(part).view(torch.int64)]))
+            numbers.append(torch.stack([_hash(part, positions), _squares(part).view(torch.int64), _digits(part)]))
         places.append(mine)
     rows = iter(host_rows(numbers))
     sketches = [one.numbers[:K] for one in digests([_countable(one) for one in parts], boxes)]
     found = []
     for mine, sketch in zip(places, host_rows(sketches), strict=True):
         blocks: dict[int, BlockSums] = {}
+        digits = 0
         for block, numel in mine:
-            hashed, squares = next(rows)
+            hashed, squares, more = next(rows)
+            digits |= int(more)
             value = torch.tensor(squares).view(torch.float64).item()
             blocks.setdefault(block, BlockSums()).add(BlockSums(int(hashed) & _MASK, value, numel))
-        found.append(Sums(blocks, tuple(sketch)))
+        found.append(Sums(blocks, tuple(sketch), digits))
     return found
 
 
@@ -201,12 +216,23 @@ def _squares(part: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _digits(part: torch.Tensor) -> torch.Tensor:
+    """Return which digits elements have, as ``Sums.digits``, int64 []."""
+    if part.dtype != torch.float32:
+        return torch.zeros((), dtype=torch.int64, device=part.device)
+    words = part.contiguous().view(torch.int32)
+    more = [(words & mask).ne(0).any().to(torch.int64) for mask in (0xFFFF, 0x1FFF)]
+    return more[0] + 2 * more[1]
+
+
 def total(parts: Iterable[Sums]) -> Sums:
     """Add the sums of parts that do not overlap."""
     blocks: dict[int, BlockSums] = {}
     sketch = [0.0] * K
+    digits = 0
     for part in parts:
+        digits |= part.digits
         for number, block in part.blocks.items():
             blocks.setdefault(number, BlockSums()).add(block)
         sketch = [one + other for one, other in zip(sketch, part.sketch, strict=True)]
-    return Sums(blocks, tuple(sketch))
+    return Sums(blocks, tuple(sketch), digits)

@@ -5,8 +5,7 @@ import functools
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from shardproof import door
 from shardproof.door import BadFile
-from shardproof.harness.states import blocks, files
+from shardproof.harness.states import blocks, files, maps
 from shardproof.harness.states.blocks import BlockSums, Sums
 from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine
 from shardproof.harness.tensors.fingerprints import Box, K
@@ -52,6 +51,8 @@ class Entry:
         held: what each rank or file holds of a tensor; empty for a value.
         values: of an entry that is no tensor, the value of each rank, as JSON.
         load: reads the full tensor, where the state is a file; None where only digests are known.
+        order: how a table says that its elements are ordered otherwise than in the other state: ``maps.ROTARY``,
+            ``maps.TRANSPOSED``, or empty.
     """
 
     key: EntryKey
@@ -65,6 +66,7 @@ class Entry:
     position: int | None = None
     tied: str = ""
     load: Callable[[], torch.Tensor] | None = None
+    order: str = ""
 
     @property
     def is_tensor(self) -> bool:
@@ -80,6 +82,13 @@ class Entry:
     def total(self) -> Sums:
         """The sums of all parts, once all are held."""
         return blocks.total(one.sums for one in self.parts)
+
+    @functools.cached_property
+    def short(self) -> frozenset[int]:
+        """The blocks of which no rank and no file has all elements."""
+        held = {number: block.numel for number, block in self.total.blocks.items()}
+        every = range(blocks.count_of(self.shape) if self.held else 0)
+        return frozenset(number for number in every if held.get(number, 0) < blocks.numel_of(number, self.shape))
 
     @property
     def numel(self) -> int:
@@ -106,6 +115,11 @@ class State:
     entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
 
     @property
+    def is_weights(self) -> bool:
+        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's."""
+        return (self.is_live and not self.has_optimizer) or all(map(_OF_WEIGHTS.search, self.sources))
+
+    @property
     def has_optimizer(self) -> bool:
         """Whether it has settings or states of an optimizer."""
         return any(key.section == OPTIMIZER for key in self.entries)
@@ -117,8 +131,13 @@ def read(path: str) -> State:
     Raises:
         BadFile: it is neither, or a file is damaged; in one line.
     """
-    ranks = sorted(Path(path).glob("rank[0-9]*.jsonl")) if Path(path).is_dir() else []
+    ranks = rank_files(path)
     return _snapshot(path, ranks) if ranks else _checkpoint(path)
+
+
+def rank_files(path: str) -> list[Path]:
+    """Return the files of ranks that a snapshot has; none of a checkpoint."""
+    return sorted(Path(path).glob("rank[0-9]*.jsonl")) if Path(path).is_dir() else []
 
 
 class _Line(NamedTuple):
@@ -129,7 +148,8 @@ class _Line(NamedTuple):
     sums: Sums
 
 
-def _line(value: object) -> RankLine | _Line:
+def line_of(value: object) -> RankLine | _Line:
+    """Decode a line of a rank's file."""
     if not isinstance(value, Mapping):
         raise RecordError("a line is no object")
     if "world" in value:
@@ -139,14 +159,14 @@ def _line(value: object) -> RankLine | _Line:
     if fields.dtype and len(sketch) != K:
         raise RecordError(f"sketch: a sketch has {K} numbers, and not {len(sketch)}")
     held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in fields.blocks}
-    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch))
+    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch, fields.digits))
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
     heads: list[RankLine] = []
     found = State(path, "", (), is_live=True)
     for file in ranks:
-        lines = door.lines(file, _line, may_be_cut=False)
+        lines = door.lines(file, line_of, may_be_cut=False)
         head = next(lines, None)
         if not isinstance(head, RankLine):
             raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
@@ -181,6 +201,10 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
         if (entry.dtype, entry.shape) != (fields.dtype, shape):
             raise BadFile(f"{file}: {key}: another dtype or shape than on an earlier rank")
         entry.held.append(Holding(source, line.box, line.sums))
+
+
+#: The names of files that have a model without its optimizer.
+_OF_WEIGHTS = re.compile(r"\.safetensors$|^pytorch_model.*\.bin$|^adapter_model.*\.bin$")
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -274,19 +298,85 @@ def renamed(state: State, rules: Sequence[str]) -> State:
     return changed
 
 
-#: The most words that may precede a name.
-_MOST_WORDS = 5
+def mapped(state: State, named: str, to: State) -> State:
+    """Return a state with the names of another, by a table of rules or a function; fused tensors become their slices.
+
+    Args:
+        named: a table, its file, or a function; see ``maps.read``.
+        to: of which the names and shapes are wanted.
+
+    Raises:
+        BadFile: the table cannot be read, gives two entries one name, or a fused tensor cannot be cut; in one line.
+    """
+    every, function = maps.read(named)
+    names = [key.name for key in state.entries if key.section == MODEL]
+    wanted = {key.name for key in to.entries if key.section == MODEL}
+    rules, before = maps.chosen(every, names, wanted) if every else ((), "")
+    changed = dataclasses.replace(state, entries={})
+    for key, entry in state.entries.items():
+        own = key.name.removeprefix(before)
+        if function is not None and key.section in (MODEL, OPTIMIZER):
+            found = {key._replace(name=str(function(own) or own)): entry}
+        elif (rule := maps.rule_of(own, rules) if key.section in (MODEL, OPTIMIZER) else None) is None:
+            found = {key._replace(name=own if key.section == MODEL else key.name): entry}
+        else:
+            found = _by_rule(rule, own, entry, to)
+        for new, one in found.items():
+            if new in changed.entries:
+                raise BadFile(f"--map {named}: two entries get the name {new}, one of them {key}")
+            changed.entries[new] = dataclasses.replace(one, key=new)
+    return changed
 
 
-def _beginning(names: Iterable[str], wanted: Collection[str]) -> str:
-    """Return what most names begin with, words and dots, before one that is wanted; the shortest of several."""
-    counts = Counter({"": 0})
-    for name in names:
-        words = name.split(".")
-        for count in range(min(len(words), _MOST_WORDS + 1)):
-            if ".".join(words[count:]) in wanted:
-                counts["".join(f"{word}." for word in words[:count])] += 1
-    return max(counts, key=lambda one: (counts[one], -len(one)))
+def _by_rule(rule: maps.Rule, name: str, entry: Entry, to: State) -> dict[EntryKey, Entry]:
+    """Return the entries that one is by a rule, by their names there."""
+    if len(rule.new) == 1 and not rule.has_index and not (rule.note == maps.TRANSPOSED and entry.load):
+        tied = entry.tied and (rule.names(entry.tied) or (entry.tied,))[0]
+        new = entry.key._replace(name=(rule.names(name) or (name,))[0])
+        return {new: dataclasses.replace(entry, order=rule.note, tied=tied)}
+    if not entry.is_tensor or not entry.numel:
+        return {entry.key: entry}
+    if entry.load is None:
+        raise BadFile(
+            f"{name} is made of others ({rule.line[:200]}), and a snapshot has no values to cut: write it with "
+            "views=shardproof.views(..., like=...)"
+        )
+    shapes = {key.name: one.shape for key, one in to.entries.items() if (key.section, key.key) == entry.key[::2]}
+    try:
+        cut = maps.slices(rule, name, entry.load(), shapes)
+    except maps.NoFit as error:
+        raise BadFile(f"{name}: {error}") from None
+    found = {}
+    for one in cut:
+        (its,) = blocks.sums([one.tensor.contiguous()], [one.box])
+        held = [Holding(entry.held[0].source, one.box, its)]
+        load = functools.partial(_slice, rule, name, entry.load, shapes, one.name)
+        found[entry.key._replace(name=one.name)] = dataclasses.replace(
+            entry, shape=one.box.shape, held=held, load=load, tied=""
+        )
+    return found
+
+
+def _slice(
+    rule: maps.Rule, name: str, load: Callable[[], torch.Tensor], shapes: Mapping[str, tuple[int, ...]], wanted: str
+) -> torch.Tensor:
+    return next(one.tensor for one in maps.slices(rule, name, load(), shapes) if one.name == wanted)
+
+
+#: The name of an adapter within the names of its parameters, which PEFT's files leave out.
+_ADAPTER = re.compile(r"(\blora_\w+)\.[^.]+(\.weight)?$")
+
+
+def _with_adapter(state: State, wanted: Collection[str]) -> State:
+    """Return a state whose names have the name of the adapter that those of the other state have."""
+    added = {_ADAPTER.sub(r"\1\2", name).rpartition("lora_")[2]: _ADAPTER.search(name) for name in wanted}
+    found = {}
+    for key, entry in state.entries.items():
+        match = added.get(key.name.rpartition("lora_")[2]) if "lora_" in key.name else None
+        if match is not None and not key.name.endswith(match[0]):
+            key = key._replace(name=f"{key.name.rpartition('lora_')[0]}{match[0]}")
+        found[key] = dataclasses.replace(entry, key=key)
+    return dataclasses.replace(state, entries=found)
 
 
 def aligned(state: State, to: State) -> tuple[State, str]:
@@ -296,7 +386,8 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
     wanted = {key.name for key in to.entries if key.section == MODEL}
-    best = _beginning((key.name for key in state.entries if key.section == MODEL), wanted)
+    state = _with_adapter(state, wanted)
+    best = maps.beginning([key.name for key in state.entries if key.section == MODEL], wanted.__contains__)
     numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():

@@ -75,6 +75,9 @@ class EntryLine:
     flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
     blocks: Sequence[BlockLine] = says("its blocks", default=())
     sketch: Sequence[Number] = says("the sketch of what it holds", default=())
+    digits: Count = says(
+        "of float32: 1 if an element has more digits than bfloat16 has, and 2 more than float16", default=0
+    )
     trains: bool | None = says("whether a parameter requires gradients", default=None)
     stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
     position: Count | None = says("of a parameter, its number in the optimizer", default=None)
@@ -82,8 +85,9 @@ class EntryLine:
     value: str | None = says("a value, as JSON", default=None)
 
 
-ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
-"""Returns the parameters of another state that a tensor is made of, as views of it; None where it is one of them."""
+ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor | tuple[torch.Tensor, Box]] | None]
+"""Returns the parameters of another state that a tensor is made of, as views of it, of a rank's part with its place in
+the full one; None where it is one of them."""
 
 
 class Found(NamedTuple):
@@ -121,7 +125,8 @@ def state(
             not say so itself.
         views: returns, from the name of a parameter and the tensor, the parameters that it is made of in the other
             state, by their names there, as views: of a fused ``qkv_proj.weight`` the slices ``q_proj.weight``,
-            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Only of full tensors.
+            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Of a full tensor, or of
+            a rank's plain one, if each view has its place; ``shardproof.views()`` makes such a function.
 
     Raises:
         ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
@@ -152,7 +157,8 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
             ]
             fields |= {
                 "dtype": name_of(one.tensor.dtype), "shape": one.box.shape,
-                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
+                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks,
+                "sketch": mine.sketch, "digits": mine.digits,
             }  # fmt: skip
         yield EntryLine(**fields)
 
@@ -205,7 +211,8 @@ def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: Vi
     if not box.is_full:
         raise ValueError(f"state: views of {fields['name']!r}, which is sharded: gather it, or leave views out")
     for name, view in its.items():
-        yield Found({**fields, "name": name}, view, Box(tuple(view.shape)))
+        part, place = view if isinstance(view, tuple) else (view, Box(tuple(view.shape)))
+        yield Found({**fields, "name": name}, part, place)
 
 
 def _buffers(root: nn.Module) -> Iterator[Found]:

@@ -18,6 +18,7 @@ examples:
   shardproof state before after             what was resumed is what was saved
   shardproof state checkpoint/              what a file has
   shardproof state now file.pt --earlier step0 --earlier step5
+  shardproof state titan hf/ --map hf-llama
   shardproof state now adapter/ --rename 'lora_(.)=lora_\\1.default'
 
 A state is a folder that shardproof.state(model, optimizer, out=...) wrote, or a checkpoint: a file of torch.save or
@@ -38,16 +39,24 @@ def state(arguments: Sequence[str]) -> int:
         found = [*comparing.check(a)]
         _print([*_summary(a), "", *comparing.lines(found)] if found else _summary(a))
         return DIFFERS if found else 0
-    b, prefix = sides.aligned(sides.renamed(sides.read(options.b), options.rename), a)
-    earlier = [sides.aligned(sides.read(one), a)[0] for one in options.earlier]
+
+    def read(path: str) -> tuple["State", str]:
+        state = sides.renamed(sides.read(path), options.rename)
+        return sides.aligned(sides.mapped(state, options.map, a) if options.map else state, a)
+
+    b, prefix = read(options.b)
+    earlier = [read(one)[0] for one in options.earlier]
     found = [
         *(one._replace(text=f"in {a.path}: {one.text}") for one in comparing.check(a)),
-        *(one._replace(text=f"in {b.path}: {one.text}") for one in comparing.check(b)),
+        *(one._replace(text=f"in {b.path}: {one.text}") for one in comparing.check(b, a)),
         *comparing.compare(a, b, earlier=earlier),
     ]
     begins = f", whose names begin with {prefix!r}" if prefix else ""
-    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}"]
-    _print([*head, "", *(comparing.lines(found) if found else ["nothing differs"])])
+    alone = ", the model alone" if b.is_weights and a.has_optimizer else ""
+    frozen = comparing.without_frozen(a, b)
+    alone += f", without {len(frozen)} entries that do not train" if frozen else ""
+    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}{alone}"]
+    _print([*head, "", *(comparing.lines(found, a.entries) if found else ["nothing differs"])])
     return DIFFERS if found else 0
 
 
@@ -80,4 +89,6 @@ def _parser() -> argparse.ArgumentParser:
                         "training, whose entries B may have instead; may be repeated")  # fmt: skip
     parser.add_argument("--rename", action="append", default=[], metavar="REGEX=NEW", help="replace this part of the "
                         "names of B, as re.sub() does; may be repeated")  # fmt: skip
+    parser.add_argument("--map", metavar="TABLE", help="names of B by a table: hf-llama, engine, or another of "
+                        "docs/state.md; a file with lines 'OLD -> NEW'; or FILE.py:FUNCTION")  # fmt: skip
     return parser
