@@ -16,6 +16,7 @@ from shardproof.harness.states.differences import (
 )
 from shardproof.harness.states.sides import Entry, EntryKey, State
 from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, SCHEDULER
+from shardproof.harness.states.units import FLAT
 from shardproof.harness.tensors.fingerprints import Box
 
 _NAMES = 3  # of entries that a line lists
@@ -45,8 +46,14 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
     known_names = a.entries.keys() | astray.taken
     extra = [entry for key, entry in b.entries.items() if key not in known_names and key.section in sections]
     extra = [entry for entry in extra if entry.kind != "unsaved buffer"]
-    found += [Difference(one.key, "unexpected", f"{_kind(one)} that {a.path} does not have") for one in extra]
+    found += [Difference(one.key, "unexpected", _unexpected(one, a)) for one in extra]
     return found
+
+
+def _unexpected(entry: Entry, a: State) -> str:
+    if entry.key.name.endswith(FLAT):
+        return f"a flat parameter of FSDP1, and {a.path} does not say what it is made of: write it in that training"
+    return f"{_kind(entry)} that {a.path} does not have"
 
 
 def without_frozen(a: State, b: State) -> set[EntryKey]:

@@ -36,11 +36,12 @@ class EntryKey(NamedTuple):
 
 @dataclasses.dataclass
 class Holding:
-    """The part of an entry that one rank, or one file, holds."""
+    """The part of an entry that one rank, or one file, holds; ``load`` reads it where it is in a file."""
 
     source: str
     box: Box
     sums: Sums
+    load: Callable[[], torch.Tensor] | None = None
 
 
 @dataclasses.dataclass
@@ -53,6 +54,8 @@ class Entry:
         load: reads the full tensor, where the state is a file; None where only digests are known.
         order: how a table says that its elements are ordered otherwise than in the other state: ``maps.ROTARY``,
             ``maps.TRANSPOSED``, or empty.
+        unit: the name of the flat parameter of FSDP1 that has it.
+        offset: where it begins there.
     """
 
     key: EntryKey
@@ -67,6 +70,8 @@ class Entry:
     tied: str = ""
     load: Callable[[], torch.Tensor] | None = None
     order: str = ""
+    unit: str = ""
+    offset: int = 0
 
     @property
     def is_tensor(self) -> bool:
@@ -192,7 +197,7 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
     key = EntryKey(fields.section, fields.name, fields.key)
     made = Entry(
         key, fields.kind, fields.dtype, shape, trains=fields.trains, stepped_by=fields.stepped_by,
-        position=fields.position, tied=fields.tied,
+        position=fields.position, tied=fields.tied, unit=fields.unit, offset=fields.offset,
     )  # fmt: skip
     entry = state.entries.setdefault(key, made)
     if fields.value is not None:
@@ -236,7 +241,7 @@ def _checkpoint(path: str) -> State:
                 # One at a time, and let go of: a checkpoint is larger than memory.
                 tensor = part.load()
                 (its,) = blocks.sums([tensor], [part.box])
-                entry.held.append(Holding(part.source, part.box, its))
+                entry.held.append(Holding(part.source, part.box, its, part.load))
                 del tensor
             entry.load = _loader(one)
         state.entries[key] = entry

@@ -6,8 +6,9 @@ tensor is made, none is copied, and no collective is called, so a rank writes it
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from shardproof import folders
 from shardproof.harness.states.blocks import sums
+from shardproof.harness.states.units import Unit, places, units_of
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import layout_of
 from shardproof.harness.tensors.lines import Count, Name, Shape, Spanned
@@ -82,6 +84,8 @@ class EntryLine:
     stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
     position: Count | None = says("of a parameter, its number in the optimizer", default=None)
     tied: Name = says("the first name of the same parameter", default="")
+    unit: Name = says("the name of the flat parameter of FSDP1 that has a parameter", default="")
+    offset: Count = says("where it begins there", default=0)
     value: str | None = says("a value, as JSON", default=None)
 
 
@@ -132,14 +136,45 @@ def state(
         ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
     """
     models = as_list(model)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    path = Path(out) / f"rank{rank:05}.jsonl"
-    if path.exists():
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    write(
+        models, as_list(optimizer), out=Path(out), place=place, step=step, scheduler=scheduler, extra=extra or {},
+        layout=layout, views=views,
+    )  # fmt: skip
+
+
+def write(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    out: Path,
+    place: tuple[int, int],
+    step: int | None,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    layout: LayoutOf | None = None,
+    views: ViewsOf | None = None,
+    replaces: bool = False,
+    only: Collection[int] | None = None,
+) -> None:
+    """Write the file of a rank, as :func:`state` does, of which the other arguments are.
+
+    Args:
+        place: the rank, and the number of ranks.
+        replaces: whether the file of an earlier state is replaced.
+        only: the ids of the parameters of which states of optimizers are written; None for all.
+
+    Raises:
+        ValueError: see :func:`state`.
+    """
+    rank, world = place
+    path = out / f"rank{rank:05}.jsonl"
+    if path.exists() and not replaces:
         raise ValueError(f"state: {path} exists: name a folder that has no state of this rank")
     head = RankLine(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
-    found = [*entries(models, as_list(optimizer), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
+    found = [*entries(models, optimizers, scheduler=scheduler, extra=extra, layout=layout, views=views, only=only)]
     folders.write_file(path, "".join(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found))))
 
 
@@ -166,6 +201,7 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
 def entries(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, scheduler: Any,
     extra: Mapping[str, Any], layout: LayoutOf | None, views: ViewsOf | None = None,
+    only: Collection[int] | None = None,
 ) -> Iterator[Found]:  # fmt: skip
     """Yield what this rank has of a training: parameters, buffers, optimizer states, settings, and other values."""
     watched = Model(layout)
@@ -174,8 +210,13 @@ def entries(
     names: dict[int, str] = {}
     boxes: dict[int, Box] = {}
     steppers = _steppers(optimizers)
+    flat = [*units_of(models)]
+    units, inside = {id(one.flat): one for one in flat}, places(flat)
     for root in models:
         for name, parameter in parameters_of(root):
+            if (unit := units.get(id(parameter))) is not None:
+                yield from _of_flat(unit, parameter, steppers.get(id(parameter), {}))
+                continue
             first = names.setdefault(id(parameter), name)
             place = watched.place(name, parameter)
             boxes[id(parameter)] = box = Box(tuple(parameter.shape)) if place is None else place.box
@@ -183,10 +224,12 @@ def entries(
                 "section": MODEL, "name": name, "kind": "parameter", "trains": parameter.requires_grad,
                 "tied": first if first != name else "", **steppers.get(id(parameter), {}),
             }  # fmt: skip
+            if (original := inside.get(name)) is not None:
+                fields |= {"unit": original.unit, "offset": original.start}
             yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
         yield from _buffers(root)
     for one in optimizers:
-        yield from _of_optimizer(one, names, boxes)
+        yield from _of_optimizer(one, names, boxes, units, only)
     if scheduler is not None:
         yield from _tree(SCHEDULER, "", scheduler.state_dict())
     yield from _tree(EXTRA, "", extra)
@@ -215,6 +258,26 @@ def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: Vi
         yield Found({**fields, "name": name}, part, place)
 
 
+def _of_flat(unit: Unit, parameter: nn.Parameter, stepper: Mapping[str, Any]) -> Iterator[Found]:
+    """Yield the parameters of which a flat one is made."""
+    for one in unit.originals:
+        fields = {
+            "section": MODEL, "name": one.name, "kind": "parameter", "trains": parameter.requires_grad,
+            "tied": one.tied, "unit": one.unit, "offset": one.start, **stepper,
+        }  # fmt: skip
+        yield Found(fields) if one.tied else Found(fields, *one.part(local_of(parameter), unit.begin))
+
+
+def _of_flat_state(unit: Unit, fields: Mapping[str, Any], value: torch.Tensor) -> Iterator[Found]:
+    """Yield the states of an optimizer of the parameters of which a flat one is made."""
+    for one in unit.originals if value.ndim else ():
+        if not one.tied:
+            yield Found({**fields, "name": one.name, "kind": "state"}, *one.part(local_of(value), unit.begin))
+    for one in unit.originals if not value.ndim else ():
+        if not one.tied:
+            yield _tensor({**fields, "name": one.name}, value)
+
+
 def _buffers(root: nn.Module) -> Iterator[Found]:
     for name, module in modules_of(root):
         for last, buffer in module._buffers.items():
@@ -225,19 +288,28 @@ def _buffers(root: nn.Module) -> Iterator[Found]:
 
 
 def _of_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], boxes: Mapping[int, Box]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    boxes: Mapping[int, Box],
+    units: Mapping[int, Unit],
+    only: Collection[int] | None = None,
 ) -> Iterator[Found]:
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in UNCOMPARED:
                 yield from _tree(OPTIMIZER, f"group {number}", value, key)
         for position, parameter in enumerate(group["params"]):
+            if only is not None and id(parameter) not in only:
+                continue
             name = names.get(id(parameter), f"{position} of group {number}")
             state = optimizer.state.get(parameter)
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 fields = {"section": OPTIMIZER, "name": name, "key": str(key)}
                 if not isinstance(value, torch.Tensor):
                     yield from _tree(OPTIMIZER, name, value, str(key))
+                    continue
+                if (unit := units.get(id(parameter))) is not None:
+                    yield from _of_flat_state(unit, fields, value)
                     continue
                 box = boxes.get(id(parameter))
                 # A moment lies like its parameter; one of another size is a state of its own.

@@ -20,7 +20,7 @@ exit codes: the script's own; with --strict 1 if there are findings; 2 an option
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run a script under the doctor; the exit code is the script's, or 1 with ``--strict`` and a finding, or 2."""
-    own, script = commands.split(arguments, flags=("--strict",))
+    own, script = commands.split(arguments, flags=("--strict",), optional=("--state",))
     options = _parser().parse_args(own)
     from shardproof.harness.training.doctor import CHECKS, Doctor
     from shardproof.harness.watching import script as run_script
@@ -32,12 +32,19 @@ def doctor(arguments: Sequence[str]) -> int:
         steps = commands.numbers("doctor", options.steps)
         with contextlib.closing(Ties()) as ties, Doctor(
             data=options.data or DATA, steps=steps, checks=options.checks or CHECKS, report=options.report,
-            patience=options.patience, registered=ties,
+            patience=options.patience, registered=ties, state=_folder(options.state, options.report),
         ) as watching:  # fmt: skip
             run_script.run(script)
     except NotWatchable as error:
         return commands.refuse(error)
     return int(options.strict and any(not one.is_note for one in watching.findings))
+
+
+def _folder(named: str | None, report: str | None) -> str | None:
+    """Return the folder of the state: that which is named, or one next to the report."""
+    if named != "":
+        return named
+    return "shardproof-state" if report is None else f"{report.removesuffix('.json')}.state"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -53,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
     add("--checks", type=_names, metavar=",".join([*codes.CHECKS][:2]), help="the checks to make; all by default")
     add("--report", metavar="FILE", help="write a run file for the page and the gate")
+    add("--state", nargs="?", const="", metavar="FOLDER", help="write the state after the last watched step, for "
+        "shardproof state; by default next to the report, or to shardproof-state")  # fmt: skip
     add("--strict", action="store_true", help="exit with 1 if there are findings")
     add("--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank")
     return parser

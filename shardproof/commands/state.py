@@ -32,7 +32,7 @@ exit codes: 0 nothing differs; 1 something does; 2 a state cannot be read"""
 def state(arguments: Sequence[str]) -> int:
     """Print a state, or compare two; the exit code is 0 if nothing differs, 1 if something does, 2 for bad input."""
     options = _parser().parse_args(arguments)
-    from shardproof.harness.states import comparing, sides
+    from shardproof.harness.states import comparing, flat, sides
 
     a = sides.read(options.a)
     if options.b is None:
@@ -41,7 +41,7 @@ def state(arguments: Sequence[str]) -> int:
         return DIFFERS if found else 0
 
     def read(path: str) -> tuple["State", str]:
-        state = sides.renamed(sides.read(path), options.rename)
+        state = flat.unflattened(sides.renamed(sides.read(path), options.rename), a)
         return sides.aligned(sides.mapped(state, options.map, a) if options.map else state, a)
 
     b, prefix = read(options.b)
