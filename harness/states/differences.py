@@ -13,7 +13,7 @@ import torch
 
 from shardproof.harness.states import blocks
 from shardproof.harness.states.blocks import Sums
-from shardproof.harness.states.maps import rotated
+from shardproof.harness.states.maps import TRANSPOSED, rotated
 from shardproof.harness.states.sides import Entry, EntryKey, Holding, State
 from shardproof.harness.states.snapshot import EXTRA
 from shardproof.harness.tensors.fingerprints import Box
@@ -45,6 +45,8 @@ class Known:
 
 def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     """Return what differs between two tensors, or None if they are equal."""
+    if other.order == TRANSPOSED and math.isclose(entry.total.squares, other.total.squares, rel_tol=_SAME_NORM):
+        return None  # of digests alone
     if entry.shape != other.shape:
         return Difference(entry.key, *_shapes(entry, other))
     mine, its = entry.total, other.total
@@ -62,10 +64,12 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
         return Difference(entry.key, "value", f"is {size_of(its):g} for {size_of(mine):g}")
     if (same := _known_elsewhere(entry, other, known)) is not None:
         return Difference(entry.key, *same)
+    if _is_rearranged(mine, its) and (same := _by_values(entry, other)) is not None:
+        return Difference(entry.key, *same)
     texts = [*_zeros(entry, mine, its, wrong), *_moved(entry, mine, its, wrong)]
     texts += [] if texts else _stale_rows(entry, mine, other, wrong, known)
     if not texts and _is_rearranged(mine, its):
-        return Difference(entry.key, *(_by_values(entry, other) or ("rearranged", REARRANGED)))
+        return Difference(entry.key, "rearranged", REARRANGED)
     if texts:
         rest = [f"{rows_of(wrong, entry.shape)} have other values"] if wrong else []
         return Difference(entry.key, texts[0][0], "; ".join([*(text for _, text in texts), *rest]))
@@ -80,6 +84,9 @@ def size_of(sums: Sums) -> float:
 #: Where a table says that the rows of heads are in another order, and they are not.
 ORDERED = "has the rows of each head in the same order, which rotary embeddings of these names have otherwise"
 REARRANGED = "has an equal norm, and its values at other places, as transposed or permuted, or with other signs"
+
+#: Ranges of rows that a line has one by one.
+_RUNS = 4
 
 #: Sums of squares of the same elements in another order, in float64.
 _SAME_NORM = 1e-12
@@ -189,7 +196,11 @@ def _moved(entry: Entry, mine: Sums, its: Sums, wrong: list[int]) -> Iterator[tu
     swapped = {n: m for n, m in moved.items() if moved.get(m) == n}
     for first, second in _runs({n: m for n, m in swapped.items() if n < m}):
         yield "exchanged", f"{rows_of(first, entry.shape)} and {rows_of(second, entry.shape)} are exchanged"
-    for first, second in _runs({n: m for n, m in moved.items() if n not in swapped}):
+    runs = [*_runs({n: m for n, m in moved.items() if n not in swapped})]
+    if len(runs) > _RUNS:
+        yield "repeated", f"{rows_of([*moved], entry.shape)} have the values of other rows"
+        runs = []
+    for first, second in runs:
         text = f"{rows_of(first, entry.shape)}{whose_of(entry, first)} have the values of"
         yield "repeated", f"{text} {rows_of(second, entry.shape)}{whose_of(entry, second)}".removesuffix(",")
     wrong[:] = [n for n in wrong if n not in moved]

@@ -369,7 +369,7 @@ def _slice(
 
 
 #: The name of an adapter within the names of its parameters, which PEFT's files leave out.
-_ADAPTER = re.compile(r"(\blora_\w+)\.[^.]+(\.weight)?$")
+_ADAPTER = re.compile(r"(\blora_\w+)\.[^.]+(\.weight|\.bias)?$")
 
 
 def _with_adapter(state: State, wanted: Collection[str]) -> State:

@@ -169,6 +169,7 @@ def test_keys_and_values_that_are_exchanged(tmp_path, capsys):
     ]
 
 
+@pytest.mark.nightly
 def test_experts_in_another_order(tmp_path, capsys):
     sent = Sent(tmp_path, has_experts=True)
     sent.send()
@@ -184,6 +185,7 @@ def test_experts_in_another_order(tmp_path, capsys):
     assert all(line.count("_proj.weight") == 3 for line in lines)
 
 
+@pytest.mark.nightly
 def test_a_buffer_that_is_not_sent(tmp_path, capsys):
     sent = Sent(tmp_path, has_experts=True)
     with torch.no_grad():
